@@ -1,0 +1,70 @@
+# `make` alone lists what there is. Every target does its own set-up: Python and make are all that is needed.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+EXTRAS := torch,mlflow,wandb,dev,doc
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SOURCES := raysgd tests examples benchmarks tools setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test unit lint format bench doc clean
+# One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
+.NOTPARALLEL:
+
+help:  ## This page
+	@echo "raysgd: distributed training on Ray"
+	@echo
+	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@echo
+	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that the environment is made with"
+	@echo "  ARGS=\"...\"          passed on to the example (train), pytest (test, unit) or the benchmark (bench)"
+	@echo
+	@echo "Each target first makes the environment in $(VENV), where it is missing or out of date."
+
+train: setup  ## Train a small network on handwritten digits with two workers
+	@$(BIN)/python examples/01_digits.py $(ARGS)
+
+test: lint  ## Everything: lint, types, layers, and all tests
+	@echo "tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+unit: setup  ## The quick tests only
+	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture $(ARGS)
+
+lint: setup  ## Lint, format, types and layers, without changing anything
+	@echo "lint: ruff check";  $(BIN)/ruff check --quiet .
+	@echo "lint: ruff format"; $(BIN)/ruff format --check --quiet .
+	@echo "lint: mypy";        $(BIN)/mypy --no-error-summary
+	@echo "lint: layers";      $(BIN)/lint-imports --no-logo >$(VENV)/layers.log || { cat $(VENV)/layers.log; exit 1; }
+
+format: setup  ## Format the code and apply the fixes that are safe
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
+	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
+
+doc: setup  ## Build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+clean:  ## Remove caches and built files; the environment stays
+	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find $(wildcard $(SOURCES)) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# ------------------------------------------------------------------------------------------------- the environment
+
+setup: $(STAMP)
+
+# torch first and by itself: its exact version, so that no later requirement can pull in another build of it.
+$(STAMP): setup.py constraints.txt tools/make_venv.sh
+	@sh tools/make_venv.sh "$(PYTHON)" $(VENV)
+	@echo "set-up 2/3: torch (some hundred MB, unless it is there already)"
+	@$(PIP) install -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	@echo "set-up 3/3: raysgd and all that its tests and examples need (a few minutes when nothing is cached)"
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@

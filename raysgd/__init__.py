@@ -1,0 +1,100 @@
+"""raysgd: distributed training on Ray from a single-machine train_func.
+
+The public face: names only, resolved when they are first used, so that importing raysgd costs nothing and loads nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd import backends, callbacks, errors, torch
+    from raysgd.backends.base import Backend, BackendConfig
+    from raysgd.backends.none import NoneConfig
+    from raysgd.backends.torch import TorchConfig
+    from raysgd.callbacks.base import Callback, Stop
+    from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
+    from raysgd.result import Event, Result, RunInfo
+    from raysgd.session.api import (
+        barrier,
+        broadcast,
+        in_worker,
+        load_checkpoint,
+        local_rank,
+        local_world_size,
+        node_rank,
+        report,
+        save_checkpoint,
+        should_stop,
+        world_rank,
+        world_size,
+    )
+    from raysgd.session.local import local
+    from raysgd.torch.devices import device
+    from raysgd.trainer.comparing import compare_runs
+    from raysgd.trainer.runs import load_run
+    from raysgd.trainer.stream import ResultStream
+    from raysgd.trainer.trainer import Trainer
+
+_HOMES = {
+    "Backend": "raysgd.backends.base",
+    "BackendConfig": "raysgd.backends.base",
+    "Callback": "raysgd.callbacks.base",
+    "Checkpoint": "raysgd.checkpoint.checkpoint",
+    "CheckpointConfig": "raysgd.config",
+    "Event": "raysgd.result",
+    "FailureConfig": "raysgd.config",
+    "NoneConfig": "raysgd.backends.none",
+    "Result": "raysgd.result",
+    "ResultStream": "raysgd.trainer.stream",
+    "RunConfig": "raysgd.config",
+    "RunInfo": "raysgd.result",
+    "Stop": "raysgd.callbacks.base",
+    "TorchConfig": "raysgd.backends.torch",
+    "Trainer": "raysgd.trainer.trainer",
+    "barrier": "raysgd.session.api",
+    "broadcast": "raysgd.session.api",
+    "compare_runs": "raysgd.trainer.comparing",
+    "device": "raysgd.torch.devices",
+    "in_worker": "raysgd.session.api",
+    "load_checkpoint": "raysgd.session.api",
+    "load_run": "raysgd.trainer.runs",
+    "local": "raysgd.session.local",
+    "local_rank": "raysgd.session.api",
+    "local_world_size": "raysgd.session.api",
+    "node_rank": "raysgd.session.api",
+    "report": "raysgd.session.api",
+    "save_checkpoint": "raysgd.session.api",
+    "should_stop": "raysgd.session.api",
+    "world_rank": "raysgd.session.api",
+    "world_size": "raysgd.session.api",
+}
+_MODULES = ("backends", "callbacks", "errors", "torch")
+
+__all__ = [  # noqa: RUF022  (the order of a user's reading)
+    "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo",
+    "RunConfig", "FailureConfig", "CheckpointConfig",
+    "Backend", "BackendConfig", "TorchConfig", "NoneConfig",
+    "Callback", "Stop",
+    "report", "save_checkpoint", "load_checkpoint", "should_stop", "barrier", "broadcast", "device",
+    "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "in_worker", "local",
+    "load_run", "compare_runs",
+    "backends", "callbacks", "errors", "torch",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"raysgd.{name}")
+    else:
+        raise AttributeError(f"module 'raysgd' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

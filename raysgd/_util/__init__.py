@@ -1,0 +1,1 @@
+"""Small leaf modules without raysgd imports of their own (errors apart)."""

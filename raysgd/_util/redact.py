@@ -1,0 +1,65 @@
+"""Keep secrets out of what is written down: configs, events, tracebacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REDACTED = "***"
+# "token" only as a word of its own: a tokenizer, or a number of tokens, is no secret.
+_SECRET = r"[\w-]*(?:secret|password|passwd|api[_-]?key|credential|(?<![a-z])token(?![a-z]))[\w-]*"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+# name = 'value', "name": "value", name: value, --name value; the value up to its closing quote or the next blank
+_ASSIGNMENT = re.compile(
+    rf"""(?P<head>(?P<q>['"]?)\b{_SECRET}(?P=q)\s*(?:=|:)\s*)(?P<value>'[^'\n]*'|"[^"\n]*"|[^\s,;)}}\]]+)""",
+    re.IGNORECASE,
+)
+
+
+def is_secret_name(name: Any) -> bool:
+    """Whether a value of this name is not to be shown."""
+    return isinstance(name, str) and _SECRET_NAME.fullmatch(name) is not None
+
+
+def redact(value: Any) -> Any:
+    """A copy of a tree of dicts and lists with the values of secret names replaced."""
+    if isinstance(value, Mapping):
+        return {key: REDACTED if is_secret_name(key) else redact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item) for item in value]
+    return value
+
+
+def secret_values(value: Any) -> set[str]:
+    """The strings that stand under secret names in a config, so that texts can be searched for them."""
+    found: set[str] = set()
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if is_secret_name(key) and isinstance(item, str) and len(item) >= 4:
+                found.add(item)
+            else:
+                found |= secret_values(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            found |= secret_values(item)
+    return found
+
+
+def redact_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> str:
+    """``text`` without the given secrets, and without what is assigned to secret names in it."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+    return _ASSIGNMENT.sub(lambda match: match["head"] + REDACTED, text)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """``value`` as JSON can hold it; what it cannot hold becomes its ``repr``, cut short."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if depth < 10 and isinstance(value, Mapping):
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if depth < 10 and isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

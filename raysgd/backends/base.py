@@ -1,0 +1,95 @@
+"""The contract of a backend.
+
+A backend has two halves. Its `BackendConfig` is made in the driver, checked there, and travels as data: it must not
+import the framework. Its `Backend` is made in each worker process, once, and serves all attempts of that process.
+
+The order of calls in a worker, and the thread they come from::
+
+    load()                              once, in a thread of its own; the framework may take seconds to import
+    open_rendezvous(ip)                 rank 0 only, when all workers have loaded: a death before costs nobody a timeout
+    set_up(member)                      training thread, all ranks at once
+      ... train_func ...
+    tear_down()                         the training thread if train_func failed, any thread after all ranks returned
+    abort()                             any thread, while train_func may be blocked in a collective
+
+and again from `open_rendezvous` for the next attempt, possibly with another rank and another number of members.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a worker must know to join the group of an attempt.
+
+    Attributes:
+        rendezvous: What rank 0's `Backend.open_rendezvous` returned.
+        node_ip: This worker's address, the only one its servers may bind.
+        has_gpu: Whether the workers were given GPUs.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    rendezvous: str
+    node_ip: str
+    has_gpu: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig(ABC):
+    """Settings of a backend: a frozen keyword-only dataclass, checked when made."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def make(self) -> Backend:
+        """The backend's worker half; called in the worker process."""
+
+
+class Backend(ABC):
+    """The worker half. Attributes of an instance belong to one process; nothing is shared between Trainers."""
+
+    #: Whether a living process can leave one group and join another. Where it cannot, workers are replaced instead.
+    reforms_in_process: ClassVar[bool] = True
+    #: Whether the workers of a node must see each other's GPUs in ``CUDA_VISIBLE_DEVICES``.
+    shares_gpus: ClassVar[bool] = False
+
+    @abstractmethod
+    def load(self) -> None:
+        """Import the framework, and what must be imported before the first group is made.
+
+        Raises:
+            ImportError: It is not installed; the text names the extra to install.
+        """
+
+    @abstractmethod
+    def open_rendezvous(self, node_ip: str) -> str:
+        """Open the place where the members meet, bound to ``node_ip``; returns what `Member.rendezvous` shall be."""
+
+    @abstractmethod
+    def set_up(self, member: Member) -> None:
+        """Join the group. Returns when all members have joined; raises after the backend's own timeout."""
+
+    @abstractmethod
+    def tear_down(self) -> None:
+        """Leave the group and close its sockets. Does nothing where there is none; does not raise for a broken one."""
+
+    def abort(self) -> None:
+        """Make collectives that block in this process fail, where the framework can."""
+        return
+
+    def is_collective_error(self, error: BaseException) -> bool:
+        """Whether ``error`` looks like the consequence of a peer's failure rather than a cause."""
+        return False
+
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        """How objects are reduced when train_func returns them: wrapped models unwrapped, GPU tensors on the CPU."""
+        return {}

@@ -1,0 +1,190 @@
+"""The torch backend: gloo on CPU, nccl on GPU, over a store bound to rank 0's own address.
+
+Two facts about gloo shape it (see doc/design/0003-leaving-a-gloo-group.md): a group whose sockets are not closed holds
+its peers, and ``torch._dynamo`` imports ``torch.distributed.nn.functional``, whose default arguments hold the live group
+for ever, unless that module was imported before the first group was made. So `load` imports it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from raysgd.backends.base import Backend, BackendConfig, Member
+from raysgd.config.checks import check_amount, check_choice
+
+_COLLECTIVE_ERRORS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "process group",
+    "socket",
+    "broken pipe",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchConfig(BackendConfig):
+    """Settings of the torch process group.
+
+    Attributes:
+        backend: ``"gloo"`` or ``"nccl"``; None: nccl where the workers have GPUs, gloo elsewhere.
+        init_timeout_s: Seconds for all members to join a new group.
+        timeout_s: Seconds after which a collective that does not end fails.
+    """
+
+    name: ClassVar[str] = "torch"
+    backend: str | None = None
+    init_timeout_s: float = 10
+    timeout_s: float = 1800
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            check_choice("TorchConfig(backend)", self.backend, ("gloo", "nccl"))
+        check_amount("TorchConfig(init_timeout_s)", self.init_timeout_s, positive=True)
+        check_amount("TorchConfig(timeout_s)", self.timeout_s, positive=True)
+
+    def make(self) -> Backend:
+        return TorchBackend(self)
+
+
+class TorchBackend(Backend):
+    """One process's membership in a torch process group."""
+
+    shares_gpus = True
+
+    def __init__(self, config: TorchConfig) -> None:
+        self._config = config
+        self._listener: socket.socket | None = None
+        self._store: Any = None
+
+    def load(self) -> None:
+        try:
+            import torch.distributed.nn.functional  # noqa: F401  (before the first group: see above)
+        except ImportError as error:
+            raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
+
+    def open_rendezvous(self, node_ip: str) -> str:
+        # The listening socket is ours and stays open until the store has it, so no other process can take the port.
+        self._listener = socket.create_server((node_ip, 0), family=_family(node_ip), backlog=2048)
+        return json.dumps([node_ip, self._listener.getsockname()[1]])
+
+    def set_up(self, member: Member) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if member.has_gpu and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("RAYSGD_DEVICE_INDEX", "0")))
+        host, port = json.loads(member.rendezvous)
+        _export(member, host, port)
+        self._store = self._join_store(member, host, port)
+        dist.init_process_group(
+            self._config.backend or ("nccl" if member.has_gpu else "gloo"),
+            store=self._store,
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout=timedelta(seconds=self._config.timeout_s),
+        )
+
+    def tear_down(self) -> None:
+        import torch.distributed as dist
+
+        gc.collect()  # what a traceback or a cycle still holds of the group keeps its sockets open
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except Exception:
+                pass
+        self._store = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        gc.collect()
+
+    def abort(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
+
+    def is_collective_error(self, error: BaseException) -> bool:
+        import torch.distributed as dist
+
+        if isinstance(error, dist.DistError):
+            return True
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
+
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        return {
+            DistributedDataParallel: lambda wrapped: (_same, (wrapped.module,)),
+            torch.Tensor: _reduce_tensor,
+            torch.nn.Parameter: _reduce_tensor,
+        }
+
+    def _join_store(self, member: Member, host: str, port: int) -> Any:
+        import torch.distributed as dist
+
+        fd = None
+        if member.rank == 0 and self._listener is not None:
+            fd = self._listener.detach()  # the store closes it
+            self._listener = None
+        return dist.TCPStore(
+            host,
+            port,
+            world_size=member.world_size,
+            is_master=member.rank == 0,
+            timeout=timedelta(seconds=self._config.init_timeout_s),
+            master_listen_fd=fd,
+            wait_for_workers=True,
+        )
+
+
+def _family(node_ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in node_ip else socket.AF_INET
+
+
+def _export(member: Member, host: str, port: int) -> None:
+    """The variables torchrun would set, which libraries read; gloo's own sockets bind the node's address by them."""
+    os.environ.update(
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        RANK=str(member.rank),
+        WORLD_SIZE=str(member.world_size),
+        LOCAL_RANK=str(member.local_rank),
+        LOCAL_WORLD_SIZE=str(member.local_world_size),
+        NODE_RANK=str(member.node_rank),
+        GROUP_RANK=str(member.node_rank),
+    )
+    interface = _interface_of(member.node_ip)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _interface_of(node_ip: str) -> str | None:
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == node_ip for address in addresses):
+            return str(name)
+    return None
+
+
+def _same(obj: Any) -> Any:
+    return obj
+
+
+def _reduce_tensor(tensor: Any) -> tuple[Any, ...]:
+    if tensor.device.type == "cpu":
+        return tuple(tensor.__reduce_ex__(2))
+    return tuple(tensor.cpu().__reduce_ex__(2))

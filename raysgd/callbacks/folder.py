@@ -1,0 +1,125 @@
+"""A place for a logger's files below the run's folder, which may be on an object store.
+
+Runs where the logger runs. A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written
+to a temporary folder, and those that changed are put to the store now and then and at the end, whole, since object
+stores cannot append. It leaves to the loggers what is in the files, and to the checkpoint package everything else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlparse
+
+#: Seconds between two puts to a store; more if putting takes long, so that it costs a tenth of the time at most.
+PUT_EVERY_S = 30.0
+
+
+class Folder(Protocol):
+    """Where files are written, and how they get to their place.
+
+    Attributes:
+        path: The local folder to write files to.
+    """
+
+    path: Path
+
+    def fetch(self, name: str) -> None:
+        """Bring a file that an earlier part of the same run left, if there is one, to ``path``."""
+
+    def sync(self, *, force: bool = False) -> None:
+        """Put what changed to its place, if it is time; cheap otherwise."""
+
+    def close(self) -> None:
+        """Put what changed to its place, then forget local copies."""
+
+
+def open_folder(run_dir: str, *parts: str) -> Folder:
+    """The folder ``parts`` below ``run_dir``, made if need be."""
+    parsed = urlparse(run_dir)
+    if "://" not in run_dir:
+        return LocalFolder(Path(run_dir).expanduser().joinpath(*parts))
+    if parsed.scheme == "file":
+        return LocalFolder(Path(unquote(parsed.path)).joinpath(*parts))
+    return StoreFolder("/".join([run_dir.rstrip("/"), *parts]))
+
+
+class LocalFolder:
+    """A folder of a file system that can append."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+
+    def fetch(self, name: str) -> None:
+        """Nothing to do: it is where it belongs."""
+
+    def sync(self, *, force: bool = False) -> None:
+        """Nothing to do: writes are in place."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class StoreFolder:
+    """A folder of an object store, written by way of a temporary one."""
+
+    def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
+        from pyarrow import fs
+
+        self._uri = uri
+        self._clock = clock
+        self._store, self._root = fs.FileSystem.from_uri(uri)
+        self._store.create_dir(self._root, recursive=True)
+        self._put: dict[Path, tuple[int, int]] = {}
+        self._next_put = clock() + PUT_EVERY_S
+        self.path = Path(tempfile.mkdtemp(prefix="raysgd-"))
+
+    def fetch(self, name: str) -> None:
+        from pyarrow import fs
+
+        source = f"{self._root}/{name}"
+        if self._store.get_file_info(source).type == fs.FileType.File:
+            with self._store.open_input_stream(source) as remote, open(self.path / name, "wb") as local:
+                shutil.copyfileobj(remote, local)
+            self._put[self.path / name] = _stamp(self.path / name)
+
+    def sync(self, *, force: bool = False) -> None:
+        begin = self._clock()
+        if begin < self._next_put and not force:
+            return
+        self._next_put = begin + PUT_EVERY_S  # also after a failure: the next try is not the next result
+        for file in sorted(self.path.rglob("*")):
+            if file.is_file() and (stamp := _stamp(file)) != self._put.get(file):
+                self._upload(file)
+                self._put[file] = stamp
+        end = self._clock()
+        self._next_put = end + max(PUT_EVERY_S, 10 * (end - begin))
+
+    def close(self) -> None:
+        try:
+            self.sync(force=True)
+        except Exception as error:
+            raise OSError(f"the files could not be put to {self._uri}; they are kept in {self.path}.") from error
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _upload(self, file: Path) -> None:
+        target = f"{self._root}/{file.relative_to(self.path).as_posix()}"
+        self._store.create_dir(target.rpartition("/")[0], recursive=True)
+        sink: Any
+        with open(file, "rb") as local, self._store.open_output_stream(target) as sink:
+            shutil.copyfileobj(local, sink)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    info = file.stat()
+    return info.st_size, info.st_mtime_ns
+
+
+def parent_of(run_dir: str) -> str:
+    """The folder that holds the run's folder, without a slash at its end."""
+    return run_dir.rstrip("/").rpartition("/")[0]

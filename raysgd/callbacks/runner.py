@@ -1,0 +1,134 @@
+"""Calls the hooks of some callbacks and stands between their exceptions and the run.
+
+Used in the driver, in the controller's helper process and in each worker, one runner per run and process, by one thread.
+Leaves acting on a `Stop`, and showing problems to the user, to its caller.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from raysgd.callbacks.base import Callback, Stop
+from raysgd.callbacks.formatting import one_line
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint import Checkpoint
+    from raysgd.result import Event, Result, RunInfo
+
+#: Failures of one hook in a row after which its callback is switched off.
+MAX_FAILURES = 3
+
+
+class CallbackRunner:
+    """Calls callbacks in the order given; the rules are those of `Callback`.
+
+    ``start``, ``result``, ``checkpoint`` and ``event`` return the first `Stop` a hook raised, or None. The exception of
+    a critical callback is raised after the others had their call. ``KeyboardInterrupt`` and the like pass at once.
+
+    Args:
+        callbacks: The callbacks of this process.
+        on_problem: Gets the text of each failure that is not raised.
+        rank: World rank, in a worker.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Callback], on_problem: Callable[[str], None], *, rank: int | None = None
+    ) -> None:
+        self._callbacks = list(callbacks)
+        self._on_problem = on_problem
+        self._rank = rank
+        self._started: list[Callback] = []
+        self._active: list[Callback] = []
+        self._failures: dict[tuple[int, str], int] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def start(self, info: RunInfo) -> Stop | None:
+        self._started, self._active = [], []
+        self._failures.clear()
+        self._told.clear()
+        stop: Stop | None = None
+        for callback in self._callbacks:
+            callback.rank = self._rank
+            self._started.append(callback)  # from here on it gets its end
+            self._active.append(callback)
+            first, error = self._call_each([callback], "on_run_start", info)
+            stop = stop or first
+            if error is not None:
+                raise error
+        return stop
+
+    def result(self, result: Result) -> Stop | None:
+        return self._call("on_result", result)
+
+    def checkpoint(self, checkpoint: Checkpoint) -> Stop | None:
+        return self._call("on_checkpoint", checkpoint)
+
+    def event(self, event: Event) -> Stop | None:
+        return self._call("on_event", event)
+
+    def end(self, error: BaseException | None) -> None:
+        """Give each callback that was started its end; a second call does nothing.
+
+        Raises:
+            Exception: What a critical callback raised, unless the run has an error of its own; after all had their end.
+        """
+        started, self._started, self._active = self._started, [], []
+        raised: BaseException | None = None
+        for callback in started:
+            try:
+                callback.on_run_end(error)
+            except Exception as problem:
+                if callback.critical and error is None and raised is None:
+                    raised = problem
+                else:
+                    self._report(callback, "on_run_end", problem, ".")
+            except BaseException as interrupt:
+                raised = interrupt
+        if raised is not None:
+            raise raised
+
+    def _call(self, hook: str, argument: object) -> Stop | None:
+        stop, error = self._call_each(self._active, hook, argument)
+        if error is not None:
+            raise error
+        return stop
+
+    def _call_each(
+        self, callbacks: list[Callback], hook: str, argument: object
+    ) -> tuple[Stop | None, Exception | None]:
+        stop: Stop | None = None
+        fatal: Exception | None = None
+        for callback in callbacks:
+            try:
+                getattr(callback, hook)(argument)
+            except Stop as request:
+                stop = stop or request
+            except Exception as error:
+                if callback.critical and fatal is None:
+                    fatal = error
+                else:
+                    self._failed(callback, hook, error)
+                continue
+            if self._failures:
+                self._failures.pop((id(callback), hook), None)
+        return stop, fatal
+
+    def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
+        key = (id(callback), hook)
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        note = "; training goes on."
+        if hook == "on_run_start" or count >= MAX_FAILURES:
+            self._active = [other for other in self._active if other is not callback]
+            times = "" if hook == "on_run_start" else f" {count} times in a row"
+            note = f"{times}; it gets no further calls in this run."
+        self._report(callback, hook, error, note)
+
+    def _report(self, callback: Callback, hook: str, error: BaseException, note: str) -> None:
+        text = f"callback {type(callback).__name__} failed in {hook}: {one_line(error)}{note}"
+        key = (id(callback), hook)
+        if key not in self._told:  # the traceback once is help, a hundred times is noise
+            self._told.add(key)
+            text += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        self._on_problem(text)

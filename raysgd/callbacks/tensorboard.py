@@ -1,0 +1,104 @@
+"""Numeric metrics as TensorBoard scalars, by way of tensorboardX.
+
+Runs in the controller's helper process, which so needs neither torch nor tensorflow. It uses tensorboardX's record writer
+and not its ``SummaryWriter``: one record per result instead of one per metric through a pipe and two threads, and what is
+written can be read at once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.folder import Folder, open_folder
+from raysgd.callbacks.values import numbers, split_automatic, strict_json
+from raysgd.config.checks import check_component
+from raysgd.result import Event, Result, RunInfo
+
+
+class TensorBoardCallback(Callback):
+    """Writes event files to ``{run_dir}/tensorboard``, for ``tensorboard --logdir`` of that folder or one above.
+
+    Every number is a scalar at step ``training_iteration``: nested metrics under tags such as ``val/loss``, what raysgd
+    adds under ``raysgd/``; text, lists and bools are left out. The config is shown as text. When a failure makes
+    iterations again, a restart mark makes TensorBoard drop what it had of them, so that the later values stand.
+
+    Args:
+        subdir: Folder in the run's folder.
+    """
+
+    runs_in = "controller"
+
+    def __init__(self, subdir: str = "tensorboard") -> None:
+        self._subdir = check_component("TensorBoardCallback(subdir)", subdir)
+        self._folder: Folder | None = None
+        self._writer: _EventFile | None = None
+        self._last_step: int | None = None
+
+    def on_run_start(self, info: RunInfo) -> None:
+        self._last_step = None
+        self._folder = open_folder(info.run_dir, self._subdir)
+        self._writer = _EventFile(str(self._folder.path))
+        if info.config:
+            rows = "".join(f"\n| {key} | `{strict_json(value)}` |" for key, value in info.config.items())
+            self._writer.add_text("config", f"| key | value |\n|---|---|{rows}")
+
+    def on_result(self, result: Result) -> None:
+        if self._writer is None or self._folder is None:
+            return
+        own, automatic = split_automatic(result)
+        step, when = automatic.pop("training_iteration"), automatic.pop("timestamp", None)
+        if self._last_step is None or step <= self._last_step:
+            self._writer.mark_restart(step)
+        self._last_step = step
+        scalars = numbers(own) | {f"raysgd/{key}": value for key, value in numbers(automatic).items()}
+        self._writer.add_scalars(scalars, step, time.time() if when is None else when)
+        self._folder.sync()
+
+    def on_event(self, event: Event) -> None:
+        if self._folder is not None:
+            self._folder.sync()
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        writer, self._writer = self._writer, None
+        folder, self._folder = self._folder, None
+        if writer is not None:
+            writer.close()
+        if folder is not None:
+            folder.close()
+
+
+class _EventFile:
+    """A new event file in a folder; readers take all files of the folder for one history, in the order of their names."""
+
+    def __init__(self, folder: str) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._event: Any = event_pb2.Event
+        self._session_log: Any = event_pb2.SessionLog
+        self._summary: Any = summary_pb2.Summary
+        # The name ends in nanoseconds: two files of one second would be one.
+        self._writer: Any = EventsWriter(f"{folder}/events", f".{time.time_ns()}")
+        self._writer.flush()
+
+    def add_scalars(self, scalars: dict[str, float], step: int, when: float) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items()]
+        self._write(wall_time=when, step=step, summary=self._summary(value=values))
+
+    def add_text(self, tag: str, markdown: str) -> None:
+        from tensorboardX.summary import text
+
+        self._write(wall_time=time.time(), summary=text(tag, markdown))
+
+    def mark_restart(self, step: int) -> None:
+        """Make readers drop what the folder's files have for ``step`` and later."""
+        self._write(wall_time=time.time(), step=step, session_log=self._session_log(status=self._session_log.START))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write_event(self._event(**fields))
+        self._writer.flush()

@@ -1,0 +1,225 @@
+"""NumPy's arrays, scalars and random generators, and the arrays of libraries that turn into NumPy's (JAX, TensorFlow).
+
+Arrays come back as plain, writable, C-ordered ndarrays. Loaded only where NumPy is in use.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raysgd.checkpoint.leaves import ByteArray, Leaf
+from raysgd.errors import CheckpointError
+
+Json: TypeAlias = Any
+
+# dtype name -> safetensors name, where the two mean the same.
+_SAME = {
+    "bool": "BOOL",
+    **{
+        f"{kind}{bits}": f"{letter}{bits}" for kind, letter in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)
+    },
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "complex64": "C64",
+}
+# dtypes that JAX adds to NumPy, from the package ml_dtypes.
+_ML_DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+_BIT_GENERATORS: tuple[Any, ...] = (
+    np.random.PCG64,
+    np.random.PCG64DXSM,
+    np.random.MT19937,
+    np.random.Philox,
+    np.random.SFC64,
+)
+_ARRAY_LIBRARIES = ("jax", "jaxlib", "tensorflow")
+
+
+def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
+    """The encoder of a NumPy value or an array of another library, or None."""
+    if isinstance(value, np.ndarray):
+        return _encode_array
+    if isinstance(value, np.generic):
+        return _encode_scalar
+    for kind, encoder in _OTHERS:
+        if isinstance(value, kind):
+            return encoder
+    if type(value).__module__.partition(".")[0] in _ARRAY_LIBRARIES and hasattr(value, "__array__"):
+        return _encode_array_like
+    return None
+
+
+def _encode_array(encoder: Any, array: Any) -> Json:
+    if type(array) not in (np.ndarray, np.memmap):
+        return encoder.unsafe(array, f"is a {type(array).__name__}, not a plain array: save np.asarray(...) of it")
+    name, stored = array.dtype.name, _stored_dtype(array.dtype)
+    if stored is not None:
+        leaf = _leaf(encoder, array, stored, array.shape)
+        return ["np.array", encoder.leaves.add(leaf), name, list(array.shape)]
+    description = _describe(array.dtype)
+    if description is None:
+        return encoder.unsafe(
+            array, f"is an array of dtype {array.dtype}, which only pickle can hold: save plain numbers"
+        )
+    leaf = _leaf(encoder, array, "U8", (array.nbytes,))
+    return ["np.array", encoder.leaves.add(leaf), description, list(array.shape)]
+
+
+def _leaf(encoder: Any, array: Any, stored: str, shape: tuple[int, ...]) -> Leaf:
+    address = array.__array_interface__["data"][0]
+    key = ("numpy", address, array.dtype.str, array.dtype.name, array.shape, array.strides) if array.nbytes else None
+    return Leaf(tuple(encoder.path), stored, shape, array.nbytes, array.dtype.alignment, array, _fill, key)
+
+
+def _fill(array: Any, area: ByteArray) -> None:
+    if array.nbytes:
+        np.copyto(np.ndarray(array.shape, array.dtype, area), array, casting="no")
+
+
+def _decode_array(decoder: Any, node: Json) -> Any:
+    _, reference, description, shape = node
+    dtype = _dtype(description)
+    leaf = decoder.leaves.get(reference)
+    expected = _stored_dtype(dtype) or "U8"
+    if leaf.dtype != expected or math.prod(shape) * dtype.itemsize != leaf.data.nbytes:
+        raise ValueError(f"{leaf.data.nbytes} bytes of {leaf.dtype} do not make an array of {shape} {dtype}")
+    if not leaf.data.nbytes:
+        return np.zeros(shape, dtype)
+    array: Any = np.ndarray(tuple(shape), dtype, leaf.data)
+    return array if array.flags.aligned else array.copy()
+
+
+def _encode_scalar(encoder: Any, value: Any) -> Json:
+    if type(value) is np.str_:  # as bytes these would lose trailing zeros
+        return ["np.str", encoder.encode(str(value))]
+    if type(value) is np.bytes_:
+        return ["np.bytes", encoder.encode(bytes(value))]
+    name = value.dtype.name if _stored_dtype(value.dtype) else _describe(value.dtype)
+    if name is None:
+        return encoder.unsafe(value, f"is a NumPy scalar of dtype {value.dtype}, which only pickle can hold")
+    return ["np.scalar", name, base64.b64encode(np.asarray(value).tobytes()).decode()]
+
+
+def _decode_scalar(decoder: Any, node: Json) -> Any:
+    data = bytearray(base64.b64decode(node[2], validate=True))
+    dtype = _dtype(node[1])
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes do not make a scalar of {dtype}")
+    return np.ndarray((), dtype, data)[()]
+
+
+def _encode_array_like(encoder: Any, value: Any) -> Json:
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise CheckpointError(f"{encoder.where()} does not turn into a NumPy array: {error}") from error
+    return _encode_array(encoder, array)
+
+
+def _encode_dtype(encoder: Any, value: Any) -> Json:
+    name = value.name if _stored_dtype(value) else _describe(value)
+    return (
+        ["np.dtype", name]
+        if name is not None
+        else encoder.unsafe(value, f"is the dtype {value}, which only pickle can hold")
+    )
+
+
+def _encode_bit_generator(encoder: Any, value: Any) -> Json:
+    if type(value) not in _BIT_GENERATORS:
+        return encoder.unsafe(value, f"is a {type(value).__name__}, which only pickle can hold: save its .state")
+    seed = getattr(value, "seed_seq", None)
+    seed_state = seed.state if type(seed) is np.random.SeedSequence else None  # for spawn(), which goes on from it
+    return ["np.bits", type(value).__name__, encoder.encode(value.state), encoder.encode(seed_state)]
+
+
+def _decode_bit_generator(decoder: Any, node: Json) -> Any:
+    _, name, state_node, seed_node = node
+    kind = {kind.__name__: kind for kind in _BIT_GENERATORS}[name]
+    state, seed = decoder.decode(state_node), decoder.decode(seed_node)
+    generator = kind(np.random.SeedSequence(**seed) if seed else 0)
+    generator.state = state
+    return generator
+
+
+def _encode_random_state(encoder: Any, value: Any) -> Json:
+    state = value.get_state(legacy=False)
+    if type(value) is not np.random.RandomState or state["bit_generator"] != "MT19937":
+        return encoder.unsafe(value, f"is a {type(value).__name__}, which only pickle can hold: save its get_state()")
+    return ["np.random_state", encoder.encode(state)]
+
+
+def _decode_random_state(decoder: Any, node: Json) -> Any:
+    state = decoder.decode(node[1])
+    random_state = np.random.RandomState(0)
+    random_state.set_state(state)
+    return random_state
+
+
+def _stored_dtype(dtype: Any) -> str | None:
+    """The safetensors dtype that means the same, or None."""
+    if dtype.type.__module__ == "ml_dtypes" or type(dtype).__module__ == "ml_dtypes":
+        return _ML_DTYPES.get(dtype.name)
+    return _SAME.get(dtype.name) if dtype.isnative and dtype.fields is None and dtype.kind in "biufc" else None
+
+
+def _describe(dtype: Any) -> Json:
+    """JSON that `_dtype` turns back into exactly this dtype, or None."""
+    if dtype.hasobject or dtype.type.__module__ == "ml_dtypes":
+        return None
+    try:
+        description = _plain(np.lib.format.dtype_to_descr(dtype))
+        return description if _dtype(description) == dtype else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _plain(description: Any) -> Json:
+    return [_plain(part) for part in description] if isinstance(description, (list, tuple)) else description
+
+
+def _dtype(description: Json) -> Any:
+    """The dtype of its JSON. NumPy only parses text and lists here; objects are refused."""
+    if isinstance(description, str) and description in _ML_DTYPES:
+        return np.dtype(getattr(importlib.import_module("ml_dtypes"), description))
+    dtype = np.lib.format.descr_to_dtype(_fields(description))
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")
+    return dtype
+
+
+def _fields(description: Json) -> Any:
+    """Lists back to the tuples that NumPy tells fields by."""
+    if not isinstance(description, list):
+        return description
+    fields = []
+    for name, kind, *shape in description:
+        label = tuple(name) if isinstance(name, list) else name
+        fields.append((label, _fields(kind), *(tuple(extent) for extent in shape)))
+    return fields
+
+
+_OTHERS: tuple[tuple[Any, Callable[[Any, Any], Json]], ...] = (
+    (np.dtype, _encode_dtype),
+    (np.random.Generator, lambda e, v: ["np.generator", e.encode(v.bit_generator)]),
+    (np.random.BitGenerator, _encode_bit_generator),
+    (np.random.RandomState, _encode_random_state),
+)
+
+DECODERS: dict[str, Callable[[Any, Any], Any]] = {
+    "np.array": _decode_array,
+    "np.scalar": _decode_scalar,
+    "np.str": lambda d, n: np.str_(d.decode(n[1])),
+    "np.bytes": lambda d, n: np.bytes_(d.decode(n[1])),
+    "np.dtype": lambda d, n: _dtype(n[1]),
+    "np.bits": _decode_bit_generator,
+    "np.random_state": _decode_random_state,
+    "np.generator": lambda d, n: np.random.Generator(d.decode(n[1])),
+}
+if sys.byteorder != "little":  # safetensors files are little-endian, and everything here copies native bytes
+    raise ImportError("raysgd checkpoints need a little-endian machine")

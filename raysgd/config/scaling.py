@@ -1,0 +1,94 @@
+"""How many workers, and what each one gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.errors import ConfigError
+
+PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """The workers a Trainer asks for.
+
+    Attributes:
+        num_workers: An int, or ``(min, max)`` for elastic training; ``max`` may be ``math.inf``.
+        cpus_per_worker: Logical CPUs of each worker; fractions are fine.
+        gpus_per_worker: GPUs of each worker; a fraction below 1 shares one.
+        resources_per_worker: Further Ray resources of each worker, by name.
+        placement_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
+    """
+
+    num_workers: int | tuple[int, float] = 1
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = 0
+    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
+    placement_strategy: str = "PACK"
+
+    def __post_init__(self) -> None:
+        _check_num_workers(self.num_workers)
+        check_amount("cpus_per_worker", self.cpus_per_worker)
+        check_amount("gpus_per_worker", self.gpus_per_worker)
+        if self.gpus_per_worker > 1 and self.gpus_per_worker != int(self.gpus_per_worker):
+            raise ConfigError(
+                f"gpus_per_worker={self.gpus_per_worker} above 1 must be whole; Ray splits single GPUs only."
+            )
+        check_choice("placement_strategy", self.placement_strategy, PLACEMENT_STRATEGIES)
+        if self.is_elastic and self.placement_strategy.startswith("STRICT"):
+            raise ConfigError(
+                f"placement_strategy={self.placement_strategy!r} cannot grow or shrink; with num_workers={self.num_workers} "
+                "give 'PACK' or 'SPREAD'."
+            )
+        # A copy of our own: what the caller does to their dict later, or we to ours, must not show on the other side.
+        object.__setattr__(self, "resources_per_worker", _checked_resources(self.resources_per_worker))
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> float:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
+    def is_elastic(self) -> bool:
+        return not isinstance(self.num_workers, int)
+
+    def bundle(self) -> dict[str, float]:
+        """One worker's resources, as a bundle of a placement group."""
+        amounts = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources_per_worker}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _check_num_workers(value: Any) -> None:
+    if not isinstance(value, tuple):
+        check_count("num_workers", value, minimum=1)
+        return
+    if len(value) != 2:
+        raise ConfigError(f"num_workers={value!r} has {len(value)} entries; give (min, max).")
+    check_count("num_workers[0]", value[0], minimum=1)
+    if value[1] != math.inf:
+        check_count("num_workers[1]", value[1], minimum=1)
+    if value[0] > value[1]:
+        raise ConfigError(f"num_workers={value} has its minimum above its maximum; give (min, max) with min <= max.")
+
+
+def _checked_resources(resources: Any) -> dict[str, float]:
+    if resources is None:
+        return {}
+    if not isinstance(resources, Mapping):
+        raise ConfigError(f"resources_per_worker={resources!r} is no dict; give {{'name': amount}}.")
+    for name, amount in resources.items():
+        if name in ("CPU", "GPU"):
+            flat = f"{name.lower()}s_per_worker"
+            raise ConfigError(f"resources_per_worker has {name!r}={amount!r}; say that by {flat}={amount!r} alone.")
+        if not isinstance(name, str):
+            raise ConfigError(f"resources_per_worker has the name {name!r}; names are strings.")
+        check_amount(f"resources_per_worker[{name!r}]", amount)
+    return dict(resources)

@@ -1,0 +1,225 @@
+"""The TrainerActor: what Ray sees of the control plane. One per Trainer; an async actor that takes no CPU.
+
+Its methods hand on to `Run` and `WorkerGroup`; it decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from raysgd.checkpoint.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.host import CallbackHost
+from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.run import Run
+from raysgd.errors import UsageError
+from raysgd.result import RunInfo
+from raysgd.workers.group import NAMESPACE, WorkerGroup
+from raysgd.workers.orders import AttemptOrder, Blob
+
+#: Items a reader may be behind before its stream waits; what it has not read stays in the frame log.
+STREAM_AHEAD = 16
+
+
+class TrainerActor:
+    """Runs one run at a time, for any number of readers."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._me = ray.get_runtime_context().current_actor
+        self._group = WorkerGroup(
+            settings.name,
+            settings.scaling,
+            settings.backend,
+            controller=self._me,
+            runtime_env=settings.runtime_env,
+            start_timeout_s=settings.failure.start_timeout_s,
+            shares_gpus=settings.shares_gpus,
+        )
+        self._runs: dict[str, asyncio.Future[Run]] = {}
+        self._turn = asyncio.Lock()
+        self._has_class = False
+        self._host: Any = None
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    async def run(self, request: RunRequest) -> None:
+        """Do a run; returns when it is closed. Waits until the one before is."""
+        announced = self._announced(request.run_id)
+        async with self._turn:
+            run, info = self._make_run(request)
+            announced.set_result(run)
+            if request.host_callbacks is not None:
+                run.before_close = self._follow_on_host(request, info)
+            await run.execute()
+            self._forget_all_but(request.run_id)
+
+    async def stream(self, run_id: str, seq: int, until_end: bool = False) -> AsyncIterator[Any]:
+        """Batches of a run's frames, from number ``seq`` on; with ``until_end`` up to its outcome only."""
+        run = await self._announced(run_id)
+        async for batch in run.log.read(seq):
+            yield batch
+            if until_end and any(frame.kind == frames.RUN_END for frame in batch):
+                return
+
+    async def frames(self, run_id: str, seq: int) -> list[Any]:
+        """One batch of frames from number ``seq`` on; for a reader that fell behind."""
+        run = await self._announced(run_id)
+        async for batch in run.log.read(seq):
+            return batch
+        return []
+
+    async def stop(self, run_id: str, why: str, cancel: bool) -> None:
+        """End a run early: in peace, or at once."""
+        (await self._announced(run_id)).stop(why, cancel=cancel)
+
+    async def value(self, run_id: str, rank: int) -> Any:
+        """What train_func returned on ``rank``: a pickle, or a list that holds a reference to one."""
+        value = (await self._announced(run_id)).value(rank)
+        return value if isinstance(value, bytes) or value is None else [value]
+
+    # -- what workers ask -----------------------------------------------------------------------------------------
+
+    async def meet(
+        self, run_id: str, attempt: int, rank: int, what: str, index: int, payload: bytes | None
+    ) -> bytes | None:
+        run = await self._announced(run_id)
+        return await run.meet(attempt, rank, what, index, payload)
+
+    async def newest_checkpoint(self, run_id: str) -> str | None:
+        return (await self._announced(run_id)).newest_checkpoint
+
+    # -- the class API --------------------------------------------------------------------------------------------
+
+    async def start_class(self, blob: Blob, has_class: bool) -> None:
+        """Bring the workers up; with a class, form a group and make its instances."""
+        async with self._turn:
+            await self._group.get_ready(self._settings.env)
+            if not has_class:
+                return
+            rendezvous = await self._group.open_rendezvous()
+            calls = [
+                self._group.call("make_instance", blob, _class_order(self._group, slot, rendezvous), slots=[slot])
+                for slot in range(self._group.size)
+            ]
+            await asyncio.gather(*calls)
+            self._has_class = True
+
+    async def execute(self, blob: Blob, first_only: bool) -> list[bytes]:
+        """Call a function on the workers; pickles of the values by rank."""
+        async with self._turn:
+            if not self._has_class:
+                await self._group.get_ready(self._settings.env)
+            order = sorted(range(self._group.size), key=lambda slot: self._group.identity(slot).world_rank)
+            slots = order[:1] if first_only else order
+            return await self._group.call("execute", blob, self._has_class, slots=slots)
+
+    async def drop_class(self) -> None:
+        """Forget the instances."""
+        async with self._turn:
+            if self._has_class:
+                await self._group.call("drop_instance")
+                self._has_class = False
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def workers(self) -> list[dict[str, Any] | None]:
+        """Where each worker is, by slot; None for one that is not up."""
+        infos = [self._group.info(slot) for slot in range(self._group.size)]
+        return [None if info is None else asdict(info) for info in infos]
+
+    async def wait_closed(self, run_id: str, timeout_s: float) -> None:
+        """Wait until a run is closed, or the time is up."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._wait_closed(run_id), timeout_s)
+
+    async def shutdown(self) -> None:
+        """End all workers and give the resources back."""
+        if self._host is not None:
+            ray.kill(self._host)
+        self._group.shutdown()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    async def _wait_closed(self, run_id: str) -> None:
+        run = await self._announced(run_id)
+        async for _ in run.log.read(0):
+            pass
+
+    def _announced(self, run_id: str) -> asyncio.Future[Run]:
+        """The run of this id, now or when it has begun: a reader may ask before the run's own call arrives."""
+        if run_id not in self._runs:
+            self._runs[run_id] = asyncio.get_running_loop().create_future()
+        return self._runs[run_id]
+
+    def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
+        if self._has_class:
+            raise UsageError("instances of the class API are live")
+        settings = self._settings
+        storage = new_run_folder(Storage.from_uri(settings.runs_uri))
+        info = RunInfo(
+            name=storage.uri.rstrip("/").rpartition("/")[2],
+            run_dir=storage.uri,
+            config=request.config,
+            num_workers=self._group.size,
+            backend=settings.backend.name,
+            resources=[settings.scaling.bundle()] * self._group.size,
+        )
+        run = Run(
+            request,
+            info,
+            self._group,
+            storage,
+            failure=settings.failure,
+            checkpoint=settings.checkpoint,
+            env=settings.env,
+            share=ray.put,
+        )
+        return run, info
+
+    def _follow_on_host(self, request: RunRequest, info: RunInfo) -> Any:
+        if self._host is None:
+            name = f"{self._settings.name}-callbacks"
+            actor = ray.remote(CallbackHost).options(name=name, namespace=NAMESPACE, num_cpus=0)
+            self._host = actor.remote(self._me)
+        done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
+
+        async def wait() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await done
+
+        return wait
+
+    def _forget_all_but(self, run_id: str) -> None:
+        """Of finished runs only the last can still be read: what others held in memory is on storage."""
+        for other in [
+            key for key, run in self._runs.items() if key != run_id and run.done() and run.result().is_closed
+        ]:
+            del self._runs[other]
+
+
+def new_run_folder(runs: Storage) -> Storage:
+    """The next free ``run_NNN`` below a Trainer's folder; a run's folder is never used twice."""
+    runs.make_dirs()
+    taken = [int(name[4:]) for name in runs.list_names() if name.startswith("run_") and name[4:].isdigit()]
+    folder = runs.child(f"run_{max(taken, default=0) + 1:03d}")
+    folder.make_dirs()
+    return folder
+
+
+def _class_order(group: WorkerGroup, slot: int, rendezvous: str) -> AttemptOrder:
+    return AttemptOrder(
+        attempt=0,
+        member=group.member(slot, rendezvous),
+        checkpoint=None,
+        first_number=1,
+        iterations_before=0,
+        time_before_s=0.0,
+        flush_interval_s=0.0,
+    )

@@ -1,0 +1,202 @@
+"""What goes into the machine and what comes out of it: plain records, both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.controller.states import Outcome
+from raysgd.session.events import WorkerEvent
+
+# -- in -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupReady:
+    """All workers are up and ready. ``nodes`` by rank."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GroupFailed:
+    """They are not. ``can_retry``: a worker died while starting, rather than something that would happen again."""
+
+    error_type: str
+    message: str
+    can_retry: bool
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    """An event of a worker's stream."""
+
+    rank: int
+    attempt: int
+    event: WorkerEvent
+
+
+@dataclass(frozen=True)
+class WorkerGone:
+    """A worker's stream has ended; ``died`` tells why if it is its process that ended."""
+
+    rank: int
+    attempt: int
+    died: str | None = None
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint's manifest is on storage."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class CommitFailed:
+    """It could not be written."""
+
+    number: int
+    error: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """End early and in peace (``cancel=False``), or at once."""
+
+    why: str
+    cancel: bool
+
+
+@dataclass(frozen=True)
+class TimeUp:
+    """A timer that was set has run out."""
+
+    timer: str
+    attempt: int
+
+
+Input = GroupReady | GroupFailed | WorkerSaid | WorkerGone | Committed | CommitFailed | StopAsked | TimeUp
+
+# -- out ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrepareGroup:
+    """Bring all workers up and make them ready."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Enter train_func on all ranks."""
+
+    attempt: int
+    checkpoint: str | None
+    first_number: int
+    iterations_before: int
+    time_before_s: float
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """Tell these ranks that their attempt is over."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    """End these ranks' processes."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AskToStop:
+    """Make ``should_stop()`` true on all ranks."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class LeaveGroup:
+    """All ranks returned: leave the process group."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Write this manifest; then `Committed` or `CommitFailed`. ``amend``: it replaces one that is there."""
+
+    manifest: Manifest
+    amend: bool = False
+
+
+@dataclass(frozen=True)
+class DeleteCheckpoint:
+    """Delete a checkpoint from storage."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Feed `TimeUp` back after ``delay_s``."""
+
+    timer: str
+    attempt: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Say:
+    """A frame for the readers of the run."""
+
+    kind: str
+    attempt: int
+    rank: int = -1
+    data: dict[str, Any] = field(default_factory=dict)
+    rows: bytes = b""
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event for ``events.jsonl``, callbacks and display."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TellOutcome:
+    """The run's outcome, for the readers."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Close:
+    """Nothing is left to do."""
+
+
+Command = (
+    PrepareGroup
+    | Enter
+    | EndRanks
+    | KillRanks
+    | AskToStop
+    | LeaveGroup
+    | Commit
+    | DeleteCheckpoint
+    | SetTimer
+    | Say
+    | Note
+    | TellOutcome
+    | Close
+)

@@ -1,0 +1,143 @@
+"""Which checkpoints of an attempt are complete. Pure.
+
+The n-th ``save_checkpoint`` calls of all ranks form one checkpoint. It is complete when every rank that is still running
+has made its n-th call and every call's bytes are safe; a rank that has returned is not waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.checkpoint.manifest import FileEntry, Manifest
+from raysgd.controller.reducing import Reduce, reduce_metrics
+from raysgd.session.events import PartSafe, Saved, Scored
+
+
+@dataclass
+class _Pending:
+    calls: dict[int, Saved] = field(default_factory=dict)
+    parts: dict[int, PartSafe] = field(default_factory=dict)
+
+
+class CheckpointCollector:
+    """The saves of one attempt, from first call to complete manifest."""
+
+    def __init__(
+        self, attempt: int, world_size: int, *, first_number: int, iterations_before: int, reduce: Reduce
+    ) -> None:
+        self._attempt = attempt
+        self._world_size = world_size
+        self._first_number = first_number
+        self._iterations_before = iterations_before
+        self._reduce = reduce
+        self._pending: dict[int, _Pending] = {}
+        self._num_calls = [0] * world_size
+        self._num_reports = [0] * world_size
+        self._left: set[int] = set()
+        self._first_save_after: int | None = None  # reports
+        self._scores: dict[int, dict[int, dict[str, Any]]] = {}
+
+    def reported(self, rank: int, count: int) -> None:
+        """``rank`` has made ``count`` reports so far."""
+        self._num_reports[rank] = count
+
+    def saved(self, rank: int, event: Saved) -> str | None:
+        """``rank`` made a call; returns what is wrong with it, if anything."""
+        pending = self._pending.setdefault(event.call, _Pending())
+        pending.calls[rank] = event
+        self._num_calls[rank] = max(self._num_calls[rank], event.call + 1)
+        if event.call == 0 and self._first_save_after is None:
+            self._first_save_after = event.reports
+        return self._disagreement(event.call, pending) or self._one_sided()
+
+    def part_safe(self, rank: int, event: PartSafe) -> None:
+        self._pending.setdefault(event.call, _Pending()).parts[rank] = event
+
+    def part_failed(self, call: int) -> int:
+        """The part can never be safe: the checkpoint is given up. Returns its number."""
+        self._pending.pop(call, None)
+        return self._first_number + call
+
+    def left(self, rank: int) -> str | None:
+        """``rank`` has returned; returns what is wrong if that leaves saves without their partner calls."""
+        self._left.add(rank)
+        if len(self._left) < self._world_size or len(set(self._num_calls)) == 1:
+            return None
+        return self._rule()
+
+    def complete(self) -> list[Manifest]:
+        """The checkpoints that have become complete, oldest first; each is given once."""
+        ready = [call for call, pending in sorted(self._pending.items()) if self._is_complete(pending)]
+        return [self._manifest(call, self._pending.pop(call)) for call in ready]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no save is on its way."""
+        return not any(pending.calls for pending in self._pending.values())
+
+    def scored(self, rank: int, event: Scored) -> tuple[int, dict[str, Any]] | None:
+        """A rank's report that a checkpoint belongs to; when all have it: the checkpoint's number and the metrics."""
+        by_rank = self._scores.setdefault(event.call, {})
+        by_rank[rank] = json.loads(event.metrics)
+        if set(range(self._world_size)) - self._left - set(by_rank):
+            return None
+        del self._scores[event.call]
+        return self._first_number + event.call, reduce_metrics([by_rank[r] for r in sorted(by_rank)], self._reduce)
+
+    def _is_complete(self, pending: _Pending) -> bool:
+        if not pending.calls:
+            return False
+        running = set(range(self._world_size)) - self._left
+        all_ranks = next(iter(pending.calls.values())).all_ranks
+        givers = set(range(self._world_size)) if all_ranks else {0}
+        return (
+            running <= set(pending.calls) and set(pending.calls) <= set(pending.parts) and givers <= set(pending.calls)
+        )
+
+    def _manifest(self, call: int, pending: _Pending) -> Manifest:
+        first = pending.calls[min(pending.calls)]
+        metrics = [json.loads(c.metrics) for _, c in sorted(pending.calls.items()) if c.metrics is not None]
+        return Manifest(
+            number=self._first_number + call,
+            attempt=self._attempt,
+            iteration=self._iterations_before + first.reports,
+            time_total_s=first.time_total_s,
+            world_size=self._world_size,
+            metrics=reduce_metrics(metrics, self._reduce) if metrics else {},
+            all_ranks=first.all_ranks,
+            is_files=first.is_files,
+            trusted=first.trusted,
+            created_s=time.time(),
+            parts={
+                rank: [FileEntry(*entry) for entry in part.files] for rank, part in pending.parts.items() if part.files
+            },
+            rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
+        )
+
+    def _disagreement(self, call: int, pending: _Pending) -> str | None:
+        for name in ("all_ranks", "is_files"):
+            values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
+            if len(set(values.values())) > 1:
+                return f"save_checkpoint call {call + 1} was made with different {name.replace('is_', '')}: {values}."
+        return None
+
+    def _one_sided(self) -> str | None:
+        """A rank that has reported past the place of the first save without saving will never make that call."""
+        if self._first_save_after is None:
+            return None
+        passed = [
+            rank
+            for rank in range(self._world_size)
+            if self._num_calls[rank] == 0 and self._num_reports[rank] > self._first_save_after + 1
+        ]
+        return self._rule() if passed else None
+
+    def _rule(self) -> str:
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self._num_calls))
+        return (
+            f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "
+            "rank 0 gives the state and the others may give None."
+        )

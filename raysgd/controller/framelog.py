@@ -1,0 +1,99 @@
+"""All frames of a run, for any number of readers, each at its own pace. Runs in the TrainerActor's event loop.
+
+Recent frames are held in memory, older reports only in the journal: a reader that is slow, or comes late, or went away,
+costs nothing and loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal import Journal
+
+#: Reports held in memory for readers.
+MEMORY_BYTES = 64 << 20
+#: What one item of a reader's stream holds at most.
+ITEM_BYTES = 4 << 20
+
+
+class FrameLog:
+    """The numbered sequence of a run's frames.
+
+    Args:
+        journal: Takes every frame down.
+        min_interval_s: Least time between two items of one reader's stream.
+    """
+
+    def __init__(self, journal: Journal, *, min_interval_s: float, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._journal = journal
+        self._min_interval_s = min_interval_s
+        self._memory_bytes = memory_bytes
+        self._recent: deque[Frame] = deque()
+        self._recent_bytes = 0
+        self._kept: list[Frame] = []  # of the frames that left memory, those that are no reports: few and small
+        self._next_seq = 0
+        self._is_closed = False
+        self._grown = asyncio.Event()
+
+    def append(self, make: Callable[[int], Frame]) -> None:
+        """Add the frame ``make(seq)``."""
+        frame = make(self._next_seq)
+        self._next_seq += 1
+        self._journal.append(frame)
+        self._recent.append(frame)
+        self._recent_bytes += frame.size_bytes
+        while self._recent_bytes > self._memory_bytes:
+            oldest = self._recent.popleft()
+            self._recent_bytes -= oldest.size_bytes
+            if oldest.kind != frames.REPORTS:
+                self._kept.append(oldest)
+        self._is_closed = frame.kind == frames.RUN_CLOSED
+        self._grown.set()
+
+    async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
+        """Frames from ``seq`` on, as they come, until the run is closed."""
+        loop = asyncio.get_running_loop()
+        flushed_at = float("-inf")
+        while True:
+            if seq >= self._next_seq:
+                if self._is_closed:
+                    return
+                self._grown.clear()
+                await self._grown.wait()
+            if (wait_s := flushed_at + self._min_interval_s - loop.time()) > 0 and not self._is_closed:
+                await asyncio.sleep(wait_s)
+            batch = await self._batch(seq)
+            seq = batch[-1].seq + 1
+            flushed_at = loop.time()
+            yield batch
+
+    async def _batch(self, seq: int) -> list[Frame]:
+        first_in_memory = self._recent[0].seq if self._recent else self._next_seq
+        if seq < first_in_memory:
+            return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
+        batch: list[Frame] = []
+        size = 0
+        for index in range(seq - first_in_memory, len(self._recent)):
+            frame = self._recent[index]
+            batch.append(frame)
+            size += frame.size_bytes
+            if size >= ITEM_BYTES:
+                break
+        return batch
+
+    def _from_journal(self, seq: int, before: int) -> list[Frame]:
+        batch: list[Frame] = []
+        size = 0
+        kept = [frame for frame in self._kept if seq <= frame.seq < before]
+        for frame in self._journal.frames_from(seq, before):
+            while kept and kept[0].seq < frame.seq:
+                batch.append(kept.pop(0))
+            batch.append(frame)
+            size += frame.size_bytes
+            if size >= ITEM_BYTES:
+                return batch
+        return batch + kept

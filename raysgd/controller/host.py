@@ -1,0 +1,43 @@
+"""The process of the callbacks that run on the controller's side: loggers, early stopping. They outlive the driver.
+
+A process of its own, since these are user objects, which the TrainerActor never opens, and may be slow, which it must
+never be. One per Trainer, started with the first run that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import ray
+
+from raysgd._util.console import tell
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.controller.reader import CallbackReader
+from raysgd.result import RunInfo
+
+
+class CallbackHost:
+    """A Ray actor with one thread.
+
+    Args:
+        controller: Handle of the TrainerActor.
+    """
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> None:
+        """Run the callbacks of one run; returns when they had their end."""
+        callbacks = cloudpickle.loads(blob)
+
+        def stop(why: str, error: BaseException | None) -> None:
+            self._controller.stop.remote(run_id, why, error is not None)
+
+        runner = CallbackRunner(callbacks, tell)
+        reader = CallbackReader(runner, info, reduce, stop)
+        stream = self._controller.stream.options(num_returns="streaming").remote(run_id, 0, True)
+        for ref in stream:
+            for frame in ray.get(ref):
+                reader.feed(frame)
+        reader.end(None)

@@ -1,0 +1,136 @@
+"""The run's files: ``metrics-NNNN.jsonl`` with every report of every rank, ``events.jsonl``, ``run.json``.
+
+Written by the TrainerActor, flushed within a second, in an executor thread so that storage never holds up the event loop.
+The journal is also the buffer between training and slow readers: `frames_from` reads back what memory no longer has.
+
+A line of a metrics file is one batch of one rank, as its worker encoded it::
+
+    {"seq": 12, "attempt": 1, "rank": 0, "first": 10, "count": 2, "rows": [[timestamp, time_total_s, {metrics}], ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raysgd.checkpoint.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+
+#: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
+SEGMENT_BYTES = 4 << 20
+
+
+class LogFile:
+    """A file of lines that grows: appended to on a local disk, put again whole elsewhere."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.name = name
+        self._storage = storage
+        self._pending: list[bytes] = []
+        self._written: list[bytes] = []
+        self.size_bytes = 0
+
+    def append(self, line: bytes) -> None:
+        self._pending.append(line)
+        self.size_bytes += len(line)
+
+    def flush(self) -> None:
+        """Blocks; called by one thread at a time."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        if self._storage.is_local:
+            with open(Path(self._storage.uri) / self.name, "ab") as file:
+                file.write(b"".join(pending))
+        else:
+            self._written += pending
+            self._storage.write_bytes(self.name, b"".join(self._written))
+
+
+class Journal:
+    """The files of one run."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._events = LogFile(storage, "events.jsonl")
+        self._segments: list[tuple[int, str]] = []
+        self._metrics: LogFile | None = None
+        self._closed: list[LogFile] = []
+
+    def write_run(self, description: dict[str, Any]) -> None:
+        """Write ``run.json``. Blocks."""
+        self._storage.write_bytes("run.json", json.dumps(description, indent=2, default=str).encode())
+
+    def append(self, frame: Frame) -> None:
+        """Take a frame down; it is on storage after the next `flush`."""
+        if frame.kind == frames.REPORTS:
+            self._append_reports(frame)
+        else:
+            self._events.append(_event_line(frame))
+
+    def flush(self) -> None:
+        """Blocks; safe to call from any thread."""
+        with self._lock:
+            while self._closed:
+                self._closed.pop(0).flush()
+            if self._metrics is not None:
+                self._metrics.flush()
+            self._events.flush()
+
+    def frames_from(self, seq: int, before: int) -> Iterator[Frame]:
+        """The report frames numbered ``seq`` to ``before - 1``, from storage. Blocks."""
+        self.flush()
+        for index, (first, name) in enumerate(self._segments):
+            is_last = index + 1 == len(self._segments)
+            if first >= before or (not is_last and self._segments[index + 1][0] <= seq):
+                continue
+            for line in self._storage.read_bytes(name).splitlines():
+                frame = report_frame(line)
+                if seq <= frame.seq < before:
+                    yield frame
+
+    def _append_reports(self, frame: Frame) -> None:
+        if self._metrics is None or self._metrics.size_bytes >= SEGMENT_BYTES:
+            if self._metrics is not None:
+                self._closed.append(self._metrics)
+            self._metrics = LogFile(self._storage, f"metrics-{len(self._segments):04d}.jsonl")
+            self._segments.append((frame.seq, self._metrics.name))
+        head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d,"rows":'
+        values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"])
+        self._metrics.append((head % values).encode() + frame.rows + b"}\n")
+
+
+def report_frame(line: bytes) -> Frame:
+    """A line of a metrics file as the frame it was, its rows not parsed."""
+    head, _, rows = line.partition(b',"rows":')
+    fields = json.loads(head + b"}")
+    data = {"first": fields["first"], "count": fields["count"]}
+    return Frame(fields["seq"], frames.REPORTS, fields["attempt"], fields["rank"], data, rows.rstrip()[:-1])
+
+
+def event_frame(line: bytes) -> Frame:
+    """A line of ``events.jsonl`` as the frame it was."""
+    fields = json.loads(line)
+    if fields["kind"] in _FRAME_KINDS:
+        return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
+    data = {key: fields[key] for key in ("kind", "timestamp", "data")}
+    return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
+
+
+_FRAME_KINDS = frozenset(
+    {frames.ATTEMPT, frames.RANK_DONE, frames.ATTEMPT_END, frames.CHECKPOINT_SCORED, frames.RUN_END, frames.RUN_CLOSED}
+)
+
+
+def _event_line(frame: Frame) -> bytes:
+    if frame.kind == frames.EVENT:
+        fields = {"seq": frame.seq, "attempt": frame.attempt, **frame.data}
+    else:
+        data = {key: value for key, value in frame.data.items() if not isinstance(value, bytes)}
+        fields = {"seq": frame.seq, "attempt": frame.attempt, "kind": frame.kind, "rank": frame.rank, "data": data}
+    return json.dumps(fields, separators=(",", ":"), default=str).encode() + b"\n"

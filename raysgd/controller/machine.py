@@ -1,0 +1,330 @@
+"""A run as a state machine: one input at a time in, commands out. Pure; `raysgd.controller.run` acts on the commands.
+
+The states and their edges stand in `raysgd.controller.states`. Timers are commands, and the clock is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import commands as c
+from raysgd.controller import frames
+from raysgd.controller.desk import CheckpointDesk
+from raysgd.controller.failure_policy import Failure, FailurePolicy, GiveUp
+from raysgd.controller.shelf import Start
+from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
+from raysgd.controller.verdict import Evidence, judge
+from raysgd.session import events as e
+
+#: Seconds the errors of other ranks have to arrive after the first one, so that the first in time is told.
+GATHER_S = 0.05
+#: Seconds a broken collective waits for the death or the exception that explains it.
+EXPLAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is to do."""
+
+    failure: FailureConfig
+    checkpoint: CheckpointConfig
+    start: Start = field(default_factory=Start)
+    reduce: Mapping[str, str] = field(default_factory=dict)
+
+
+class RunMachine:
+    """One run. ``uri_of`` gives the folder of a checkpoint by its number; ``clock`` seconds since the epoch."""
+
+    def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
+        self.state: State = Preparing(attempt=1)
+        self._plan = plan
+        self._clock = clock
+        self._policy = FailurePolicy(plan.failure)
+        self._history: list[Failure] = []
+        self._nodes: tuple[str, ...] = ()
+        self._is_stopping = False
+        self._is_told = False
+        self._commands: list[c.Command] = []
+        self._desk = CheckpointDesk(plan.checkpoint, plan.start, plan.reduce, uri_of=uri_of, out=self._out)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """URI of the newest committed checkpoint of this run."""
+        return self._desk.newest_uri
+
+    def begin(self) -> list[c.Command]:
+        """The first commands."""
+        self._out(c.PrepareGroup(1))
+        return self._take()
+
+    def step(self, given: c.Input) -> list[c.Command]:
+        """Take one input; returns what is to be done, in order."""
+        match given:
+            case c.WorkerSaid():
+                self._worker_said(given)
+            case c.WorkerGone():
+                self._worker_gone(given)
+            case c.GroupReady():
+                self._group_ready(given)
+            case c.GroupFailed():
+                self._group_failed(given)
+            case c.Committed():
+                self._desk.committed(given.manifest)
+            case c.CommitFailed():
+                self._write_failed(self._desk.failed(given.number, given.error))
+            case c.StopAsked():
+                self._stop_asked(given)
+            case c.TimeUp():
+                self._time_up(given)
+        self._move_on()
+        return self._take()
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+
+    def _group_ready(self, given: c.GroupReady) -> None:
+        if not isinstance(self.state, Preparing):
+            return
+        attempt, world_size = self.state.attempt, len(given.nodes)
+        self._nodes = given.nodes
+        start, first_number = self._desk.begin_attempt(attempt, world_size)
+        self.state = Running(attempt, start.iteration, inside=set(range(world_size)))
+        data = {
+            "attempt": attempt,
+            "world_size": world_size,
+            "iterations_before": start.iteration,
+            "time_before_s": start.time_total_s,
+        }
+        self._out(c.Say(frames.ATTEMPT, attempt, data=data))
+        self._out(c.Note("attempt_start", {**data, "checkpoint": start.uri}))
+        self._out(c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s))
+
+    def _group_failed(self, given: c.GroupFailed) -> None:
+        if not isinstance(self.state, Preparing):
+            return
+        if given.can_retry:
+            self._retry_or_give_up(Failure((), given.message))
+        else:
+            self._close(Outcome("error", error_type=given.error_type, message=given.message))
+
+    # -- what workers say -----------------------------------------------------------------------------------------
+
+    def _worker_said(self, given: c.WorkerSaid) -> None:  # noqa: C901  (a dispatch: one line a case)
+        running, rank, said = self._running(given.attempt), given.rank, given.event
+        if running is None:
+            return  # of an older attempt: refused
+        match said:
+            case e.Reports():
+                self._desk.reported(rank, said.first + said.count)
+                data = {"first": said.first, "count": said.count}
+                self._out(c.Say(frames.REPORTS, given.attempt, rank, data, said.rows))
+            case e.Saved() | e.PartSafe() | e.Scored():
+                self._break_rule(running, self._desk.take(rank, said))
+            case e.PartFailed():
+                self._write_failed(self._desk.part_failed(said))
+            case e.Returned() | e.Ended():
+                self._left(running, rank, is_returned=isinstance(said, e.Returned))
+            case e.Failed():
+                self._failed(running, rank, said)
+            case e.StopWanted():
+                self._stop_asked(c.StopAsked(said.why, cancel=False))
+            case e.Sample():
+                self._out(c.Note("sample", said.values))
+            case e.Warned():
+                self._out(c.Note("warning", {"rank": rank, "message": said.message}))
+            case e.Entered():
+                self._out(c.Note("entered", {"rank": rank, "attempt": given.attempt, "timestamp": said.timestamp}))
+
+    def _left(self, running: Running, rank: int, *, is_returned: bool) -> None:
+        if not isinstance(self.state, Running):
+            return
+        self._out(c.Say(frames.RANK_DONE, running.attempt, rank))
+        if is_returned:
+            self._break_rule(running, self._desk.left(rank))
+            return
+        running.ended.add(rank)
+        if len(running.ended) == 1:  # the others may wait for it in a collective
+            self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), "the run was asked to stop"))
+            self._out(c.SetTimer("grace", running.attempt, self._plan.failure.abort_grace_s))
+
+    def _failed(self, running: Running, rank: int, failed: e.Failed) -> None:
+        if self._is_stopping and failed.in_collective and isinstance(self.state, Running):
+            self._left(running, rank, is_returned=False)
+            return
+        if isinstance(self.state, Running):
+            self._end_attempt(running, f"rank {rank} failed")
+        if isinstance(self.state, Ending) and not self.state.is_settled:
+            self.state.failures.setdefault(rank, failed)
+            if not failed.in_collective:
+                self._out(c.SetTimer("gather", running.attempt, GATHER_S))
+
+    def _worker_gone(self, given: c.WorkerGone) -> None:
+        running = self._running(given.attempt)
+        if running is None:
+            return
+        running.inside.discard(given.rank)
+        if given.died is not None:
+            self._died(running, given.rank, given.died)
+        if isinstance(self.state, Ending) and not running.inside and not self.state.is_settled:
+            self._settle(is_complete=False)
+        elif isinstance(self.state, Running) and not running.inside:
+            self._out(c.LeaveGroup(running.attempt))
+            self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
+            self.state = Closing(Outcome("stopped" if running.ended else "done"), running)
+
+    def _died(self, running: Running, rank: int, reason: str) -> None:
+        if self._is_stopping and isinstance(self.state, Running) and running.ended:
+            return  # it was killed for not leaving in time
+        if isinstance(self.state, Running):
+            self._end_attempt(running, f"the worker of rank {rank} died")
+        if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
+            self.state.deaths.append(Death(rank, self._clock(), reason))
+            self._out(c.SetTimer("gather", running.attempt, GATHER_S))
+
+    # -- ending an attempt ----------------------------------------------------------------------------------------
+
+    def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
+        self.state = Ending(running, preset)
+        self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
+        self._out(c.SetTimer("gather", running.attempt, GATHER_S))
+        self._out(c.SetTimer("grace", running.attempt, self._plan.failure.abort_grace_s))
+
+    def _break_rule(self, running: Running, rule: str | None) -> None:
+        if rule is not None and isinstance(self.state, Running):
+            outcome = Outcome("error", error_type="CheckpointError", message=rule)
+            self._end_attempt(running, "save_checkpoint was used against its rule", outcome)
+
+    def _write_failed(self, message: str) -> None:
+        if self._plan.checkpoint.on_write_error == "warn":
+            return
+        outcome = Outcome("error", error_type="StorageError", message=message)
+        if isinstance(self.state, Running):
+            self._end_attempt(self.state, message, outcome)
+        elif isinstance(self.state, Closing) and self.state.outcome.kind in ("done", "stopped"):
+            self.state.outcome = outcome
+
+    def _time_up(self, given: c.TimeUp) -> None:
+        running = self._running(given.attempt)
+        if running is None:
+            return
+        if given.timer == "grace":
+            self._kill_the_slow(running)
+        elif isinstance(self.state, Ending) and not self.state.is_settled:
+            self._settle(is_complete=given.timer == "explain")
+
+    def _kill_the_slow(self, running: Running) -> None:
+        if not running.inside:
+            return
+        slow = tuple(sorted(running.inside))
+        if isinstance(self.state, (Ending, Closing)):
+            self.state.killed |= running.inside
+        self._out(
+            c.Note("warning", {"message": f"killed ranks {list(slow)}: they did not leave their attempt in time"})
+        )
+        self._out(c.KillRanks(slow))
+
+    def _settle(self, *, is_complete: bool) -> None:
+        """Say why the attempt ended and what follows, or wait for what would explain a broken collective."""
+        assert isinstance(self.state, Ending)
+        ending, attempt = self.state, self.state.running.attempt
+        verdict = ending.preset or judge(Evidence(ending.failures, ending.deaths, self._nodes, is_complete))
+        if verdict is None:
+            self._out(c.SetTimer("explain", attempt, EXPLAIN_S))
+        elif isinstance(verdict, Outcome):
+            self._say_attempt_end(ending.running)
+            self._close(verdict, ending.running, ending.killed)
+        else:
+            self._retry_or_give_up(verdict)
+
+    def _retry_or_give_up(self, failure: Failure) -> None:
+        self._history.append(failure)
+        decision = self._policy.decide(self._history)
+        action = "give up" if isinstance(decision, GiveUp) else f"retry {decision.number}"
+        data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
+        self._out(c.Note("failure", data))
+        ending = self.state if isinstance(self.state, Ending) else None
+        if not isinstance(decision, GiveUp):
+            if ending is not None:
+                ending.is_settled = True
+            else:
+                self._prepare_again()
+            return
+        if ending is not None:
+            self._say_attempt_end(ending.running)
+        message = f"{decision.why} {self._last_checkpoint()}"
+        outcome = Outcome("error", error_type="WorkerDiedError", message=message, ranks=failure.ranks)
+        self._close(outcome, ending and ending.running, ending.killed if ending else set())
+
+    def _last_checkpoint(self) -> str:
+        uri = self._desk.newest_uri
+        return "It has no checkpoint." if uri is None else f"Its last checkpoint, to go on from, is {uri}."
+
+    def _prepare_again(self) -> None:
+        attempt = self._attempt() + 1
+        self.state = Preparing(attempt)
+        self._out(c.PrepareGroup(attempt))
+
+    def _say_attempt_end(self, running: Running) -> None:
+        keep = max(0, self._desk.newest_iteration() - running.iterations_before)
+        self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": keep}))
+
+    # -- stopping -------------------------------------------------------------------------------------------------
+
+    def _stop_asked(self, given: c.StopAsked) -> None:
+        outcome = Outcome("cancelled" if given.cancel else "stopped", message=given.why)
+        if isinstance(self.state, Preparing):
+            self._close(outcome)
+        elif isinstance(self.state, Running) and given.cancel:
+            self._end_attempt(self.state, given.why, outcome)
+        elif isinstance(self.state, Running):
+            self._is_stopping = True
+            self._out(c.Note("stop", {"why": given.why}))
+            self._out(c.AskToStop(self.state.attempt))
+        elif isinstance(self.state, Ending) and self.state.preset is None:
+            self.state.preset = outcome  # it was on its way to a retry, or to an error that no longer matters
+            if self.state.is_settled:
+                self._close(outcome, self.state.running, self.state.killed)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
+        self.state = Closing(outcome, running, set(killed or ()))
+        if outcome.kind == "error":  # raised first, cleaned up after
+            self._tell(outcome)
+
+    def _tell(self, outcome: Outcome) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._out(c.TellOutcome(outcome))
+
+    def _move_on(self) -> None:
+        """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
+        if not self._desk.is_idle:
+            return
+        if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
+            self._say_attempt_end(self.state.running)
+            self._prepare_again()
+        elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.inside):
+            self._tell(self.state.outcome)
+            self.state = Closed(self.state.outcome)
+            self._out(c.Close())
+
+    # -- small things ---------------------------------------------------------------------------------------------
+
+    def _running(self, attempt: int) -> Running | None:
+        """The data of attempt ``attempt``, if it is the current one and not over."""
+        running = self.state.running if isinstance(self.state, (Ending, Closing)) else self.state
+        return running if isinstance(running, Running) and running.attempt == attempt else None
+
+    def _attempt(self) -> int:
+        if isinstance(self.state, (Preparing, Running)):
+            return self.state.attempt
+        return self.state.running.attempt if isinstance(self.state, Ending) else 0
+
+    def _out(self, command: c.Command) -> None:
+        self._commands.append(command)
+
+    def _take(self) -> list[c.Command]:
+        taken, self._commands = self._commands, []
+        return taken

@@ -1,0 +1,86 @@
+"""Turns a run's frames into calls of callbacks. Used by every process that has some: the driver, the callback host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from raysgd.callbacks.base import Stop
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.outcome import outcome_error
+from raysgd.controller.reducing import Reduce
+from raysgd.controller.rounds import RoundMerger
+from raysgd.result import Event, RunInfo
+
+
+class CallbackReader:
+    """Feeds the callbacks of one process with one run.
+
+    Args:
+        stop: Called with a reason when a callback wants the run to end, and with the error of a critical one.
+    """
+
+    def __init__(
+        self,
+        runner: CallbackRunner,
+        info: RunInfo,
+        reduce: Reduce,
+        stop: Callable[[str, BaseException | None], None],
+    ) -> None:
+        self._runner = runner
+        self._info = info
+        self._merger = RoundMerger(reduce)
+        self._stop = stop
+        self._is_started = False
+        self._is_ended = False
+        self._critical: BaseException | None = None
+
+    def feed(self, frame: Frame) -> None:
+        """Take the next frame."""
+        try:
+            wanted = self._dispatch(frame)
+        except Exception as error:  # of a critical callback: it ends the run
+            if self._critical is None:
+                self._critical = error
+                self._stop(f"{type(error).__name__} in a callback: {error}", error)
+            return
+        if wanted is not None:
+            self._stop(str(wanted), None)
+
+    def end(self, error: BaseException | None) -> None:
+        """The run is over, or nothing more of it will be seen."""
+        if self._is_started and not self._is_ended:
+            self._is_ended = True
+            self._runner.end(self._critical or error)
+
+    def _dispatch(self, frame: Frame) -> Stop | None:
+        if frame.kind == frames.EVENT:
+            return self._event(Event(**frame.data))
+        if frame.kind == frames.CHECKPOINT:
+            data = frame.data
+            return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
+        if frame.kind == frames.RUN_END:
+            self.end(outcome_error(frame.data))
+            return None
+        wanted: Stop | None = None
+        for result in self._merger.feed(frame):
+            wanted = wanted or self._runner.result(result)
+        return wanted
+
+    def _event(self, event: Event) -> Stop | None:
+        if event.kind == "run_start":
+            self._info = replace(self._info, run_dir=event.data["run_dir"], name=event.data["name"])
+            self._is_started = True
+            return self._runner.start(self._info)
+        return self._runner.event(event) if self._is_started else None
+
+
+def feed_all(reader: CallbackReader, batches: Iterable[Any]) -> None:
+    """Feed ``reader`` until the batches end."""
+    for batch in batches:
+        for frame in batch:
+            reader.feed(frame)

@@ -1,0 +1,53 @@
+"""What a Trainer asks of its TrainerActor. Plain data; the user's objects travel in it as pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.backends.base import BackendConfig
+from raysgd.config import CheckpointConfig, FailureConfig, ScalingConfig
+from raysgd.controller.shelf import Start
+from raysgd.workers.orders import Blob
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What stays the same for all runs of a Trainer. ``runs_uri`` is the folder that holds them."""
+
+    name: str
+    runs_uri: str
+    scaling: ScalingConfig
+    backend: BackendConfig
+    failure: FailureConfig
+    checkpoint: CheckpointConfig
+    runtime_env: Mapping[str, Any] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    shares_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run.
+
+    Attributes:
+        run_id: Made by the driver, so that it can ask for the stream at once.
+        config: The config as ``run.json`` shows it: plain values, secrets redacted.
+        start: The checkpoint to start from, if it is one on storage.
+        host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
+        description: What else goes into ``run.json``.
+    """
+
+    run_id: str
+    code: Blob
+    config: dict[str, Any]
+    start: Start = field(default_factory=Start)
+    initial_state: Blob | None = None
+    returns: str = "first"
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    deterministic: bool = False
+    worker_callbacks: Blob | None = None
+    host_callbacks: Blob | None = None
+    description: dict[str, Any] = field(default_factory=dict)

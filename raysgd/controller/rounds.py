@@ -1,0 +1,90 @@
+"""From the reports of each rank to rounds, and from rounds to results. Pure; every reader of a run has its own.
+
+A round is the i-th report of each rank, emitted once every rank that is still running has made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.reducing import Reduce, reduce_metrics
+from raysgd.result import Result
+
+Row = list[Any]  # [timestamp, time_total_s, metrics]
+
+
+class RoundMerger:
+    """Takes the frames of a run in order and gives its results in order."""
+
+    def __init__(self, reduce: Reduce | None = None) -> None:
+        self._reduce = dict(reduce or {})
+        self._attempt = 0
+        self._world_size = 0
+        self._iteration = 0
+        self._iterations_before = 0
+        self._time_before_s = 0.0
+        self._rows: list[deque[Row]] = []
+        self._running: set[int] = set()
+        self._last_time: dict[int, float] = {}
+
+    def feed(self, frame: Frame) -> Iterator[Result]:
+        """The results that ``frame`` completes."""
+        if frame.kind == frames.REPORTS:
+            if frame.attempt == self._attempt:
+                self._rows[frame.rank].extend(json.loads(frame.rows))
+                yield from self._complete()
+        elif frame.kind == frames.ATTEMPT:
+            self._begin(frame)
+        elif frame.kind == frames.RANK_DONE:
+            self._running.discard(frame.rank)
+            yield from self._complete()
+        elif frame.kind == frames.ATTEMPT_END:
+            yield from self._finish(frame.data.get("keep_rounds"))
+
+    def _begin(self, frame: Frame) -> None:
+        self._attempt = frame.attempt
+        self._world_size = frame.data["world_size"]
+        self._iterations_before = self._iteration = frame.data["iterations_before"]
+        self._time_before_s = frame.data["time_before_s"]
+        self._rows = [deque() for _ in range(self._world_size)]
+        self._running = set(range(self._world_size))
+        self._last_time = {}
+
+    def _complete(self) -> Iterator[Result]:
+        while self._can_emit():
+            yield self._emit()
+
+    def _can_emit(self) -> bool:
+        if self._running:
+            return all(self._rows[rank] for rank in self._running)
+        return any(self._rows)
+
+    def _finish(self, keep_rounds: int | None) -> Iterator[Result]:
+        """The attempt is over: rounds up to ``keep_rounds`` are emitted with the ranks that made them; None: all."""
+        while any(self._rows) and (keep_rounds is None or self._iteration - self._iterations_before < keep_rounds):
+            yield self._emit()
+        for rows in self._rows:
+            rows.clear()
+        self._running = set()
+
+    def _emit(self) -> Result:
+        ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
+        rows = [self._rows[rank].popleft() for rank in ranks]
+        workers = [row[2] for row in rows]
+        first = ranks[0]
+        timestamp, time_total_s, _ = rows[0]
+        self._iteration += 1
+        result = Result(reduce_metrics(workers, self._reduce) if self._reduce else workers[0], workers, ranks)
+        result["training_iteration"] = self._iteration
+        result["timestamp"] = timestamp
+        result["time_this_iter_s"] = time_total_s - self._last_time.get(first, self._time_before_s)
+        result["time_total_s"] = time_total_s
+        result["world_size"] = self._world_size
+        result["attempt"] = self._attempt
+        self._last_time.update(zip(ranks, (row[1] for row in rows), strict=True))
+        return result

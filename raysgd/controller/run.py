@@ -1,0 +1,324 @@
+"""Executes the commands of a `RunMachine`: the one place where the controller acts. Runs in the TrainerActor's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from raysgd.backends.base import Member
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import commands as c
+from raysgd.controller import frames
+from raysgd.controller.framelog import FrameLog
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal import Journal
+from raysgd.controller.machine import RunMachine, RunPlan
+from raysgd.controller.meetings import Meetings
+from raysgd.controller.outcome import outcome_data
+from raysgd.controller.requests import RunRequest
+from raysgd.errors import RaySGDError, WorkerError
+from raysgd.result import RunInfo
+from raysgd.session import events as e
+from raysgd.session.context import Identity
+from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerInfo
+
+#: CPU seconds a streamed item costs the controller, and the share of one core streams may take of it, each way.
+_ITEM_COST_S = 0.001
+_STREAM_SHARE = 0.12
+_MAX_INTERVAL_S = 2.0
+_FLUSH_S = 0.5
+
+
+class Fleet(Protocol):
+    """What a run needs of the workers; `raysgd.workers.group.WorkerGroup`, or a fake."""
+
+    @property
+    def size(self) -> int: ...
+    async def get_ready(self, env: Mapping[str, str]) -> list[str]: ...
+    async def check_storage(self, storage: Storage) -> None: ...
+    async def open_rendezvous(self) -> str: ...
+    def info(self, slot: int) -> WorkerInfo | None: ...
+    def identity(self, slot: int) -> Identity: ...
+    def member(self, slot: int, rendezvous: str) -> Member: ...
+    def run(self, slot: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
+    def end(self, slot: int, attempt: int, why: str) -> None: ...
+    def ask_to_stop(self, slot: int, attempt: int) -> None: ...
+    async def leave(self) -> None: ...
+    def kill(self, slot: int) -> None: ...
+
+
+class Run:
+    """One run, from its request to its last frame.
+
+    Args:
+        storage: The run's folder.
+        share: Makes a reference of the order that all workers are given (``ray.put``).
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        info: RunInfo,
+        fleet: Fleet,
+        storage: Storage,
+        *,
+        failure: FailureConfig,
+        checkpoint: CheckpointConfig,
+        env: Mapping[str, str],
+        share: Callable[[Any], Any],
+    ) -> None:
+        self._request = request
+        self._info = info
+        self._fleet = fleet
+        self._storage = storage
+        self._env = dict(env)
+        self._share = share
+        self._checkpoint = checkpoint
+        self._store = CheckpointStore(storage.child("checkpoints"))
+        self._journal = Journal(storage)
+        self.log = FrameLog(self._journal, min_interval_s=stream_interval_s(1))
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce)
+        self._machine = RunMachine(plan, uri_of=lambda n: self._store.directory(n).uri, clock=time.time)
+        self._meetings = Meetings(0)
+        self._slots: dict[int, int] = {}
+        self._rendezvous = ""
+        self._attempt = 0
+        self._inputs: deque[c.Input] = deque()
+        self._is_acting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing: asyncio.Task[None] | None = None
+        # One thread: storage sees commits, amendments and deletions in the order in which they were decided.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
+        self._closed = asyncio.Event()
+        self._values: dict[int, Any] = {}
+        self.before_close: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        return self._machine.newest_checkpoint
+
+    async def execute(self) -> None:
+        """Do the run; returns when it is closed."""
+        loop = asyncio.get_running_loop()
+        self._note(c.Note("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
+        flusher = loop.create_task(self._flush_regularly())
+        self._act_all(self._machine.begin())
+        await self._closed.wait()
+        flusher.cancel()
+        if self.before_close is not None:
+            await self.before_close()
+        self._say(c.Say(frames.RUN_CLOSED, self._attempt))
+        await loop.run_in_executor(self._writer, self._journal.flush)
+        self._writer.shutdown(wait=False)
+
+    def stop(self, why: str, *, cancel: bool) -> None:
+        """End the run early: in peace, or at once."""
+        self._feed(c.StopAsked(why, cancel))
+
+    def value(self, rank: int) -> Any:
+        """What train_func returned on ``rank``: a pickle, a reference to one, or None."""
+        return self._values.get(rank)
+
+    async def meet(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
+        if attempt != self._attempt:
+            return None
+        return await self._meetings.join(rank, what, index, payload)
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    def _feed(self, given: c.Input) -> None:
+        """Step the machine; what a command's execution feeds back is taken after the command's siblings."""
+        self._inputs.append(given)
+        if self._is_acting:
+            return
+        self._is_acting = True
+        try:
+            while self._inputs:
+                self._act_all(self._machine.step(self._inputs.popleft()))
+        finally:
+            self._is_acting = False
+
+    def _act_all(self, commands: list[c.Command]) -> None:
+        for command in commands:
+            self._act(command)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def _act(self, command: c.Command) -> None:  # noqa: C901  (a dispatch: a line or two a case)
+        match command:
+            case c.Say():
+                self._say(command)
+            case c.Note():
+                self._note(command)
+            case c.PrepareGroup():
+                self._preparing = self._spawn(self._prepare(command.attempt))
+            case c.Enter():
+                self._enter(command)
+            case c.EndRanks():
+                self._meetings.end()
+                for rank in command.ranks:
+                    self._fleet.end(self._slots[rank], command.attempt, command.why)
+            case c.KillRanks():
+                for rank in command.ranks:
+                    self._fleet.kill(self._slots[rank])
+            case c.AskToStop():
+                for slot in self._slots.values():
+                    self._fleet.ask_to_stop(slot, command.attempt)
+            case c.LeaveGroup():
+                self._spawn(self._fleet.leave())
+            case c.SetTimer():
+                timer = c.TimeUp(command.timer, command.attempt)
+                asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
+            case c.Commit():
+                self._spawn(self._commit(command))
+            case c.DeleteCheckpoint():
+                self._spawn(self._in_writer(self._store.delete, command.number))
+            case c.TellOutcome():
+                self._say(c.Say(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
+                self._note(c.Note("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)}))
+            case c.Close():
+                if self._preparing is not None:
+                    self._preparing.cancel()
+                self._closed.set()
+
+    async def _prepare(self, attempt: int) -> None:
+        try:
+            for line in await self._fleet.get_ready(self._env):
+                self._note(c.Note("warning", {"message": line}))
+            await self._fleet.check_storage(self._storage)
+            self._rendezvous = await self._fleet.open_rendezvous()
+        except RaySGDError as error:
+            can_retry = type(error) is WorkerError and "died" in str(error)
+            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry))
+            return
+        except Exception as error:  # whatever it is, the user must hear of it rather than wait for ever
+            self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
+            return
+        self._slots = {self._fleet.identity(slot).world_rank: slot for slot in range(self._fleet.size)}
+        self._attempt = attempt
+        self._meetings = Meetings(len(self._slots))
+        nodes = [self._describe_worker(rank) for rank in range(len(self._slots))]
+        if attempt == 1:
+            self._spawn(self._in_writer(self._journal.write_run, self._description()))
+        self._feed(c.GroupReady(tuple(nodes)))
+
+    def _describe_worker(self, rank: int) -> str:
+        info = self._fleet.info(self._slots[rank])
+        assert info is not None
+        data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
+        self._note(c.Note("worker_up", data))
+        return info.node
+
+    def _description(self) -> dict[str, Any]:
+        workers = []
+        for rank, slot in sorted(self._slots.items()):
+            info = self._fleet.info(slot)
+            workers.append({"rank": rank, **(dataclasses.asdict(info) if info is not None else {})})
+        info_fields = {**dataclasses.asdict(self._info), "workers": workers}
+        return {**self._request.description, **info_fields, "started": time.time()}
+
+    def _enter(self, command: c.Enter) -> None:
+        order = RunOrder(
+            run_id=self._request.run_id,
+            code=self._request.code,
+            info=self._info,
+            checkpoints_uri=self._store.storage.uri,
+            checkpoint=self._checkpoint,
+            returns=self._request.returns,
+            seed=self._request.seed,
+            deterministic=self._request.deterministic,
+            callbacks=self._request.worker_callbacks,
+            initial_state=self._request.initial_state,
+            env=self._env,
+        )
+        shared = self._share(order)
+        for rank, slot in self._slots.items():
+            attempt_order = AttemptOrder(
+                attempt=command.attempt,
+                member=self._fleet.member(slot, self._rendezvous),
+                checkpoint=command.checkpoint,
+                first_number=command.first_number,
+                iterations_before=command.iterations_before,
+                time_before_s=command.time_before_s,
+                flush_interval_s=stream_interval_s(len(self._slots)),
+            )
+            self._spawn(self._follow(rank, slot, shared, attempt_order))
+
+    async def _follow(self, rank: int, slot: int, order: Any, attempt_order: AttemptOrder) -> None:
+        """Read a worker's stream to its end."""
+        attempt = attempt_order.attempt
+        died: str | None = None
+        try:
+            async for item in self._fleet.run(slot, order, attempt_order):
+                if isinstance(item, list):
+                    for event in item:
+                        self._take_value(rank, event)
+                        self._feed(c.WorkerSaid(rank, attempt, event))
+                else:
+                    self._values[rank] = item
+        except Exception as error:
+            died = str(error)
+        self._feed(c.WorkerGone(rank, attempt, died))
+
+    def _take_value(self, rank: int, event: e.WorkerEvent) -> None:
+        if isinstance(event, (e.Returned, e.Ended, e.Failed)):
+            self._meetings.left(rank)
+        if isinstance(event, e.Returned) and event.value is not None:
+            self._values[rank] = event.value
+
+    async def _commit(self, command: c.Commit) -> None:
+        manifest = command.manifest
+        try:
+            await self._in_writer(self._store.commit, manifest)
+        except Exception as error:
+            if not command.amend:
+                self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
+            return
+        if not command.amend:
+            self._feed(c.Committed(manifest))
+
+    async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+
+    def _say(self, say: c.Say) -> None:
+        self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))
+
+    def _note(self, note: c.Note) -> None:
+        data = {"kind": note.kind, "timestamp": time.time(), "data": note.data}
+        self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _flush_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            await asyncio.get_running_loop().run_in_executor(None, self._journal.flush)
+
+
+def stream_interval_s(num_streams: int) -> float:
+    """Least time between items of a stream, of which the controller reads or writes ``num_streams``.
+
+    Each item costs it about 1 ms of CPU whatever it holds, so together they are kept to a share of one core.
+    """
+    return min(_MAX_INTERVAL_S, num_streams * _ITEM_COST_S / _STREAM_SHARE)
+
+
+def _message(outcome: Any) -> str:
+    if outcome.failed is not None:
+        return f"rank {outcome.rank}: {outcome.failed.summary}"
+    return str(outcome.message)

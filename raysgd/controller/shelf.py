@@ -1,0 +1,68 @@
+"""The checkpoints of a run that are committed: which to keep, which to go on from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.retention import RetentionPolicy
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an attempt goes on from: a checkpoint's URI (None: the run's initial state, if any), and the counters."""
+
+    uri: str | None = None
+    iteration: int = 0
+    time_total_s: float = 0.0
+    number: int = 0
+
+
+class Shelf:
+    """Committed checkpoints of one run, oldest first."""
+
+    def __init__(self, start: Start, retention: RetentionPolicy) -> None:
+        self._start = start
+        self._retention = retention
+        self._manifests: dict[int, Manifest] = {}
+        self._scores: dict[int, dict[str, Any]] = {}
+
+    @property
+    def newest(self) -> Manifest | None:
+        return self._manifests[max(self._manifests)] if self._manifests else None
+
+    def add(self, manifest: Manifest) -> tuple[Manifest, list[int]]:
+        """Put a committed checkpoint on the shelf; returns it as it is known here, and the numbers that may go."""
+        if manifest.number in self._scores:
+            manifest = self._amended(manifest, self._scores.pop(manifest.number))
+        self._manifests[manifest.number] = manifest
+        doomed = self._retention.to_delete(list(self._manifests.values()))
+        for number in doomed:
+            del self._manifests[number]
+        return manifest, doomed
+
+    def score(self, number: int, metrics: dict[str, Any]) -> Manifest | None:
+        """A checkpoint belongs to the round with these metrics; the manifest that says so, or None if it is not here.
+
+        A score may come before its checkpoint is committed; it is kept until then.
+        """
+        known = self._manifests.get(number)
+        if known is None:
+            self._scores[number] = metrics
+            return None
+        self._manifests[number] = self._amended(known, metrics)
+        return self._manifests[number]
+
+    def start(self, uri_of: Callable[[int], str]) -> Start:
+        """Where the next attempt goes on: the newest checkpoint, or where the run began."""
+        newest = self.newest
+        if newest is None:
+            return self._start
+        return Start(uri_of(newest.number), newest.iteration, newest.time_total_s, newest.number)
+
+    @staticmethod
+    def _amended(manifest: Manifest, metrics: dict[str, Any]) -> Manifest:
+        """The checkpoint belongs to the round after it, which is counted with it: resuming goes on after that round."""
+        return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1)

@@ -1,0 +1,114 @@
+"""The states of a run, each with the data it needs.
+
+=============  ==============================================  ===========================================
+state          meaning                                         leaves for
+=============  ==============================================  ===========================================
+Preparing      workers are started, replaced, made ready       Running; Closing (they cannot be had)
+Running        train_func runs on all ranks                    Closing (all returned); Ending (anything else)
+Ending         survivors are being brought out of the attempt  Preparing (retry); Closing (error, stop, cancel)
+Closing        the outcome is known; pending writes go on      Closed
+Closed         nothing is left to do
+=============  ==============================================  ===========================================
+
+The outcome is told to the readers on entering Closing when it is an error (raised first, cleaned up after), and on
+leaving it when it is a success (``run`` returns only when pending writes are durable).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raysgd.session.events import Failed
+
+
+@dataclass
+class Preparing:
+    """Workers are being had for ``attempt``."""
+
+    attempt: int
+
+
+@dataclass
+class Running:
+    """train_func runs.
+
+    Attributes:
+        iterations_before: Rounds before this attempt.
+        inside: Ranks whose stream has not ended.
+        ended: Ranks that left without returning, after a stop was asked for.
+    """
+
+    attempt: int
+    iterations_before: int
+    inside: set[int]
+    ended: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that is gone, seen at ``timestamp``."""
+
+    rank: int
+    timestamp: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        kind: ``"done"``, ``"stopped"``, ``"cancelled"`` or ``"error"``.
+        failed: The user's exception, for an error that is one.
+        rank: Its rank.
+        node: The node of that rank.
+        followed: ``(rank, one line)`` of the errors that followed from it.
+        error_type: Name in `raysgd.errors` of an error that is raysgd's own.
+        message: Its text.
+        ranks: The ranks it began with.
+    """
+
+    kind: str
+    failed: Failed | None = None
+    rank: int | None = None
+    node: str = ""
+    followed: tuple[tuple[int, str], ...] = ()
+    error_type: str | None = None
+    message: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass
+class Ending:
+    """Why the attempt ended is settled when the errors of all ranks are in, or have had time to come.
+
+    Attributes:
+        preset: The outcome, where it does not depend on what the ranks say.
+        is_settled: A retry was decided; only the ranks inside and the pending writes are waited for.
+    """
+
+    running: Running
+    preset: Outcome | None = None
+    failures: dict[int, Failed] = field(default_factory=dict)
+    deaths: list[Death] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)
+    is_settled: bool = False
+
+
+@dataclass
+class Closing:
+    """The outcome stands. ``running`` is the attempt that is being left, if there is one."""
+
+    outcome: Outcome
+    running: Running | None = None
+    killed: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Closed:
+    """Over."""
+
+    outcome: Outcome
+
+
+State = Preparing | Running | Ending | Closing | Closed

@@ -1,0 +1,79 @@
+"""Why did an attempt end? Pure: what the ranks said and which of them died, in; an outcome or a failure, out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd.controller.failure_policy import Failure
+from raysgd.controller.states import Death, Outcome
+from raysgd.session.events import Failed
+
+#: An exception this much older than the first death was not caused by it. Deaths are seen late, by about 40 ms.
+_DEATH_SEEN_LATE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known when the question is asked.
+
+    Attributes:
+        failures: What each rank raised.
+        deaths: The processes that are gone (those the controller killed itself are none).
+        nodes: The node of each rank.
+        is_complete: Nothing more is to be waited for.
+    """
+
+    failures: Mapping[int, Failed]
+    deaths: Sequence[Death]
+    nodes: Sequence[str]
+    is_complete: bool
+
+
+def judge(evidence: Evidence) -> Outcome | Failure | None:
+    """The user's exception (an `Outcome`), a failure of the system, or None: wait for what explains a broken collective.
+
+    The first exception in time is the cause; a broken collective is the consequence of something else, and so is an
+    exception that came after a process had died.
+    """
+    own = {rank: f for rank, f in evidence.failures.items() if not f.in_collective and not f.in_setup}
+    if evidence.deaths:
+        first_death = min(death.timestamp for death in evidence.deaths)
+        own = {rank: f for rank, f in own.items() if f.timestamp < first_death - _DEATH_SEEN_LATE_S}
+        if not own:
+            return _deaths(evidence)
+    if own:
+        return _exception(own, evidence)
+    if not evidence.is_complete:
+        return None
+    in_setup = {rank: f for rank, f in evidence.failures.items() if f.in_setup}
+    if in_setup:
+        return _no_group(in_setup, evidence)
+    if evidence.failures:
+        return _exception(evidence.failures, evidence)
+    return Failure((), "an attempt ended and no rank said why")
+
+
+def _deaths(evidence: Evidence) -> Failure:
+    ranks = tuple(sorted({death.rank for death in evidence.deaths}))
+    nodes = tuple(dict.fromkeys(evidence.nodes[rank] for rank in ranks))
+    reason = evidence.deaths[0].reason.rstrip(".")
+    if len(ranks) == 1:
+        what = f"the worker process of rank {ranks[0]} on {nodes[0]} died: {reason}"
+    else:
+        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} died: {reason}"
+    return Failure(ranks, what, nodes)
+
+
+def _no_group(failures: Mapping[int, Failed], evidence: Evidence) -> Failure:
+    ranks = tuple(sorted(failures))
+    first = min(failures.values(), key=lambda failed: failed.timestamp)
+    nodes = tuple(dict.fromkeys(evidence.nodes[rank] for rank in ranks))
+    return Failure(ranks, f"the process group could not be formed: {first.summary}", nodes)
+
+
+def _exception(causes: Mapping[int, Failed], evidence: Evidence) -> Outcome:
+    rank = min(causes, key=lambda r: causes[r].timestamp)
+    others = sorted((f.timestamp, r, f.summary) for r, f in evidence.failures.items() if r != rank)
+    followed = tuple((r, summary) for _, r, summary in others)
+    return Outcome("error", failed=causes[rank], rank=rank, node=evidence.nodes[rank], followed=followed, ranks=(rank,))

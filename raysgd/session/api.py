@@ -1,0 +1,125 @@
+"""The functions train_func calls, public as ``raysgd.report`` and so on. Worker side; see `raysgd.session.context`.
+
+Outside a worker they behave as a world of one, so that the same train_func runs on its own and under a debugger.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.session import context
+
+
+def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    """Send one round of metrics on its way; costs microseconds and never waits for the driver.
+
+    Values are copied at the call: numbers, strings, bools, None, scalars of NumPy, torch, TensorFlow and JAX, and small
+    lists and dicts of these. A scalar on a GPU is cloned there and read off the training thread: no sync is forced.
+
+    Args:
+        metrics: A dict of metrics, instead of or beside keywords.
+        **more: Metrics by name.
+
+    Raises:
+        MetricError: A value that is no metric (it names the key), more than 1 MiB, or a key raysgd sets by itself.
+        SessionError: The attempt is over.
+    """
+    session = context._current or context.current()
+    session.report(more if metrics is None else {**metrics, **more})
+
+
+def save_checkpoint(
+    state: Any,
+    *,
+    files: bool = False,
+    metrics: Mapping[str, Any] | None = None,
+    all_ranks: bool = False,
+    trusted: bool = False,
+) -> None:
+    """Save the training state: returns after a copy into host memory, writing goes on behind.
+
+    Every rank calls it, equally often; the n-th calls form checkpoint n. The state is rank 0's (others may give None),
+    or each rank's own part with ``all_ranks=True``. The states of Python's, NumPy's and the framework's random number
+    generators are saved beside it on every rank.
+
+    Args:
+        state: A tree of dicts, lists, tuples, tensors, arrays, scalars; a thing with ``state_dict()`` is saved by it.
+        files: ``state`` is the path of a file or folder the user wrote; its content is the checkpoint.
+        metrics: What retention ranks this checkpoint by; by default the round it belongs to: the last one reported
+            before it, or, in a loop that saves before it reports, the next one.
+        all_ranks: Every rank gives its own part.
+        trusted: Allow what only pickle can hold; needed again for loading.
+
+    Raises:
+        CheckpointError: Ranks disagree, or the state cannot be held; `UnsafeStateError` names the offending leaf.
+        SessionError: The attempt is over.
+    """
+    context.current().save_checkpoint(state, files=files, metrics=metrics, all_ranks=all_ranks, trusted=trusted)
+
+
+def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> Any:
+    """The newest committed state of this run (or the one it starts from), or None; with ``path``, the state there.
+
+    Without ``path`` the random number generators saved with it are restored too, so that training goes on as if it had
+    not been interrupted.
+
+    Args:
+        path: A checkpoint's folder.
+        trusted: Load leaves that were saved with ``trusted=True``; these may run code.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointCorruptError: Its bytes do not match its manifest.
+        ReshardError: It was saved with ``all_ranks=True`` by another number of ranks.
+    """
+    return context.current().load_checkpoint(path, trusted=trusted)
+
+
+def world_rank() -> int:
+    """This worker's rank among all, 0 to ``world_size() - 1``."""
+    return context.current().world_rank
+
+
+def world_size() -> int:
+    """The number of workers in this attempt."""
+    return context.current().world_size
+
+
+def local_rank() -> int:
+    """This worker's rank among those on its node."""
+    return context.current().local_rank
+
+
+def local_world_size() -> int:
+    """The number of workers on this node."""
+    return context.current().local_world_size
+
+
+def node_rank() -> int:
+    """This node's rank among those with workers."""
+    return context.current().node_rank
+
+
+def in_worker() -> bool:
+    """Whether a Trainer runs this code; False in single-machine use."""
+    return context.current().in_worker
+
+
+def should_stop() -> bool:
+    """True once the run was asked to end: it was cancelled, a callback raised `Stop`, or this worker will be preempted.
+
+    A loop that looks at it can save and return in its own way; one that does not is ended at its next ``report``.
+    """
+    return context.current().should_stop()
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    context.current().barrier()
+
+
+def broadcast(obj: Any = None) -> Any:
+    """Rank 0's ``obj``, on every rank. The object must pickle."""
+    return context.current().broadcast(obj)

@@ -1,0 +1,129 @@
+"""The session of single-machine use: a world of one, so that a train_func also runs on its own, without Ray."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.manifest import FileEntry, Manifest
+from raysgd.checkpoint.snapshot import StagingPool
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.errors import CheckpointError, UsageError
+from raysgd.session import context
+from raysgd.session.context import Identity, Session
+from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+from raysgd.session.generators import capture_generators, restore_generators
+from raysgd.session.metrics import copy_metrics, read_deferred
+from raysgd.session.saving import CheckpointWriter
+
+_count = itertools.count(1)
+
+
+class LocalSession(Session):
+    """A world of one. ``report`` prints a line; checkpoints go to ``directory``, if there is one."""
+
+    def __init__(self, directory: str | PathLike[str] | None = None) -> None:
+        super().__init__(Identity())
+        self._store = None if directory is None else CheckpointStore(Storage.from_uri(directory))
+        self._num_reports = 0
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        copied = read_deferred(copy_metrics(metrics))
+        self._num_reports = next(_count) if context.installed() is None else self._num_reports + 1
+        print(
+            f"[raysgd] {self._num_reports}: " + "  ".join(f"{k}={_short(v)}" for k, v in copied.items()),
+            file=sys.stderr,
+        )
+
+    def save_checkpoint(
+        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
+    ) -> None:
+        if self._store is None:
+            return
+        self._store.storage.make_dirs()
+        number = max((manifest.number for manifest in self._store.list()), default=0) + 1
+        done: list[WorkerEvent] = []
+        writer = CheckpointWriter(
+            self._store, attempt=1, rank=0, first_number=number, pool=StagingPool(num_buffers=1), put=done.append
+        )
+        rank_state = {"generators": capture_generators()}
+        if files:
+            writer.save_files(0, state, rank_state)
+        else:
+            writer.save(0, state, rank_state, trusted=trusted)
+        writer.close()
+        self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, trusted)
+
+    def load_checkpoint(self, path: Any, *, trusted: bool) -> Any:
+        if path is not None:
+            return Checkpoint.from_path(path).load(trusted=trusted)
+        newest = None if self._store is None else next(iter(reversed(self._store.list())), None)
+        if newest is None:
+            return None
+        assert self._store is not None
+        state = Checkpoint.from_path(self._store.directory(newest.number).uri).load(trusted=trusted)
+        restore_generators(newest.rank_states.get(0, {}).get("generators", {}))
+        return state
+
+    def should_stop(self) -> bool:
+        return False
+
+    def barrier(self) -> None:
+        return None
+
+    def broadcast(self, obj: Any) -> Any:
+        return obj
+
+    def _commit(
+        self, number: int, done: WorkerEvent, metrics: dict[str, Any], files: bool, all_ranks: bool, trusted: bool
+    ) -> None:
+        if isinstance(done, PartFailed):
+            raise CheckpointError(f"save_checkpoint could not write checkpoint {number}: {done.error}")
+        assert isinstance(done, PartSafe) and self._store is not None
+        self._store.commit(
+            Manifest(
+                number=number,
+                attempt=1,
+                iteration=self._num_reports,
+                time_total_s=0.0,
+                world_size=1,
+                metrics=metrics,
+                all_ranks=all_ranks,
+                is_files=files,
+                trusted=trusted,
+                created_s=time.time(),
+                parts={0: [FileEntry(*entry) for entry in done.files]},
+                rank_states={0: done.rank_state},
+            )
+        )
+
+
+@contextmanager
+def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
+    """Give a train_func that runs on its own a place for checkpoints.
+
+    Args:
+        dataset: Data for ``get_dataset``.
+        dir: Folder for its checkpoints; ``load_checkpoint`` finds what an earlier use left there.
+    """
+    if context.installed() is not None:
+        raise UsageError("raysgd.local() inside a worker or another raysgd.local(): there is a session already.")
+    if dataset is not None:
+        raise UsageError("raysgd.local(dataset=...) needs raysgd.data, which this version does not have yet.")
+    session = LocalSession(dir)
+    context.install(session)
+    try:
+        yield session
+    finally:
+        context.uninstall()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,160 @@
+"""What may be reported, and its copy at the moment of the call. Runs in the training thread: the common case is one loop.
+
+A scalar that lives on a device is not read here, which would make the training thread wait for it; it is held as a
+`Deferred` that the stream's thread reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.errors import MetricError
+from raysgd.result import AUTOMATIC_KEYS
+
+MAX_METRICS_BYTES = 1 << 20
+_PLAIN = frozenset({int, float, bool, type(None)})
+_MAX_DEPTH = 20
+
+
+class Deferred:
+    """A device scalar on its way to being a number."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def read(self) -> Any:
+        """The number; waits for the device."""
+        return self._read()
+
+
+def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``metrics`` in plain types.
+
+    Raises:
+        MetricError: A key raysgd sets by itself, or a value that is no metric, or more than 1 MiB in all.
+    """
+    copied = {}
+    size = 0
+    for key, value in metrics.items():
+        if type(value) not in _PLAIN:
+            value, cost = _copy(str(key), value, 0)
+            size += cost
+        copied[key] = value
+    if not AUTOMATIC_KEYS.isdisjoint(copied):
+        taken = sorted(AUTOMATIC_KEYS.intersection(copied))
+        raise MetricError(f"report() sets {', '.join(taken)} by itself; give your metric another name.", key=taken[0])
+    if size > MAX_METRICS_BYTES:
+        raise _too_large(max(metrics, key=lambda k: _copy(str(k), metrics[k], 0)[1]), size)
+    if not all(type(key) is str for key in copied):
+        key = next(key for key in copied if type(key) is not str)
+        raise MetricError(f"report() got the name {key!r}, a {type(key).__name__}; names are strings.", key=str(key))
+    return copied
+
+
+def read_deferred(value: Any) -> Any:
+    """``value`` with every `Deferred` in it read."""
+    kind = type(value)
+    if kind is Deferred:
+        return value.read()
+    if kind is dict:
+        return {key: read_deferred(item) for key, item in value.items()}
+    if kind is list:
+        return [read_deferred(item) for item in value]
+    return value
+
+
+def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
+    """A plain copy of ``value``, and about how many bytes it will take as JSON."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value, 8
+    if kind is str:
+        return value, len(value)
+    if depth >= _MAX_DEPTH:
+        raise MetricError(f"report({key}=...) is nested more than {_MAX_DEPTH} levels deep, or holds itself.", key=key)
+    if isinstance(value, Mapping):
+        return _copy_mapping(key, value, depth)
+    if isinstance(value, (list, tuple)):
+        copies = [_copy(f"{key}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+        return [copied for copied, _ in copies], sum(cost for _, cost in copies)
+    if isinstance(value, (int, float, str)):  # subclasses: np.float64, IntEnum, ...
+        return _copy_subclass(value)
+    scalar = _copy_scalar(value)
+    if scalar is None:
+        raise MetricError(f"report({key}=...) got {_describe(value)}, which is no metric; {_advice(value)}.", key=key)
+    return scalar[0], 8
+
+
+def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], int]:
+    copied, size = {}, 0
+    for name, item in value.items():
+        if not isinstance(name, str):
+            raise MetricError(f"report({key}=...) has the name {name!r} inside; names are strings.", key=key)
+        copied[name], cost = _copy(f"{key}[{name!r}]", item, depth + 1)
+        size += cost + len(name)
+    return copied, size
+
+
+def _copy_subclass(value: Any) -> tuple[Any, int]:
+    for base in (bool, int, float):
+        if isinstance(value, base):
+            return base(value), 8
+    return str.__str__(value), len(value)
+
+
+def _copy_scalar(value: Any) -> tuple[Any] | None:
+    """The copy of a framework's scalar, in a 1-tuple; None if it is no scalar of a framework we know."""
+    module = type(value).__module__.partition(".")[0]
+    if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
+        return None
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return (_copy_torch(torch, value),)
+    if module == "numpy" and hasattr(value, "item"):
+        item = value.item()
+        return (item,) if type(item) in _PLAIN or type(item) is str else None
+    if module in ("jax", "jaxlib", "tensorflow"):  # immutable: holding it is a copy
+        return (Deferred(lambda: value.numpy().item() if module == "tensorflow" else value.item()),)
+    return None
+
+
+def _copy_torch(torch: Any, tensor: Any) -> Any:
+    if tensor.device.type == "cpu":
+        return tensor.item()
+    clone = tensor.detach().clone()
+    if tensor.device.type != "cuda":
+        return Deferred(clone.item)
+    # The clone is queued on the training thread's stream; another thread must wait for that stream, not its own.
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> Any:
+        copied.synchronize()
+        return clone.item()
+
+    return Deferred(read)
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"a {name}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+
+
+def _advice(value: Any) -> str:
+    if getattr(value, "shape", None) is not None:
+        return "report a number made of it (.mean(), .item()), or keep it with raysgd.save_checkpoint"
+    plain = "metrics are numbers, strings, bools, None, and small lists and dicts of them"
+    return f"{plain}; keep objects with raysgd.save_checkpoint"
+
+
+def _too_large(key: str, size: int) -> MetricError:
+    return MetricError(
+        f"report() got about {size / 2**20:.1f} MiB of metrics, most of it in {key!r}; the limit is 1 MiB: "
+        "keep large things with raysgd.save_checkpoint.",
+        key=key,
+    )

@@ -1,0 +1,98 @@
+"""The way from the training thread to the worker's stream: a queue on one side, batches of events on the other.
+
+Two threads: the training thread (and the checkpoint writer's) puts, the stream's thread drains. Putting a report is one
+append to a C queue. Draining flushes at once after an idle gap; under load at most one batch leaves per
+``flush_interval_s``, since a streamed item costs the controller 1 ms of CPU whatever is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from typing import Any
+
+from raysgd.session.events import Reports, WorkerEvent
+from raysgd.session.metrics import Deferred, read_deferred
+
+Row = tuple[float, float, dict[str, Any]]
+
+#: Reports that may wait for the stream before ``report`` waits too. The controller takes far more than training makes;
+#: without a bound a loop that only reports would fill the memory of its node.
+MAX_PENDING = 200_000
+_WAKE = object()
+
+
+class Outbox:
+    """Events on their way out, in the order in which they were put."""
+
+    def __init__(self, flush_interval_s: float) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._flush_interval_s = flush_interval_s
+        self._urgent = threading.Event()
+        self._last_flush = float("-inf")
+        self._num_reports = 0
+
+    def put_report(self, row: Row) -> None:
+        """Called by ``report``."""
+        self._queue.put(row)
+        if self._queue.qsize() > MAX_PENDING:
+            time.sleep(0.001)
+
+    def put(self, event: WorkerEvent, *, urgent: bool = False) -> None:
+        """Put an event; an urgent one does not wait for the flush interval."""
+        self._queue.put(event)
+        if urgent:
+            self._urgent.set()
+
+    def wake(self) -> None:
+        """End a `drain` that waits, with what there is."""
+        self._queue.put(_WAKE)
+        self._urgent.set()
+
+    def drain(self, timeout_s: float) -> list[WorkerEvent]:
+        """The next batch; empty after ``timeout_s`` without an event. Called by the stream's thread alone."""
+        try:
+            items = [self._queue.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+        wait_s = self._last_flush + self._flush_interval_s - time.monotonic()
+        if wait_s > 0:
+            self._urgent.wait(wait_s)
+        self._urgent.clear()
+        for _ in range(self._queue.qsize()):  # what is there now, not what keeps arriving
+            items.append(self._queue.get())
+        self._last_flush = time.monotonic()
+        return self._batched(items)
+
+    def _batched(self, items: list[Any]) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
+        rows: list[Row] = []
+        for item in items:
+            if type(item) is tuple:
+                rows.append(item)
+            elif item is not _WAKE:
+                self._close_rows(rows, events)
+                events.append(item)
+        self._close_rows(rows, events)
+        return events
+
+    def _close_rows(self, rows: list[Row], events: list[WorkerEvent]) -> None:
+        if not rows:
+            return
+        events.append(Reports(self._num_reports, len(rows), encode_rows(rows)))
+        self._num_reports += len(rows)
+        rows.clear()
+
+
+def encode_rows(rows: list[Row]) -> bytes:
+    """Rows as JSON; NaN and infinities as Python's json writes them."""
+    try:
+        return json.dumps(rows, separators=(",", ":"), check_circular=False).encode()
+    except TypeError:  # a Deferred among them: json has no cheaper way to tell
+        plain = [(timestamp, total, read_deferred(metrics)) for timestamp, total, metrics in rows]
+        return json.dumps(plain, separators=(",", ":"), check_circular=False).encode()
+
+
+__all__ = ["Deferred", "Outbox", "Row", "encode_rows"]

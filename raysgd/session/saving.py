@@ -1,0 +1,94 @@
+"""The worker's side of a checkpoint: a copy in the training thread, writing in a thread of its own, one event when safe.
+
+The queue between them is bounded by the staging buffers: a training loop that saves faster than storage writes waits in
+``save_checkpoint`` rather than fill the memory of its node.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.checkpoint.snapshot import Snapshot, StagingPool, take_snapshot
+from raysgd.checkpoint.store import CheckpointStore, part_prefix
+from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+
+
+@dataclass(frozen=True)
+class _Job:
+    call: int
+    snapshot: Snapshot
+    rank_state: dict[str, Any]
+
+
+class CheckpointWriter:
+    """Writes this rank's parts of the checkpoints of one attempt.
+
+    Args:
+        store: The run's checkpoints.
+        attempt: Number of the attempt; part of every file's name, so that a late writer overwrites nothing.
+        first_number: Number of the checkpoint that the first call makes.
+        pool: Staging buffers, reused from one attempt to the next.
+        put: Where events go; called from both threads.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        attempt: int,
+        rank: int,
+        first_number: int,
+        pool: StagingPool,
+        put: Callable[[WorkerEvent], None],
+    ) -> None:
+        self._store = store
+        self._prefix = part_prefix(attempt, rank)
+        self._first_number = first_number
+        self._pool = pool
+        self._put = put
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
+        """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use."""
+        snapshot = take_snapshot(state, self._pool, trusted=trusted)
+        self._start()
+        self._jobs.put(_Job(call, snapshot, rank_state))
+
+    def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
+        """Copy the user's file or folder to storage; returns when it is there, so that the caller may delete it."""
+        source = os.path.abspath(os.fspath(path))
+        entries = self._store.directory(self._first_number + call).put_path(source, self._prefix)
+        self._put(PartSafe(call, tuple((e.name, e.size, e.crc32) for e in entries), rank_state))
+
+    def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
+        """The part of a rank that gives no state: what its generators and its data position are."""
+        self._put(PartSafe(call, (), rank_state))
+
+    def close(self) -> None:
+        """Wait until all that was queued is written or has failed."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="raysgd-checkpoint-writer", daemon=True)
+            self._thread.start()
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                entries = job.snapshot.write(self._store.directory(self._first_number + job.call), self._prefix)
+                files = tuple((entry.name, entry.size, entry.crc32) for entry in entries)
+                self._put(PartSafe(job.call, files, job.rank_state))
+            except Exception as error:  # it must reach the controller, whatever it is
+                self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
+            finally:
+                job.snapshot.release()

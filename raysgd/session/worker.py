@@ -1,0 +1,223 @@
+"""The session of one attempt in a worker process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raysgd.errors import AttemptEnded, CheckpointError, SessionError
+from raysgd.session.context import Identity, Session
+from raysgd.session.events import Saved, Scored
+from raysgd.session.generators import capture_generators, restore_generators
+from raysgd.session.metrics import copy_metrics, read_deferred
+from raysgd.session.outbox import Outbox
+from raysgd.session.saving import CheckpointWriter
+
+
+class Link(Protocol):
+    """What a session asks of its controller. Each call waits for the answer and may raise `AttemptEnded`."""
+
+    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
+        """Wait until every rank came to the ``index``-th meeting of kind ``what``; returns rank 0's payload."""
+
+    def newest_checkpoint(self) -> Any:
+        """The newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None."""
+
+
+class StartingPoint(Protocol):
+    """The state an attempt starts from."""
+
+    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+        """This rank's state, and its small state (generators, data position; may be empty)."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How objects cross to other ranks: the worker gives pickling, so that this layer needs none of its own."""
+
+    dumps: Callable[[Any], bytes]
+    loads: Callable[[bytes], Any]
+
+
+class WorkerSession(Session):
+    """One attempt, seen from train_func. See `Session` for the threads that may call what."""
+
+    in_worker = True
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        outbox: Outbox,
+        writer: CheckpointWriter,
+        link: Link,
+        codec: Codec,
+        start: StartingPoint | None,
+        load_path: Callable[[Any, int, int, bool], Any],
+        time_before_s: float,
+        seed: int | None,
+        deterministic: bool,
+        on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
+    ) -> None:
+        super().__init__(identity, seed=seed, deterministic=deterministic)
+        self._outbox = outbox
+        self._writer = writer
+        self._link = link
+        self._codec = codec
+        self._start = start
+        self._load_path = load_path
+        self._on_report = on_report
+        self._clock_zero = time.monotonic() - time_before_s
+        self._num_reports = 0
+        self._num_saves = 0
+        self._meetings: dict[str, int] = {}
+        self._last_metrics: dict[str, Any] | None = None
+        self._saves_first = False
+        self._unscored_call: int | None = None
+        self._ended: AttemptEnded | None = None
+        self._is_closed = False
+        self._stop = threading.Event()
+
+    # -- what train_func calls --------------------------------------------------------------------------------
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        if self._ended is not None or self._is_closed or self._stop.is_set():
+            self._check_live()
+            if self._stop.is_set() and not self._may_report_after_stop():
+                raise AttemptEnded("the run was asked to stop")
+        copied = copy_metrics(metrics)
+        self._outbox.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
+        self._num_reports += 1
+        self._last_metrics = copied
+        if self._unscored_call is not None:
+            self._score(copied)
+        for hook in self._on_report:
+            hook(copied)
+
+    def save_checkpoint(
+        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
+    ) -> None:
+        self._check_live()
+        call, self._num_saves = self._num_saves, self._num_saves + 1
+        if call == 0:
+            self._saves_first = self._num_reports == 0
+        gives_state = all_ranks or self.world_rank == 0
+        if gives_state and state is None:
+            raise CheckpointError(
+                f"save_checkpoint(None) on rank {self.world_rank}, whose state it is; "
+                + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
+            )
+        saved = self._describe_save(call, gives_state, files, metrics, all_ranks, trusted)
+        rank_state = {"generators": capture_generators()}
+        if not gives_state:
+            self._writer.save_nothing(call, rank_state)
+        elif files:
+            self._writer.save_files(call, state, rank_state)
+        else:
+            self._writer.save(call, state, rank_state, trusted=trusted)
+        self._outbox.put(saved)  # only now: a state that cannot be saved has raised, and makes no checkpoint
+        if metrics is None and self._saves_first:
+            self._unscored_call = call
+
+    def load_checkpoint(self, path: Any, *, trusted: bool) -> Any:
+        self._check_live()
+        if path is not None:
+            return self._load_path(path, self.world_rank, self.world_size, trusted)
+        start = self._start if self._num_saves == 0 else self._link.newest_checkpoint()
+        if start is None:
+            return None
+        state, rank_state = start.load(self.world_rank, self.world_size, trusted=trusted)
+        restore_generators(rank_state.get("generators", {}))
+        return state
+
+    def should_stop(self) -> bool:
+        return self._stop.is_set() or self._ended is not None
+
+    def barrier(self) -> None:
+        self._meet("barrier", None)
+
+    def broadcast(self, obj: Any) -> Any:
+        payload = self._meet("broadcast", self._codec.dumps(obj) if self.world_rank == 0 else None)
+        return obj if self.world_rank == 0 else self._codec.loads(payload or b"")
+
+    # -- what the worker calls, from other threads ------------------------------------------------------------
+
+    def ask_to_stop(self) -> None:
+        """Make `should_stop` true."""
+        self._stop.set()
+
+    def end(self, why: str) -> None:
+        """End the attempt: every later call raises `AttemptEnded`."""
+        self._ended = AttemptEnded(why)
+
+    @property
+    def num_reports(self) -> int:
+        """Reports made so far in this attempt."""
+        return self._num_reports
+
+    @property
+    def is_ended(self) -> bool:
+        return self._ended is not None
+
+    def close(self) -> None:
+        """train_func has left: every later call is an error."""
+        self._is_closed = True
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check_live(self) -> None:
+        if self._ended is not None:
+            raise AttemptEnded(*self._ended.args)
+        if self._is_closed:
+            raise SessionError(
+                "train_func has returned, so nothing can be reported or saved any more; this call came from a thread "
+                "it left behind. Join such threads before returning."
+            )
+
+    def _may_report_after_stop(self) -> bool:
+        """One report is let through after a stop, so that a loop which looks at should_stop() can say its last word."""
+        if not hasattr(self, "_reports_at_stop"):
+            self._reports_at_stop = self._num_reports
+        return self._num_reports == self._reports_at_stop
+
+    def _describe_save(
+        self,
+        call: int,
+        gives_state: bool,
+        files: bool,
+        metrics: Mapping[str, Any] | None,
+        all_ranks: bool,
+        trusted: bool,
+    ) -> Saved:
+        score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
+        return Saved(
+            call=call,
+            reports=self._num_reports,
+            time_total_s=time.monotonic() - self._clock_zero,
+            gives_state=gives_state,
+            all_ranks=all_ranks,
+            is_files=files,
+            trusted=trusted,
+            metrics=None if score is None else _encode(score),
+            scored=metrics is not None,
+            saves_first=self._saves_first,
+        )
+
+    def _score(self, metrics: dict[str, Any]) -> None:
+        assert self._unscored_call is not None
+        self._outbox.put(Scored(self._unscored_call, _encode(metrics)))
+        self._unscored_call = None
+
+    def _meet(self, what: str, payload: bytes | None) -> bytes | None:
+        self._check_live()
+        index = self._meetings.get(what, 0)
+        self._meetings[what] = index + 1
+        return self._link.meet(what, index, payload)
+
+
+def _encode(metrics: dict[str, Any]) -> bytes:
+    return json.dumps(read_deferred(metrics), separators=(",", ":")).encode()

@@ -1,0 +1,27 @@
+"""Helpers for torch code, in the worker: from a single-device script to a distributed one in two lines.
+
+::
+
+    model = raysgd.torch.prepare_model(model)
+    loader = raysgd.torch.prepare_data_loader(loader)
+
+All of them also work outside a worker, as a world of one. The process group is not made here but by the torch backend.
+"""
+
+from raysgd.torch.devices import device
+from raysgd.torch.loader import PreparedLoader, prepare_data_loader
+from raysgd.torch.model import prepare_model, unwrap
+from raysgd.torch.optimizer import prepare_optimizer
+from raysgd.torch.seeding import capture_rng, restore_rng, seed_all
+
+__all__ = [
+    "PreparedLoader",
+    "capture_rng",
+    "device",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+    "restore_rng",
+    "seed_all",
+    "unwrap",
+]

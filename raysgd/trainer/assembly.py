@@ -1,0 +1,189 @@
+"""The one place where the objects of a run are built and wired together. Driver side."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import ray
+
+from raysgd._util.redact import plain, redact
+from raysgd.backends.base import BackendConfig
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.checks import check_callbacks
+from raysgd.callbacks.defaults import default_callbacks
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.storage import Storage
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.run import DEFAULT_STORAGE_PATH
+from raysgd.controller.reader import CallbackReader
+from raysgd.controller.reducing import check_reduce
+from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.errors import UsageError
+from raysgd.result import RunInfo
+from raysgd.trainer.channel import Channel
+from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_start
+from raysgd.trainer.stream import ResultStream
+from raysgd.workers.pickling import dumps_named
+
+#: Pickles above this go through the object store instead of travelling in a call.
+_INLINE_BYTES = 100 * 1024
+_PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """All a Trainer was given, checked."""
+
+    scaling: ScalingConfig
+    backend: BackendConfig
+    run: RunConfig
+    failure: FailureConfig
+    checkpoint: CheckpointConfig
+    runtime_env: Mapping[str, Any] | None = None
+    seed: int | None = None
+    deterministic: bool = False
+
+
+def connect_ray() -> None:
+    """Bring Ray up if it is not.
+
+    Raises:
+        UsageError: The driver is connected through Ray Client.
+    """
+    from ray.util.client import ray as client
+
+    if client.is_connected():
+        raise UsageError(
+            "raysgd does not run through Ray Client (ray://): results are streamed to the driver's own process. Run the "
+            "script on the cluster, for example with: ray job submit --address http://<head>:8265 -- python train.py"
+        )
+    if not ray.is_initialized():
+        ray.init()
+
+
+def make_settings(spec: TrainerSpec, function_name: str) -> TrainerSettings:
+    """The TrainerActor's settings; names the Trainer's folder if the user did not."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    unique = uuid.uuid4().hex[:6]
+    folder = spec.run.name or f"{function_name}_{stamp}_{unique}"
+    storage = Storage.from_uri(spec.run.storage_path or DEFAULT_STORAGE_PATH).child(folder)
+    # Sampled and reproducible cuBLAS need this in the environment before CUDA starts.
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if spec.deterministic else {}
+    return TrainerSettings(
+        name=f"{folder}-{unique}" if spec.run.name else folder,
+        runs_uri=storage.uri,
+        scaling=spec.scaling,
+        backend=spec.backend,
+        failure=spec.failure,
+        checkpoint=spec.checkpoint,
+        runtime_env=spec.runtime_env,
+        env=env,
+        shares_gpus=spec.backend.name in ("torch", "horovod"),
+    )
+
+
+def begin_run(
+    channel: Channel,
+    spec: TrainerSpec,
+    train_func: Any,
+    config: Any,
+    *,
+    callbacks: Sequence[Callback],
+    checkpoint: Any,
+    reduce: Any,
+    returns: Any,
+    on_problem: Callable[[str], None],
+) -> ResultStream:
+    """Check everything, start the run, and give its stream."""
+    function, config = check_train_func(train_func), check_config(config)
+    reduce, returns = check_reduce(reduce), check_returns(returns)
+    check_callbacks(callbacks)
+    start, state = resolve_start(checkpoint)
+    shown = redact(plain(config))
+    by_place = _by_place(default_callbacks(callbacks))
+    request = RunRequest(
+        run_id=uuid.uuid4().hex,
+        code=_share(_dump_code(function, config)),
+        config=shown,
+        start=start,
+        initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),
+        returns=returns,
+        reduce=reduce,
+        seed=spec.seed,
+        deterministic=spec.deterministic,
+        worker_callbacks=_dump_callbacks(by_place["worker"]),
+        host_callbacks=_dump_callbacks(by_place["controller"]),
+        description=_describe(spec, function),
+    )
+    info = RunInfo("", "", shown, spec.scaling.min_workers, spec.backend.name)
+
+    def make_reader(stream: ResultStream) -> CallbackReader | None:
+        if not by_place["driver"]:
+            return None
+        return CallbackReader(CallbackRunner(by_place["driver"], on_problem), info, reduce, stream.stop)
+
+    channel.begin(request)
+    return ResultStream(
+        channel,
+        request.run_id,
+        reduce=reduce,
+        returns=returns,
+        num_workers=spec.scaling.min_workers,
+        make_reader=make_reader,
+    )
+
+
+def share_call(obj: Any, name: str) -> Any:
+    """A function or class of the user's for the workers."""
+    return _share(dumps_named(obj, name))
+
+
+def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:
+    dumps_named(config, "config")  # first by itself, so that the error names the key
+    dumps_named(function, "train_func")
+    return dumps_named((function, config), "train_func and its config")
+
+
+def _share(data: bytes) -> Any:
+    return data if len(data) <= _INLINE_BYTES else ray.put(data)
+
+
+def _dump_callbacks(callbacks: list[Callback]) -> bytes | None:
+    return dumps_named(callbacks, "callbacks") if callbacks else None
+
+
+def _by_place(callbacks: Sequence[Callback]) -> dict[str, list[Callback]]:
+    places: dict[str, list[Callback]] = {"driver": [], "controller": [], "worker": []}
+    for callback in callbacks:
+        places[callback.runs_in].append(callback)
+    return places
+
+
+def _describe(spec: TrainerSpec, function: Any) -> dict[str, Any]:
+    """What ``run.json`` says beside the config: enough to know what ran, and on what."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    runtime_env = redact(plain(dict(spec.runtime_env or {})))
+    return {
+        "versions": versions,
+        "train_func": getattr(function, "__qualname__", type(function).__name__),
+        "command": redact(list(sys.argv)),
+        "seed": spec.seed,
+        "deterministic": spec.deterministic,
+        "runtime_env": runtime_env,
+        "failure": plain(vars(spec.failure)),
+        "checkpoint": plain(vars(spec.checkpoint)),
+        "backend_config": plain(vars(spec.backend)),
+        "placement_strategy": spec.scaling.placement_strategy,
+    }

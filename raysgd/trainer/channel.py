@@ -1,0 +1,89 @@
+"""The driver's line to the TrainerActor. Driver side; the one place that knows its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raysgd.controller.actor import STREAM_AHEAD, TrainerActor
+from raysgd.controller.frames import Frame
+from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.errors import WorkerError
+from raysgd.workers.group import NAMESPACE
+from raysgd.workers.pickling import loads
+
+
+class Channel:
+    """A TrainerActor, started with the first use."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = ray.get_runtime_context().get_node_id()  # on the driver's node: its disk holds a local storage_path
+        self._actor = (
+            ray.remote(TrainerActor)
+            .options(
+                name=settings.name,
+                namespace=NAMESPACE,
+                num_cpus=0,
+                max_concurrency=1000,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=True),
+            )
+            .remote(settings)
+        )
+
+    def begin(self, request: RunRequest) -> Any:
+        """Start a run; returns at once with a reference that is ready when the run is closed."""
+        return self._actor.run.remote(request)
+
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
+        """A run's frames, as they come.
+
+        Raises:
+            RayActorError: The TrainerActor is gone.
+        """
+        stream = self._actor.stream.options(
+            num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
+        ).remote(run_id, 0)
+        for ref in stream:
+            yield ray.get(ref)
+
+    def frames(self, run_id: str, seq: int) -> list[Frame]:
+        """Frames from number ``seq`` on, for a reader that fell behind."""
+        return list(self.call("frames", run_id, seq))
+
+    def stop(self, run_id: str, why: str, *, cancel: bool) -> None:
+        """Ask a run to end; returns at once."""
+        self._actor.stop.remote(run_id, why, cancel)
+
+    def value(self, run_id: str, rank: int) -> Any:
+        """What train_func returned on ``rank``."""
+        value = self.call("value", run_id, rank)
+        if value is None:
+            return None
+        return loads(value if isinstance(value, bytes) else memoryview(ray.get(value[0])))
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the TrainerActor and wait for its answer.
+
+        Raises:
+            Exception: What the method raised, as its own type.
+            WorkerError: The TrainerActor is gone.
+        """
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from None
+        except RayActorError as error:
+            raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
+
+    def close(self, timeout_s: float = 10) -> None:
+        """End the TrainerActor and all its workers."""
+        try:
+            ray.get(self._actor.shutdown.remote(), timeout=timeout_s)
+        except Exception:
+            pass
+        ray.kill(self._actor)

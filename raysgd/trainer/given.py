@@ -1,0 +1,86 @@
+"""Checks of what the user gave to a run, before anything is started. Driver side."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.controller.shelf import Start
+from raysgd.errors import CheckpointError, ConfigError
+
+
+def check_train_func(function: Any) -> Callable[..., Any]:
+    """A function of zero or one argument; further ones with defaults are fine.
+
+    Raises:
+        ConfigError: It is no such thing, or a coroutine or generator function.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"train_func={function!r} is no function; give a function train_func(config).")
+    plain = inspect.unwrap(getattr(function, "func", function))
+    if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+        raise ConfigError(f"train_func {name} is async; give a plain function (it may use asyncio.run inside).")
+    if inspect.isgeneratorfunction(plain):
+        raise ConfigError(
+            f"train_func {name} is a generator; give a plain function and call raysgd.report in its loop."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return function  # type: ignore[no-any-return]
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        wants = ", ".join(p.name for p in needed)
+        raise ConfigError(
+            f"train_func {name}{signature} needs {wants}; it gets one argument, the config. "
+            "Put the others into the config, or bind them with functools.partial."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """A dict with string keys; None is an empty one.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config={config!r} is a {type(config).__name__}; give a dict.")
+    for key in config:
+        if not isinstance(key, str):
+            raise ConfigError(f"config has the key {key!r}, a {type(key).__name__}; give strings.")
+    return dict(config)
+
+
+def check_returns(returns: Any) -> str:
+    if returns not in ("first", "all"):
+        raise ConfigError(f"returns={returns!r} is not known; give 'first' (rank 0's value) or 'all' (a list by rank).")
+    return str(returns)
+
+
+def resolve_start(checkpoint: Any) -> tuple[Start, Any]:
+    """What ``run(checkpoint=...)`` means: where to start from, and a state to start with.
+
+    Raises:
+        CheckpointNotFoundError: There is none at the path.
+        CheckpointCorruptError: Its manifest is not valid.
+    """
+    if checkpoint is None:
+        return Start(), None
+    if isinstance(checkpoint, (str, os.PathLike)):
+        checkpoint = Checkpoint.from_path(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        return Start(), checkpoint
+    if checkpoint.path is None:
+        raise CheckpointError("run(checkpoint=...) got a Checkpoint that lives in memory only and has no path.")
+    checkpoint = Checkpoint.from_path(checkpoint.path)
+    return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None

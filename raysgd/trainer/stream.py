@@ -1,0 +1,286 @@
+"""The results of a run as they come. Driver side.
+
+A reader thread takes the frames from the TrainerActor, whether or not anybody iterates: it runs the driver's callbacks and
+learns how the run ends. What the user has not iterated over yet waits in a bounded buffer, as it came; past its bound it is
+left in the TrainerActor's journal and fetched from there when the user gets to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.outcome import outcome_error
+from raysgd.controller.reader import CallbackReader
+from raysgd.controller.reducing import Reduce
+from raysgd.controller.rounds import RoundMerger
+from raysgd.errors import RunCancelledError, WorkerError
+from raysgd.result import Result
+from raysgd.trainer.channel import Channel
+
+#: Frames held for an iteration that is behind.
+BUFFER_BYTES = 64 << 20
+
+
+class ResultStream:
+    """The results of a run, in order, each once; also for ``async for``.
+
+    Leaving it does not stop the run; `cancel` does. An exception of the run is raised by the iteration, after the results
+    that came before it, and by `get_returns`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        run_id: str,
+        *,
+        reduce: Reduce,
+        returns: str,
+        num_workers: int,
+        make_reader: Callable[[ResultStream], CallbackReader | None],
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self._channel = channel
+        self._run_id = run_id
+        self._returns = returns
+        self._num_workers = num_workers
+        self._buffer_bytes = buffer_bytes
+        self._merger = RoundMerger(reduce)
+        self._results: deque[Result] = deque()
+        self._buffer: deque[Frame] = deque()
+        self._buffered_bytes = 0
+        self._next_seq = 0  # the next frame the iteration wants
+        self._is_behind = False
+        self._changed = threading.Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._outcome: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+        self._is_closed = False
+        self._is_iterated = False
+        self._checkpoints: dict[int, Checkpoint] = {}
+        self.run_dir: str | None = None
+        self._reader = make_reader(self)
+        self._thread = threading.Thread(target=self._read, name="raysgd-reader", daemon=True)
+        self._thread.start()
+
+    # -- for the user ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> ResultStream:
+        return self
+
+    def __next__(self) -> Result:
+        while True:
+            result = self._take()
+            if result is not None:
+                return result
+            if self._is_iterated:
+                raise StopIteration
+            with self._changed:
+                if not self._has_more():
+                    self._changed.wait()
+
+    def __aiter__(self) -> ResultStream:
+        return self
+
+    async def __anext__(self) -> Result:
+        while True:
+            result = self._take()
+            if result is not None:
+                return result
+            if self._is_iterated:
+                raise StopAsyncIteration
+            await self._wait_async()
+
+    def is_finished(self) -> bool:
+        """Whether the run has ended and every result was taken."""
+        return self._outcome is not None and self._is_iterated and not self._results
+
+    def get_returns(self) -> Any:
+        """Wait for the end of the run; what train_func returned (``returns="all"``: the list by rank).
+
+        Raises:
+            Exception: What train_func raised, as its own type.
+            RunCancelledError: The run was cancelled.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        if self._returns == "first":
+            return self._channel.value(self._run_id, 0)
+        return [self._channel.value(self._run_id, rank) for rank in range(self._num_workers)]
+
+    def cancel(self) -> None:
+        """Ask the run to end now. Its checkpoints stay; returns at once."""
+        self._is_cancelled = True
+        self._channel.stop(self._run_id, "ResultStream.cancel() was called", cancel=True)
+
+    def __repr__(self) -> str:
+        state = "running" if self._outcome is None else self._outcome["kind"]
+        return f"ResultStream({self.run_dir or 'starting'}, {state})"
+
+    # -- for the Trainer ------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run's outcome is still open."""
+        return self._outcome is None
+
+    def wait(self) -> None:
+        """Wait for the outcome; for a success also until everything is durable and the callbacks had their end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outcome is not None and (self._error is not None or self._is_closed))
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until the run has left nothing behind that is still going on."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_closed, timeout_s)
+
+    def stop(self, why: str, error: BaseException | None) -> None:
+        """A callback wants the run to end; with an error, at once and with that error."""
+        if error is not None:
+            self._error = error
+        self._channel.stop(self._run_id, why, cancel=error is not None)
+
+    @property
+    def checkpoints(self) -> dict[int, Checkpoint]:
+        """The checkpoints of the run that are on storage, by number."""
+        return dict(self._checkpoints)
+
+    # -- the reader thread ----------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            for batch in self._channel.stream(self._run_id):
+                self._take_in(batch)
+        except RayError as problem:
+            if not self._is_closed:
+                self._lost(problem)
+        except Exception as problem:  # a bug here must not leave the user waiting for ever
+            self._lost(problem)
+        finally:
+            if self._reader is not None:
+                self._reader.end(self._error)
+            with self._changed:
+                self._is_closed = True
+                self._wake()
+
+    def _take_in(self, batch: list[Frame]) -> None:
+        for frame in batch:
+            self._note(frame)
+            if self._reader is not None:
+                self._reader.feed(frame)
+        with self._changed:
+            for frame in batch:
+                self._buffer_frame(frame)
+            if any(frame.kind == frames.RUN_CLOSED for frame in batch):
+                self._is_closed = True
+            self._wake()
+
+    def _buffer_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.EVENT or self._is_behind:
+            return
+        if self._buffered_bytes > self._buffer_bytes:
+            self._is_behind = True
+            return
+        self._buffer.append(frame)
+        self._buffered_bytes += frame.size_bytes
+
+    def _note(self, frame: Frame) -> None:
+        """What the stream itself learns from a frame."""
+        data = frame.data
+        if frame.kind == frames.RUN_END:
+            self._end(data)
+        elif frame.kind in (frames.CHECKPOINT, frames.CHECKPOINT_SCORED):
+            self._checkpoints[data["number"]] = Checkpoint(data["uri"], data["metrics"], data["iteration"])
+        elif frame.kind == frames.CHECKPOINT_DELETED:
+            self._checkpoints.pop(data["number"], None)
+        elif frame.kind == frames.EVENT and data["kind"] == "run_start":
+            self.run_dir = data["data"]["run_dir"]
+
+    def _end(self, data: dict[str, Any]) -> None:
+        error = outcome_error(data)
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._outcome = data
+            self._wake()
+
+    def _lost(self, problem: BaseException) -> None:
+        error = WorkerError(f"the Trainer's controller process is gone, and the run with it: {problem}")
+        with self._changed:
+            if self._outcome is None:
+                self._error = self._error or (
+                    RunCancelledError("the run was cancelled") if self._is_cancelled else error
+                )
+                self._outcome = {"kind": "error"}
+                self._buffer.append(Frame(-1, frames.RUN_END, 0))
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            loop.call_soon_threadsafe(_set_done, future)
+
+    # -- the iterating thread -------------------------------------------------------------------------------------
+
+    def _take(self) -> Result | None:
+        """The next result that is here, or None. Raises the run's error when its results are exhausted."""
+        while not self._results:
+            if self._is_iterated or (frame := self._next_frame()) is None:
+                return None
+            self._results.extend(self._merger.feed(frame))
+            if frame.kind == frames.RUN_END:
+                self._finish()
+        return self._results.popleft()
+
+    def _finish(self) -> None:
+        self._is_iterated = True
+        if self._error is not None and not (self._is_cancelled and isinstance(self._error, RunCancelledError)):
+            raise self._error
+
+    def _next_frame(self) -> Frame | None:
+        with self._changed:
+            if not self._buffer and self._is_behind:
+                self._is_behind = False
+                self._catch_up()
+            if not self._buffer:
+                return None
+            frame = self._buffer.popleft()
+            self._buffered_bytes -= frame.size_bytes
+            self._next_seq = frame.seq + 1
+            return frame
+
+    def _catch_up(self) -> None:
+        """Fetch what was not buffered; stay behind until the newest frame that was seen is here."""
+        for frame in self._channel.frames(self._run_id, self._next_seq):
+            self._next_seq = frame.seq + 1
+            if frame.kind != frames.EVENT:
+                self._buffer.append(frame)
+                self._buffered_bytes += frame.size_bytes
+        self._is_behind = not any(frame.kind == frames.RUN_END for frame in self._buffer)
+
+    def _has_more(self) -> bool:
+        return bool(self._buffer) or self._is_behind or self._is_iterated
+
+    async def _wait_async(self) -> None:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._changed:
+            if self._has_more():
+                return
+            self._waiters.append((loop, future))
+        await future
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,347 @@
+"""`Trainer`: one train_func on many workers. Driver side; the user's handle on everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import ray
+
+from raysgd._util.console import tell
+from raysgd.backends.base import BackendConfig
+from raysgd.backends.registry import resolve_backend
+from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.checks import check_choice, check_count
+from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
+from raysgd.session import context
+from raysgd.trainer import assembly
+from raysgd.trainer.assembly import TrainerSpec
+from raysgd.trainer.channel import Channel
+from raysgd.trainer.stream import ResultStream
+from raysgd.trainer.table import ResourceTable
+from raysgd.workers.pickling import loads
+from raysgd.workers.placement import describe_bundle
+
+#: Seconds a Ctrl-C waits for pending checkpoints and for workers to leave.
+_INTERRUPT_PATIENCE_S = 30.0
+
+
+class Trainer:
+    """Runs a single-machine train_func on many workers.
+
+    Nothing is started before the first `run`, `start` or ``with``; the workers then stay up, so that the next run starts in
+    processes that have everything imported. Leave it with `shutdown`, or use it as a context manager.
+
+    Args:
+        num_workers: Number of workers.
+        backend: ``"torch"`` or ``"none"``, or a `BackendConfig`.
+        backend_args: Settings of the backend: its config, or a dict of its fields.
+        cpus_per_worker: Logical CPUs of each worker.
+        gpus_per_worker: GPUs of each worker; below 1 it shares one.
+        resources_per_worker: Further Ray resources of each worker, by name.
+        placement_strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        runtime_env: Ray runtime environment of the workers.
+        seed: Seeds Python, NumPy and the framework, with ``seed + rank`` on each rank.
+        deterministic: Ask the framework for bit-identical repetition; slower.
+        run: Where the runs' files go.
+        failure: What to do about failures.
+        checkpoint: Which checkpoints to keep.
+
+    Raises:
+        ConfigError: A setting that cannot work.
+        UsageError: Inside a train_func.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | tuple[int, float] = 1,
+        backend: str | BackendConfig = "torch",
+        backend_args: BackendConfig | Mapping[str, Any] | None = None,
+        *,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement_strategy: str = "PACK",
+        runtime_env: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        run: RunConfig | None = None,
+        failure: FailureConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
+        session = context.installed()
+        if session is not None and session.in_worker:
+            raise UsageError(
+                "a Trainer inside train_func would wait for workers that cannot come; make it in the driver."
+            )
+        if seed is not None:
+            check_count("seed", seed, minimum=0)
+        scaling = ScalingConfig(
+            num_workers=num_workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            resources_per_worker=resources_per_worker or {},
+            placement_strategy=placement_strategy,
+        )
+        if scaling.is_elastic:
+            raise ConfigError(f"num_workers={num_workers}: elastic training is not in this version; give an int.")
+        self._spec = TrainerSpec(
+            scaling,
+            resolve_backend(backend, backend_args),
+            _instance("run", run, RunConfig),
+            _instance("failure", failure, FailureConfig),
+            _instance("checkpoint", checkpoint, CheckpointConfig),
+            None if runtime_env is None else dict(runtime_env),
+            seed,
+            deterministic,
+        )
+        self._channel: Channel | None = None
+        self._stream: ResultStream | None = None
+        self._class_name: str | None = None
+        self._is_closed = False
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
+        callbacks: Sequence[Callback] = (),
+        checkpoint: Any = None,
+        reduce: Mapping[str, str] | None = None,
+        returns: str = "first",
+    ) -> Any:
+        """Run train_func on all workers and return what it returned on rank 0, as if it had been called directly.
+
+        Ctrl-C ends the run, keeps its checkpoints, gives all resources back and raises ``KeyboardInterrupt``; a second one
+        does not wait for anything.
+
+        Args:
+            train_func: A function of zero or one argument, the config.
+            config: What it is given; every worker gets a copy of its own.
+            dataset: Not in this version.
+            callbacks: Callbacks for this run; live progress comes by itself.
+            checkpoint: Where to start from: a `Checkpoint`, a path, or a state.
+            reduce: Metrics to be made of all ranks, such as ``{"loss": "mean"}``; of ``mean sum min max last first``.
+            returns: ``"all"`` returns the list of all ranks' values.
+
+        Raises:
+            Exception: What train_func raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
+            InfeasibleError: The cluster can never hold the workers.
+            WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
+            TrainerBusyError: Another run is live.
+        """
+        stream = self.run_generator(
+            train_func,
+            config,
+            dataset=dataset,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            reduce=reduce,
+            returns=returns,
+        )
+        try:
+            return stream.get_returns()
+        except KeyboardInterrupt:
+            self._interrupted(stream)
+            raise
+
+    def run_generator(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
+        callbacks: Sequence[Callback] = (),
+        checkpoint: Any = None,
+        reduce: Mapping[str, str] | None = None,
+        returns: str = "first",
+    ) -> ResultStream:
+        """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
+        self._check_free()
+        if dataset is not None:
+            raise ConfigError("run(dataset=...) needs raysgd.data, which is not in this version.")
+        channel = self._connect(getattr(train_func, "__name__", "run"))
+        self._stream = assembly.begin_run(
+            channel,
+            self._spec,
+            train_func,
+            config,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            reduce=reduce,
+            returns=returns,
+            on_problem=tell,
+        )
+        return self._stream
+
+    # -- the class API --------------------------------------------------------------------------------------------
+
+    def start(self, ExecutionClass: type | None = None, *args: Any, **kwargs: Any) -> None:
+        """Bring the workers up; with a class, form a process group and make an instance on each worker.
+
+        The instances live until the next `start` or `shutdown`; `run` needs workers without them.
+
+        Raises:
+            Exception: What the class's constructor raised.
+            InfeasibleError: The cluster can never hold the workers.
+        """
+        self._check_free(class_api=True)
+        if ExecutionClass is not None and not isinstance(ExecutionClass, type):
+            raise ConfigError(f"start({ExecutionClass!r}) got no class; give a class and its arguments.")
+        channel = self._connect("class_api")
+        channel.call("drop_class")
+        blob = assembly.share_call((ExecutionClass, args, kwargs), "the class and its arguments")
+        self._class_name = None
+        channel.call("start_class", blob, ExecutionClass is not None)
+        self._class_name = None if ExecutionClass is None else ExecutionClass.__name__
+
+    def execute(self, fn: Callable[..., Any]) -> list[Any]:
+        """Call ``fn(instance)`` on every worker (``fn()`` where no class was given); results by rank."""
+        return self._execute(fn, first_only=False)
+
+    def execute_single(self, fn: Callable[..., Any]) -> Any:
+        """Call ``fn`` on rank 0 alone."""
+        return self._execute(fn, first_only=True)[0]
+
+    # -- what a run left ------------------------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> str | None:
+        """The folder of the latest run, or None."""
+        return None if self._stream is None else self._stream.run_dir
+
+    def get_last_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the latest run, or None."""
+        checkpoints = self._latest_checkpoints()
+        return checkpoints[max(checkpoints)] if checkpoints else None
+
+    def get_best_checkpoint(self, metric: str | None = None, mode: str | None = None) -> Checkpoint | None:
+        """The best checkpoint on storage of the latest run, or None.
+
+        Args:
+            metric: Metric to rank by; by default ``CheckpointConfig.score_attribute``, without which it is the newest.
+            mode: ``"max"`` or ``"min"``; by default ``CheckpointConfig.score_order``.
+        """
+        config = self._spec.checkpoint
+        order = check_choice("mode", mode or config.score_order, ("max", "min"))
+        policy = RetentionPolicy(None, metric or config.score_attribute, order)
+        best = policy.best([_Scored(number, c.metrics, c) for number, c in self._latest_checkpoints().items()])
+        return None if best is None else best.checkpoint
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End a live run, all workers, and give the resources back. May be called again."""
+        self._is_closed = True
+        self._release()
+
+    def __enter__(self) -> Trainer:
+        self._check_open()
+        self._connect("trainer")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "a Trainer holds processes and cannot be pickled; a train_func that mentions one has it as a global or a "
+            "closure variable: pass what it needs in the config."
+        )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, name: str) -> Channel:
+        if self._channel is None:
+            assembly.connect_ray()
+            readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:60] or "run"
+            self._channel = Channel(assembly.make_settings(self._spec, readable))
+        return self._channel
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TrainerClosedError("this Trainer was shut down; make a new one.")
+
+    def _check_free(self, *, class_api: bool = False) -> None:
+        self._check_open()
+        if self._stream is not None and self._stream.is_live:
+            raise TrainerBusyError(f"{self._stream!r} is live; wait for it with get_returns(), or cancel() it.")
+        if self._class_name is not None and not class_api:
+            raise TrainerBusyError(f"instances of {self._class_name} are live; start() without a class drops them.")
+
+    def _execute(self, fn: Callable[..., Any], *, first_only: bool) -> list[Any]:
+        self._check_free(class_api=True)
+        if not callable(fn):
+            raise ConfigError(f"execute({fn!r}) got no function.")
+        channel = self._connect("class_api")
+        blob = assembly.share_call(fn, "the function")
+        return [loads(value) for value in channel.call("execute", blob, first_only)]
+
+    def _interrupted(self, stream: ResultStream) -> None:
+        """The first Ctrl-C: end in peace. The second lets go of everything at once."""
+        tell("interrupted: ending the run, keeping its checkpoints (Ctrl-C again to kill)")
+        try:
+            stream.cancel()
+            stream.wait_closed(_INTERRUPT_PATIENCE_S)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        channel, self._channel = self._channel, None
+        self._class_name = None
+        if channel is None or not ray.is_initialized():
+            return
+        if self._stream is not None:
+            if self._stream.is_live:
+                self._stream.cancel()
+            self._stream.wait_closed(_INTERRUPT_PATIENCE_S)
+        channel.close()
+
+    def _latest_checkpoints(self) -> dict[int, Checkpoint]:
+        if self._stream is None:
+            return {}
+        if not self._stream.is_live:  # an error is raised before pending writes are done
+            self._stream.wait_closed(_INTERRUPT_PATIENCE_S)
+        return self._stream.checkpoints
+
+    def _table(self) -> ResourceTable:
+        scaling, size = self._spec.scaling, self._spec.scaling.min_workers
+        title = f"Trainer: {size} x {self._spec.backend.name} worker ({describe_bundle(scaling.bundle())})"
+        nodes = ["-"] * size
+        up = ray.is_initialized()
+        if up and self._channel is not None:
+            infos = self._channel.call("workers", timeout_s=10)
+            nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
+        return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if up else None)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    number: int
+    metrics: Mapping[str, Any]
+    checkpoint: Checkpoint
+
+
+def _instance(name: str, value: Any, kind: type) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a {kind.__name__}(...).")
+    return value

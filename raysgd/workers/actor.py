@@ -1,0 +1,223 @@
+"""The Ray actor in each worker process. Its methods run in a pool of threads: one streams, the others answer meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raysgd.checkpoint.checkpoint import Checkpoint, load_state
+from raysgd.checkpoint.snapshot import StagingPool
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore, read_manifest
+from raysgd.errors import AttemptEnded
+from raysgd.session import context
+from raysgd.session.generators import make_deterministic, seed_generators
+from raysgd.session.outbox import Outbox
+from raysgd.session.saving import CheckpointWriter
+from raysgd.session.worker import Codec, WorkerSession
+from raysgd.workers.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.freshness import ModuleWatch
+from raysgd.workers.instances import Instances
+from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, RunOrder, WorkerInfo
+from raysgd.workers.pickling import dumps, loads
+from raysgd.workers.reset import Baseline
+from raysgd.workers.starting import FromCheckpoint, FromState
+
+#: Threads of the actor: the stream, and calls that must be answered while it runs.
+NUM_THREADS = 8
+
+
+class WorkerActor:
+    """One worker process, warm from one run to the next.
+
+    Args:
+        controller: Handle of the TrainerActor.
+    """
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self._baseline = Baseline()
+        self._modules = ModuleWatch()
+        self._backend: Any = None
+        self._pool: StagingPool | None = None
+        self._attempt: Attempt | None = None
+        self._instances = Instances()
+        self._lock = threading.Lock()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def describe(self) -> WorkerInfo:
+        """Where this process is."""
+        run_context = ray.get_runtime_context()
+        gpus = run_context.get_accelerator_ids().get("GPU", [])
+        return WorkerInfo(
+            node_id=run_context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            gpu_ids=tuple(int(gpu) for gpu in gpus),
+        )
+
+    def prepare(self, order: PrepareOrder) -> Readiness:
+        """Make ready for a run: a clean slate, the environment, the framework imported."""
+        self._modules.look()
+        if stale := self._modules.stale():
+            return Readiness(stale_modules=stale)
+        self._baseline.restore()
+        os.environ.update(order.env)
+        if order.visible_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.visible_gpus))
+            os.environ["RAYSGD_DEVICE_INDEX"] = str(order.device_index)
+        if self._backend is None:
+            backend = order.backend.make()
+            try:
+                backend.load()
+            except ImportError as error:
+                return Readiness(error=str(error))
+            self._backend = backend
+            self._baseline.note_framework()
+        return Readiness()
+
+    def open_rendezvous(self) -> str:
+        """Rank 0: where the others shall meet it."""
+        return str(self._backend.open_rendezvous(ray.util.get_node_ip_address()))
+
+    def probe(self, folder: str, name: str) -> bool:
+        """Whether the file ``name`` that another node wrote into ``folder`` can be seen from this one."""
+        return (Path(folder) / name).exists()
+
+    # -- an attempt ---------------------------------------------------------------------------------------------
+
+    def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
+        """Run train_func once; a streaming generator of event batches."""
+        attempt = self._make_attempt(run, order)
+        with self._lock:
+            self._attempt = attempt
+        yield from attempt.events()
+        self._modules.look()
+
+    def end(self, attempt: int, why: str) -> None:
+        """End an attempt that still runs."""
+        current = self._attempt
+        if current is not None and current.number == attempt:
+            current.end(why)
+
+    def ask_to_stop(self, attempt: int) -> None:
+        """Make ``should_stop()`` true."""
+        current = self._attempt
+        if current is not None and current.number == attempt:
+            current.ask_to_stop()
+
+    def leave(self) -> None:
+        """Leave the group, once all ranks have returned."""
+        self._attempt = None
+        self._backend.tear_down()
+
+    # -- the class API -------------------------------------------------------------------------------------------
+
+    def make_instance(self, blob: Blob, order: AttemptOrder) -> None:
+        """Join a group and make this worker's instance of the user's class."""
+        self._backend.set_up(order.member)
+        self._instances.make(_resolve(blob), order.member)
+
+    def execute(self, blob: Blob, has_instance: bool) -> bytes:
+        """Call the user's function here; returns the pickle of its value."""
+        return self._instances.execute(_resolve(blob), has_instance, self._backend.reducers())
+
+    def drop_instance(self) -> None:
+        """Forget the instance and leave its group."""
+        self._instances.drop()
+        self._backend.tear_down()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _make_attempt(self, run: RunOrder, order: AttemptOrder) -> Attempt:
+        member = order.member
+        outbox = Outbox(order.flush_interval_s)
+        if self._pool is None:
+            self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
+        writer = CheckpointWriter(
+            CheckpointStore(Storage.from_uri(run.checkpoints_uri)),
+            attempt=order.attempt,
+            rank=member.rank,
+            first_number=order.first_number,
+            pool=self._pool,
+            put=outbox.put,
+        )
+        given = loads(_resolve(run.callbacks)) if run.callbacks is not None else []
+        callbacks = WorkerCallbacks(given, run, order, outbox)
+        session = WorkerSession(
+            context.Identity(
+                member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank
+            ),
+            outbox=outbox,
+            writer=writer,
+            link=ControllerLink(self._controller, run.run_id, order.attempt, member.rank),
+            codec=Codec(dumps, loads),
+            start=_starting_point(run, order),
+            load_path=_load_path,
+            time_before_s=order.time_before_s,
+            seed=run.seed,
+            deterministic=run.deterministic,
+            on_report=callbacks.hooks,
+        )
+        return Attempt(
+            run,
+            order,
+            code=lambda: self._open_code(run, member.rank),
+            backend=self._backend,
+            session=session,
+            outbox=outbox,
+            writer=writer,
+            callbacks=callbacks,
+            node=f"{socket.gethostname()} ({member.node_ip})",
+        )
+
+    def _open_code(self, run: RunOrder, rank: int) -> tuple[Any, Any]:
+        os.environ.update(run.env)
+        function, config = loads(_resolve(run.code))
+        if run.deterministic:
+            make_deterministic()
+        if run.seed is not None:
+            seed_generators(run.seed, rank)
+        return function, config
+
+
+class ControllerLink:
+    """What a session asks of the TrainerActor; each call is answered, or fails when the attempt ends."""
+
+    def __init__(self, controller: Any, run_id: str, attempt: int, rank: int) -> None:
+        self._controller = controller
+        self._key = (run_id, attempt)
+        self._rank = rank
+
+    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
+        answer = ray.get(self._controller.meet.remote(*self._key, self._rank, what, index, payload))
+        if answer is None:
+            raise AttemptEnded("the attempt ended while ranks were waiting for each other")
+        return bytes(answer)
+
+    def newest_checkpoint(self) -> FromCheckpoint | None:
+        uri = ray.get(self._controller.newest_checkpoint.remote(self._key[0]))
+        return None if uri is None else FromCheckpoint(uri)
+
+
+def _starting_point(run: RunOrder, order: AttemptOrder) -> FromCheckpoint | FromState | None:
+    if order.checkpoint is not None:
+        return FromCheckpoint(order.checkpoint)
+    return None if run.initial_state is None else FromState(_resolve(run.initial_state))
+
+
+def _load_path(path: Any, rank: int, world_size: int, trusted: bool) -> Any:
+    folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
+    return load_state(folder, read_manifest(folder), rank, trusted=trusted, world_size=world_size)
+
+
+def _resolve(blob: Blob) -> bytes:
+    return bytes(ray.get(blob)) if isinstance(blob, ray.ObjectRef) else blob

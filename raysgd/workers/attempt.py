@@ -1,0 +1,268 @@
+"""One attempt in a worker: the thread that runs train_func, and the stream of what it does. Worker side."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd._util.redact import redact_text, secret_values
+from raysgd.backends.base import Backend
+from raysgd.callbacks.base import Callback, Stop
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.errors import AttemptEnded, TrainFuncError
+from raysgd.result import Result
+from raysgd.session import context
+from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, StopWanted, Warned
+from raysgd.session.metrics import read_deferred
+from raysgd.session.outbox import Outbox
+from raysgd.session.saving import CheckpointWriter
+from raysgd.session.worker import WorkerSession
+from raysgd.workers.orders import AttemptOrder, RunOrder
+from raysgd.workers.pickling import dumps, dumps_named
+from raysgd.workers.sampler import SAMPLE_INTERVAL_S, Sampler
+
+#: Return values above this travel as an item of their own, which the controller hands on without looking.
+MAX_INLINE_BYTES = 64 * 1024
+
+
+class Attempt:
+    """Runs train_func once. `events` is drained by the stream's thread; `end` and `ask_to_stop` come from others.
+
+    Args:
+        code: ``train_func`` and its ``config``, this attempt's own copies.
+        session: What train_func's calls act on.
+        callbacks: Callbacks that run in workers.
+    """
+
+    def __init__(
+        self,
+        run: RunOrder,
+        order: AttemptOrder,
+        *,
+        code: Callable[[], tuple[Callable[..., Any], Any]],
+        backend: Backend,
+        session: WorkerSession,
+        outbox: Outbox,
+        writer: CheckpointWriter,
+        callbacks: WorkerCallbacks,
+        node: str,
+    ) -> None:
+        self.number = order.attempt
+        self._run = run
+        self._order = order
+        self._code = code
+        self._backend = backend
+        self._session = session
+        self._outbox = outbox
+        self._writer = writer
+        self._callbacks = callbacks
+        self._node = node
+        self._thread = threading.Thread(target=self._main, name="raysgd-train", daemon=True)
+        self._lock = threading.Lock()
+        self._is_inside = False
+        self._done = threading.Event()
+        self._large_value: bytes | None = None
+        self._secrets: frozenset[str] = frozenset()
+
+    # -- the stream's thread ----------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Any]:
+        """Batches of events, as they come; after a batch that ends in ``Returned(None, ...)`` the value, as an array."""
+        member = self._order.member
+        sampler = Sampler({"rank": member.rank, "node": self._node, "run": self._run.info.name})
+        self._thread.start()
+        while True:
+            was_done = self._done.is_set()
+            batch = self._outbox.drain(0 if was_done else SAMPLE_INTERVAL_S)
+            if was_done and not batch:
+                break
+            if sampler.due():
+                batch.append(Sample(sampler.sample(self._session.num_reports)))
+            if batch:
+                yield batch
+        if self._large_value is not None:
+            yield np.frombuffer(self._large_value, np.uint8)
+
+    # -- other threads ----------------------------------------------------------------------------------------
+
+    def end(self, why: str) -> None:
+        """End the attempt: the next session call raises, and a Python loop is interrupted where it stands."""
+        self._session.end(why)
+        with self._lock:  # proves that the thread is still in train_func: it would hit whatever runs next otherwise
+            if self._is_inside and self._thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
+                )
+        self._backend.abort()
+
+    def ask_to_stop(self) -> None:
+        self._session.ask_to_stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for train_func to have left; whether it has."""
+        return self._done.wait(timeout_s)
+
+    # -- the training thread ----------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            outcome = self._train()
+        except AttemptEnded:  # an injected exception that arrived just after train_func had left
+            outcome = Ended()
+        if not isinstance(outcome, Returned):
+            self._leave_group()
+        self._session.close()
+        self._writer.close()  # what was saved is to be durable, however train_func left
+        context.uninstall()
+        if not isinstance(outcome, Failed):  # that one has left already
+            self._outbox.put(outcome, urgent=True)
+        self._done.set()
+        self._outbox.wake()
+
+    def _train(self) -> Returned | Ended | Failed:
+        error: BaseException | None = None
+        in_setup = False
+        try:
+            function, config = self._code()
+            self._secrets = frozenset(secret_values(config))
+            in_setup = True
+            self._backend.set_up(self._order.member)
+            in_setup = False
+            context.install(self._session)
+            self._callbacks.start()
+            value = self._call(function, config)
+            return self._returned(value)
+        except AttemptEnded:
+            error = AttemptEnded()
+            return Ended()
+        except BaseException as caught:
+            error = caught
+            failed = self._failed(caught, in_setup)
+            # First in time is what the driver raises, so it leaves before this rank's sockets close and others fail.
+            self._outbox.put(failed, urgent=True)
+            return failed
+        finally:
+            self._callbacks.end(error)
+            self._forget(error)
+
+    def _call(self, function: Callable[..., Any], config: Any) -> Any:
+        with self._lock:
+            if self._session.is_ended:
+                raise AttemptEnded("the attempt ended before train_func was entered")
+            self._is_inside = True
+        self._outbox.put(Entered(time.time()), urgent=True)
+        try:
+            return function(config) if takes_config(function) else function()
+        finally:
+            with self._lock:
+                self._is_inside = False
+
+    def _returned(self, value: Any) -> Returned:
+        if self._run.returns == "first" and self._order.member.rank != 0:
+            return Returned(dumps(None), 0)
+        data = dumps_named(value, "the value train_func returned", self._backend.reducers())
+        if len(data) <= MAX_INLINE_BYTES:
+            return Returned(data, len(data))
+        self._large_value = data
+        return Returned(None, len(data))
+
+    def _failed(self, error: BaseException, in_setup: bool) -> Failed:
+        rank = self._order.member.rank
+        text = redact_text("".join(traceback.format_exception(error)), self._secrets)
+        carried = _carriable(error, rank)
+        try:
+            data: bytes | None = dumps(carried)
+        except Exception:  # a lock or a socket in the exception; its text and type still arrive
+            data = None
+        line = traceback.format_exception_only(carried)[-1].strip()
+        return Failed(
+            exception=data,
+            type_name=f"{type(carried).__module__}.{type(carried).__qualname__}",
+            summary=redact_text(line, self._secrets),
+            traceback=text,
+            timestamp=time.time(),
+            in_collective=self._backend.is_collective_error(error),
+            in_setup=in_setup,
+        )
+
+    def _leave_group(self) -> None:
+        try:
+            self._backend.tear_down()
+        except Exception as error:
+            self._outbox.put(Warned(f"leaving the process group failed: {type(error).__name__}: {error}"))
+
+    def _forget(self, error: BaseException | None) -> None:
+        """Drop what the exception holds: frames hold tensors, modules and the process group, whose sockets stay open."""
+        if error is not None and error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
+        gc.collect()
+
+
+class WorkerCallbacks:
+    """The callbacks that run in this worker, in the training thread.
+
+    Args:
+        outbox: Where what they have to say goes.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], run: RunOrder, order: AttemptOrder, outbox: Outbox) -> None:
+        self._runner = CallbackRunner(callbacks, lambda text: outbox.put(Warned(text)), rank=order.member.rank)
+        self._run = run
+        self._order = order
+        self._outbox = outbox
+        self._count = order.iterations_before
+        self.hooks = [self._on_report] if callbacks else []
+
+    def start(self) -> None:
+        self._want(self._runner.start(self._run.info))
+
+    def end(self, error: BaseException | None) -> None:
+        self._runner.end(error)
+
+    def _on_report(self, metrics: dict[str, Any]) -> None:
+        """Each report of this rank, as a result of this rank alone."""
+        self._count += 1
+        member = self._order.member
+        result = Result(read_deferred(metrics), ranks=(member.rank,))
+        result["training_iteration"] = self._count
+        result["attempt"] = self._order.attempt
+        result["world_size"] = member.world_size
+        self._want(self._runner.result(result))
+
+    def _want(self, stop: Stop | None) -> None:
+        if stop is not None:
+            self._outbox.put(StopWanted(str(stop)), urgent=True)
+
+
+def takes_config(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` has a parameter for the config. Its signature was checked in the driver."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return True
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _carriable(error: BaseException, rank: int) -> BaseException:
+    """The exception that is to be raised in the driver for ``error``."""
+    if isinstance(error, SystemExit):
+        return TrainFuncError(
+            f"train_func called sys.exit({json.dumps(error.code, default=str)}) on rank {rank}; return instead, "
+            "or raise an exception that says what is wrong.",
+            type_name="SystemExit",
+        )
+    if isinstance(error, Exception):
+        return error
+    return TrainFuncError(
+        f"{type(error).__name__} in train_func on rank {rank}: {error}", type_name=type(error).__name__
+    )

@@ -1,0 +1,366 @@
+"""The worker processes of one Trainer, as the TrainerActor holds them. Runs in the TrainerActor's event loop.
+
+It starts, prepares, replaces and ends processes; what they should be doing is the controller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysgd.backends.base import BackendConfig, Member
+from raysgd.checkpoint.storage import Storage
+from raysgd.config import ScalingConfig
+from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerError
+from raysgd.session.context import Identity
+from raysgd.session.events import WorkerEvent
+from raysgd.workers.actor import NUM_THREADS, WorkerActor
+from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
+from raysgd.workers.placement import Node, explain_busy, explain_infeasible
+from raysgd.workers.ranks import assign_ranks
+
+NAMESPACE = "raysgd"
+#: Batches a worker may be ahead of the controller before its stream waits.
+_STREAM_AHEAD = 64
+
+
+@dataclass
+class Worker:
+    """One process and its place. ``identity`` is set when the group is complete."""
+
+    slot: int
+    handle: Any
+    info: WorkerInfo | None = None
+    identity: Identity | None = None
+
+
+class WorkerGroup:
+    """Processes in the bundles of one placement group.
+
+    Args:
+        name: Unique in the cluster; names the placement group and the actors.
+        controller: Handle of the actor this runs in.
+        runtime_env: Ray runtime environment of the workers.
+        start_timeout_s: Seconds for workers to be placed and up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scaling: ScalingConfig,
+        backend: BackendConfig,
+        *,
+        controller: Any,
+        runtime_env: Mapping[str, Any] | None,
+        start_timeout_s: float,
+        shares_gpus: bool,
+    ) -> None:
+        self._name = name
+        self._scaling = scaling
+        self._backend = backend
+        self._controller = controller
+        self._runtime_env = dict(runtime_env or {})
+        self._start_timeout_s = start_timeout_s
+        self._shares_gpus = shares_gpus
+        self._placement: PlacementGroup | None = None
+        self._workers: list[Worker | None] = [None] * scaling.min_workers
+        self._num_made = 0
+
+    @property
+    def size(self) -> int:
+        return len(self._workers)
+
+    def info(self, slot: int) -> WorkerInfo | None:
+        worker = self._workers[slot]
+        return None if worker is None else worker.info
+
+    def identity(self, slot: int) -> Identity:
+        worker = self._workers[slot]
+        assert worker is not None and worker.identity is not None
+        return worker.identity
+
+    # -- getting ready ------------------------------------------------------------------------------------------
+
+    async def get_ready(self, env: Mapping[str, str]) -> list[str]:
+        """Bring every worker up and ready for a run; returns lines worth telling the user.
+
+        Raises:
+            InfeasibleError: The cluster can never hold them.
+            StartTimeoutError: They were not up in time.
+            WorkerError: They are up and cannot serve, such as for a framework that is not installed.
+        """
+        try:
+            return await asyncio.wait_for(self._get_ready(dict(env)), self._start_timeout_s)
+        except (asyncio.TimeoutError, GetTimeoutError):
+            raise self._timeout_error() from None
+
+    async def _get_ready(self, env: dict[str, str]) -> list[str]:
+        self._fill()
+        await self._locate()
+        readiness = await self._prepare(env)
+        stale = {slot: ready.stale_modules for slot, ready in enumerate(readiness) if ready.stale_modules}
+        if not stale:
+            return []
+        modules = sorted({module for names in stale.values() for module in names})
+        for slot in stale:
+            self.kill(slot)
+        self._fill()
+        await self._locate()
+        await self._prepare(env)
+        return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
+
+    def _fill(self) -> None:
+        """Make an actor for every empty slot."""
+        if self._placement is None:
+            nodes = cluster_nodes()
+            if why := explain_infeasible(self._scaling, nodes):
+                raise InfeasibleError(f"{why}. Ask for fewer or smaller workers, or give the cluster more nodes.")
+            bundle = self._scaling.bundle() or {"CPU": 0.001}  # Ray refuses empty bundles
+            self._placement = placement_group(
+                [bundle] * self.size, strategy=self._scaling.placement_strategy, name=self._name
+            )
+        for slot, worker in enumerate(self._workers):
+            if worker is None:
+                self._workers[slot] = Worker(slot, self._make_actor(slot))
+
+    def _make_actor(self, slot: int) -> Any:
+        self._num_made += 1
+        return (
+            ray.remote(WorkerActor)
+            .options(
+                name=f"{self._name}-worker-{self._num_made}",
+                namespace=NAMESPACE,
+                num_cpus=self._scaling.cpus_per_worker,
+                num_gpus=self._scaling.gpus_per_worker,
+                resources=dict(self._scaling.resources_per_worker) or None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._placement, placement_group_bundle_index=slot
+                ),
+                max_concurrency=NUM_THREADS,
+                runtime_env=self._runtime_env or None,
+            )
+            .remote(self._controller)
+        )
+
+    async def _locate(self) -> None:
+        workers = self._all()
+        infos = await self._gather([worker.handle.describe.remote() for worker in workers if worker.info is None])
+        for worker in workers:
+            if worker.info is None:
+                worker.info = infos.pop(0)
+        if any(worker.identity is None for worker in workers):
+            self._assign(workers)
+
+    def _assign(self, workers: list[Worker]) -> None:
+        """Ranks by node at the first forming; later a replacement takes the rank of the one it replaces."""
+        identities = assign_ranks([worker.info.node_id for worker in workers if worker.info is not None])
+        known = [worker.identity for worker in workers if worker.identity is not None]
+        if not known:
+            for worker, identity in zip(workers, identities, strict=True):
+                worker.identity = identity
+            return
+        taken = {identity.world_rank for identity in known}
+        free = [rank for rank in range(len(workers)) if rank not in taken]
+        for worker in workers:
+            if worker.identity is None:
+                worker.identity = Identity(world_rank=free.pop(0), world_size=len(workers))
+        self._refresh_local_ranks(workers)
+
+    def _refresh_local_ranks(self, workers: list[Worker]) -> None:
+        by_rank = sorted(workers, key=lambda w: w.identity.world_rank if w.identity else 0)
+        nodes = [worker.info.node_id for worker in by_rank if worker.info is not None]
+        order = list(dict.fromkeys(nodes))
+        for index, worker in enumerate(by_rank):
+            worker.identity = Identity(
+                world_rank=index,
+                world_size=len(nodes),
+                local_rank=nodes[:index].count(nodes[index]),
+                local_world_size=nodes.count(nodes[index]),
+                node_rank=order.index(nodes[index]),
+            )
+
+    async def _prepare(self, env: dict[str, str]) -> list[Readiness]:
+        workers = self._all()
+        orders = [PrepareOrder(self._backend, env, *self._gpus_of(worker)) for worker in workers]
+        readiness = await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
+        for worker, ready in zip(workers, readiness, strict=True):
+            if ready.error is not None:
+                raise WorkerError(f"{ready.error} (worker on {worker.info.node if worker.info else 'an unknown node'})")
+        return readiness
+
+    def _gpus_of(self, worker: Worker) -> tuple[tuple[int, ...], int]:
+        """The GPUs ``worker`` shall see, and the index among them of its own first one."""
+        assert worker.info is not None
+        own = worker.info.gpu_ids
+        if not own or not self._shares_gpus:
+            return own, 0
+        neighbours = [w.info for w in self._all() if w.info is not None and w.info.node_id == worker.info.node_id]
+        seen = tuple(sorted({gpu for info in neighbours for gpu in info.gpu_ids}))
+        return seen, seen.index(own[0])
+
+    async def _gather(self, refs: Sequence[Any]) -> list[Any]:
+        try:
+            return list(await asyncio.gather(*refs))
+        except RayActorError as error:
+            self._drop_dead(error)
+            raise WorkerError(f"a worker died while it was starting: {_first_line(error)}") from error
+        except RayError as error:
+            raise WorkerError(f"a worker could not start: {_first_line(error)}") from error
+
+    def _drop_dead(self, error: RayActorError) -> None:
+        for worker in self._all():
+            if worker.handle._actor_id.hex() == getattr(error, "actor_id", None):
+                self._workers[worker.slot] = None
+
+    def _timeout_error(self) -> StartTimeoutError:
+        missing = [slot for slot, worker in enumerate(self._workers) if worker is None or worker.info is None]
+        why = explain_busy(self._scaling, cluster_nodes()) if missing else None
+        told = f"{len(missing)} of {self.size} workers were not up" if missing else "the workers did not get ready"
+        return StartTimeoutError(
+            f"{told} within {self._start_timeout_s:g} s"
+            + (f": {why}, the rest is taken by others" if why else "")
+            + ". Free resources, or raise FailureConfig(start_timeout_s=...)."
+        )
+
+    async def check_storage(self, storage: Storage) -> None:
+        """Whether every node with a worker sees the run's folder; asked by a probe file where it is a local path.
+
+        Raises:
+            ConfigError: A node does not see it.
+        """
+        here = ray.get_runtime_context().get_node_id()
+        others = {w.info.node_id: w for w in self._all() if w.info is not None and w.info.node_id != here}
+        if not storage.is_local or not others:
+            return
+        storage.write_bytes("probe", b"")
+        seen = await self._gather([w.handle.probe.remote(storage.uri, "probe") for w in others.values()])
+        storage.delete_file("probe")
+        blind = [w.info.node for w, sees in zip(others.values(), seen, strict=True) if not sees and w.info is not None]
+        if blind:
+            raise ConfigError(
+                f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
+                "Give RunConfig(storage_path=...) a folder all nodes share, or a URI such as s3://bucket/folder."
+            )
+
+    # -- an attempt -----------------------------------------------------------------------------------------------
+
+    async def open_rendezvous(self) -> str:
+        """Where the members of the next attempt meet; on rank 0."""
+        first = next(worker for worker in self._all() if worker.identity and worker.identity.world_rank == 0)
+        (rendezvous,) = await self._gather([first.handle.open_rendezvous.remote()])
+        return str(rendezvous)
+
+    def member(self, slot: int, rendezvous: str) -> Member:
+        worker, identity = self._workers[slot], self.identity(slot)
+        assert worker is not None and worker.info is not None
+        return Member(
+            rank=identity.world_rank,
+            world_size=identity.world_size,
+            local_rank=identity.local_rank,
+            local_world_size=identity.local_world_size,
+            node_rank=identity.node_rank,
+            rendezvous=rendezvous,
+            node_ip=worker.info.node_ip,
+            has_gpu=self._scaling.gpus_per_worker > 0,
+        )
+
+    async def run(self, slot: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
+        """What the worker's stream yields: batches of events, and references to large values.
+
+        Raises:
+            WorkerDied: The process is gone.
+        """
+        worker = self._workers[slot]
+        assert worker is not None
+        stream = worker.handle.run.options(
+            num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD
+        ).remote(run, order)
+        try:
+            expects_value = False
+            async for ref in stream:
+                if expects_value:
+                    yield ref
+                    continue
+                batch = await ref
+                expects_value = getattr(batch[-1], "value", b"") is None
+                yield batch
+        except RayActorError as error:
+            self._workers[slot] = None
+            raise WorkerDied(_first_line(error)) from None
+
+    def end(self, slot: int, attempt: int, why: str) -> None:
+        self._tell(slot, "end", attempt, why)
+
+    def ask_to_stop(self, slot: int, attempt: int) -> None:
+        self._tell(slot, "ask_to_stop", attempt)
+
+    async def leave(self) -> None:
+        """All ranks have returned: leave the group."""
+        with contextlib.suppress(RayError):
+            await asyncio.gather(*[worker.handle.leave.remote() for worker in self._all()])
+
+    async def call(self, method: str, *args: Any, slots: Sequence[int] | None = None) -> list[Any]:
+        """Call a method of the worker actors; results by slot."""
+        chosen = range(self.size) if slots is None else slots
+        handles = [worker.handle for slot in chosen if (worker := self._workers[slot]) is not None]
+        return list(await asyncio.gather(*[getattr(handle, method).remote(*args) for handle in handles]))
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def kill(self, slot: int) -> None:
+        """End a worker's process; a stopped or blocked one too."""
+        worker, self._workers[slot] = self._workers[slot], None
+        if worker is None:
+            return
+        if worker.info is not None and worker.info.node_id == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.info.pid, signal.SIGKILL)  # ray.kill of a stopped process takes 5 s
+        ray.kill(worker.handle)
+
+    def shutdown(self) -> None:
+        """End all processes and give the resources back."""
+        for slot in range(self.size):
+            self.kill(slot)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    def _all(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker is not None]
+
+    def _tell(self, slot: int, method: str, *args: Any) -> None:
+        worker = self._workers[slot]
+        if worker is not None:
+            getattr(worker.handle, method).remote(*args)
+
+
+class WorkerDied(Exception):
+    """A worker's process is gone; the text is Ray's reason."""
+
+
+def cluster_nodes() -> list[Node]:
+    """The nodes that are alive, their resources, and what is free."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Node(info["NodeID"], info["NodeManagerHostname"], info["Resources"], free.get(info["NodeID"], {}))
+        for info in ray.nodes()
+        if info["Alive"]
+    ]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+__all__ = ["NAMESPACE", "Worker", "WorkerDied", "WorkerGroup", "cluster_nodes"]

@@ -1,0 +1,97 @@
+"""What the controller tells a worker to do. Plain data; what belongs to the user travels as pickles nobody opens on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.backends.base import BackendConfig, Member
+from raysgd.config import CheckpointConfig
+from raysgd.result import RunInfo
+
+#: A pickle, or (where it is large) a reference to one in the object store.
+Blob = Any
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """What stays the same for all attempts of a run.
+
+    Attributes:
+        code: Pickle of ``(train_func, config)``; each attempt opens its own copy.
+        callbacks: Pickle of the callbacks that run in workers, or None.
+        initial_state: Pickle of the state given as ``run(checkpoint=...)``, or None.
+        returns: ``"first"`` (rank 0's value travels) or ``"all"``.
+        env: Environment variables for train_func.
+    """
+
+    run_id: str
+    code: Blob
+    info: RunInfo
+    checkpoints_uri: str
+    checkpoint: CheckpointConfig
+    returns: str = "first"
+    seed: int | None = None
+    deterministic: bool = False
+    callbacks: Blob | None = None
+    initial_state: Blob | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AttemptOrder:
+    """What one worker does in one attempt.
+
+    Attributes:
+        checkpoint: URI of the checkpoint's folder to start from; None: the run's initial state, if it has one.
+        first_number: Number of the checkpoint that the first ``save_checkpoint`` of the attempt makes.
+        iterations_before: Rounds before this attempt.
+        time_before_s: Training time before this attempt.
+        flush_interval_s: Least time between two batches of this worker's stream.
+    """
+
+    attempt: int
+    member: Member
+    checkpoint: str | None
+    first_number: int
+    iterations_before: int
+    time_before_s: float
+    flush_interval_s: float
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a worker process is."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    pid: int
+    gpu_ids: tuple[int, ...] = ()
+
+    @property
+    def node(self) -> str:
+        return f"{self.hostname} ({self.node_ip})"
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What a worker says when asked to make itself ready for a run.
+
+    Attributes:
+        stale_modules: Modules of the user's that it loaded and that have changed since: it must be replaced.
+        error: Why it cannot serve, such as a framework that is not installed.
+    """
+
+    stale_modules: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class PrepareOrder:
+    """Make ready: reset what the last run left, set the environment, import the framework."""
+
+    backend: BackendConfig
+    env: dict[str, str]
+    visible_gpus: tuple[int, ...] = ()
+    device_index: int = 0

@@ -1,0 +1,87 @@
+"""Pickles of the user's objects. Worker and driver side, never the controller.
+
+What train_func returns arrives as if it had been called directly: the backend's reducers unwrap models and bring tensors
+to the CPU while they are pickled, wherever in the value they sit.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from raysgd.errors import SerializationError
+
+Reducers = Mapping[type, Callable[[Any], tuple[Any, ...]]]
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, reducers: Reducers) -> None:
+        super().__init__(file, protocol=5)
+        self._reducers = tuple(reducers.items())
+
+    def reducer_override(self, obj: Any) -> Any:
+        for kind, reduce in self._reducers:
+            if isinstance(obj, kind):
+                return reduce(obj)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any, reducers: Reducers | None = None) -> bytes:
+    """Pickle ``obj``.
+
+    Raises:
+        Exception: Whatever pickling its parts raised.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, reducers or {}).dump(obj)
+    return buffer.getvalue()
+
+
+def dumps_named(obj: Any, name: str, reducers: Reducers | None = None) -> bytes:
+    """Pickle ``obj``, and name the part that does not pickle.
+
+    Raises:
+        SerializationError: It does not pickle; ``path`` says which part.
+    """
+    try:
+        return dumps(obj, reducers)
+    except Exception as error:
+        path, part = find_unpicklable(obj, name, reducers)
+        raise SerializationError(
+            f"{path} cannot be sent to another process: a {type(part).__module__}.{type(part).__qualname__} does not pickle "
+            f"({type(error).__name__}: {error}). Make it inside train_func, or pass what it is made of.",
+            path=path,
+        ) from error
+
+
+def find_unpicklable(obj: Any, path: str, reducers: Reducers | None = None, depth: int = 0) -> tuple[str, Any]:
+    """The innermost part of ``obj`` that does not pickle, and where it sits."""
+    if depth < 20:
+        for name, part in _parts(obj):
+            try:
+                dumps(part, reducers)
+            except Exception:
+                return find_unpicklable(part, path + name, reducers, depth + 1)
+    return path, obj
+
+
+def loads(data: bytes | memoryview) -> Any:
+    """Open a pickle made by `dumps`."""
+    return cloudpickle.loads(data)
+
+
+def _parts(obj: Any) -> list[tuple[str, Any]]:
+    if isinstance(obj, Mapping):
+        return [(f"[{key!r}]", value) for key, value in obj.items()]
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        return [(f"[{i}]", value) for i, value in enumerate(obj)]
+    closure = getattr(obj, "__closure__", None)
+    if closure is not None:
+        names = obj.__code__.co_freevars
+        return [(f" (its variable {name!r})", cell.cell_contents) for name, cell in zip(names, closure, strict=True)]
+    if hasattr(obj, "__dict__") and not isinstance(obj, type):
+        return [(f".{name}", value) for name, value in vars(obj).items()]
+    return []

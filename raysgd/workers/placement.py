@@ -1,0 +1,62 @@
+"""Can the cluster hold these workers? Pure arithmetic, and the sentence that says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd.config import ScalingConfig
+
+_EPSILON = 1e-6  # resources are floats: 0.1 GPU taken ten times leaves less than nothing
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's resources, and what of them is free."""
+
+    node_id: str
+    name: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node]) -> str | None:
+    """Why the cluster, were it idle, could not hold the workers; None if it could."""
+    return _explain(scaling, [node.total for node in nodes], "the cluster has")
+
+
+def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node]) -> str | None:
+    """Why what is free now cannot hold the workers; None if it can."""
+    return _explain(scaling, [node.free for node in nodes], "free now are")
+
+
+def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str) -> str | None:
+    bundle, count = scaling.bundle(), scaling.min_workers
+    for name, amount in bundle.items():
+        total = sum(node.get(name, 0) for node in nodes)
+        if total + _EPSILON < count * amount:
+            return f"needs {count} x {_number(amount)} {name} = {_number(count * amount)}, {verb} {_number(total)}"
+    room = [_fitting(bundle, node) for node in nodes]
+    workers = f"{count} workers of {describe_bundle(bundle)}"
+    if scaling.placement_strategy == "STRICT_PACK" and max(room, default=0) < count:
+        return f"STRICT_PACK needs one node for {workers}; the largest holds {max(room, default=0)}"
+    if scaling.placement_strategy == "STRICT_SPREAD" and sum(r > 0 for r in room) < count:
+        return f"STRICT_SPREAD needs {count} nodes for {workers}; {sum(r > 0 for r in room)} can hold one"
+    if sum(room) < count:
+        return f"needs room for {workers}; the nodes hold {' + '.join(map(str, room))} = {sum(room)}"
+    return None
+
+
+def describe_bundle(bundle: Mapping[str, float]) -> str:
+    """``2 CPU + 1 GPU``."""
+    return " + ".join(f"{_number(amount)} {name}" for name, amount in bundle.items()) or "no resources"
+
+
+def _fitting(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
+    """How many of the bundle fit on a node. Bundles are equal, so filling node by node is exact."""
+    counts = [int((node.get(name, 0) + _EPSILON) // amount) for name, amount in bundle.items()]
+    return min(counts, default=10**9)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

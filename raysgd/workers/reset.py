@@ -1,0 +1,63 @@
+"""Put a warm worker back to where it was before its first run. Runs in the worker, between runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+from typing import Any
+
+from raysgd.session.generators import GeneratorStates, capture_generators, restore_generators
+
+
+class Baseline:
+    """What a fresh worker looked like: environment, working directory, generators, the framework's defaults."""
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._cwd = os.getcwd()
+        self._path = list(sys.path)
+        self._generators: GeneratorStates | None = None
+        self._torch: dict[str, Any] = {}
+
+    def note_framework(self) -> None:
+        """Remember the state of what `Backend.load` imported; call it right after the first load."""
+        self._generators = capture_generators()
+        if torch := sys.modules.get("torch"):
+            self._torch = {
+                "dtype": torch.get_default_dtype(),
+                "threads": torch.get_num_threads(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "grad": torch.is_grad_enabled(),
+            }
+
+    def restore(self) -> None:
+        """Bring all of it back, and free what the last run held."""
+        self._restore_environ()
+        os.chdir(self._cwd)
+        sys.path[:] = self._path
+        if self._generators is not None:
+            restore_generators(self._generators)
+            # Generators drew from the system at the process's start; a run without a seed shall not repeat the last.
+            random.seed()
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed()
+        self._restore_torch()
+        gc.collect()
+
+    def _restore_environ(self) -> None:
+        for name in set(os.environ) - set(self._environ):
+            del os.environ[name]
+        os.environ.update(self._environ)
+
+    def _restore_torch(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is None or not self._torch:
+            return
+        torch.set_default_dtype(self._torch["dtype"])
+        torch.set_num_threads(self._torch["threads"])
+        torch.use_deterministic_algorithms(self._torch["deterministic"])
+        torch.set_grad_enabled(self._torch["grad"])
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

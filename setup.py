@@ -1,0 +1,89 @@
+"""Metadata of the raysgd distribution. The settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+CORE = [
+    "ray[default,tune,data]>=2.60",
+    "pyarrow>=17",
+    "tensorboardX>=2.6",
+    "numpy>=1.26",
+    "pandas>=2.2.3",
+    "rich>=13.7",
+    "psutil>=5.9",
+    "cloudpickle>=3.0",
+]
+
+EXTRAS = {
+    "torch": ["torch>=2.6"],
+    "tensorflow": ["tensorflow>=2.16"],
+    "horovod": ["horovod>=0.28"],
+    "jax": ["jax>=0.4.30"],
+    "mlflow": ["mlflow>=3.0"],
+    "wandb": ["wandb>=0.19"],
+    "dev": [
+        # lint and types
+        "ruff>=0.9",
+        "mypy>=1.15",
+        "import-linter>=2.5",
+        "pandas-stubs>=2.2",
+        "types-psutil>=6",
+        # tests
+        "pytest>=8.3",
+        "pytest-asyncio>=0.25",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.120",
+        "safetensors>=0.4.5",
+        "tensorboard>=2.18",
+        # examples, notebooks and benchmarks
+        "scikit-learn>=1.5",
+        "matplotlib>=3.9",
+        "ipykernel>=6.29",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
+    ],
+    "doc": [
+        "mkdocs>=1.6",
+        "mkdocs-material>=9.5",
+        "mkdocstrings[python]>=0.27",
+    ],
+}
+
+
+def version() -> str:
+    """The version as raysgd/_version.py states it; read as text, so that nothing of the package is imported."""
+    text = (ROOT / "raysgd" / "_version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('raysgd/_version.py holds no line __version__ = "..."')
+    return match.group(1)
+
+
+setup(
+    name="raysgd",
+    version=version(),
+    description="Distributed training on Ray: one plain train_func(config), many workers",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["raysgd", "raysgd.*"]),
+    package_data={"raysgd": ["py.typed"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    zip_safe=False,
+    classifiers=[
+        "Development Status :: 2 - Pre-Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,62 @@
+"""Every example runs.
+
+A script says in a comment what it is run with here, in small: ``# test: --epochs 1``. A script that needs more than a
+call, such as a job for a cluster, names the test that runs it: ``# test: tests/integration/test_jobs.py``. A notebook
+is executed from its first cell to its last.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.project import ROOT, name_of
+from support.snippets import arguments_of
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def _test_named_by(example: Path) -> Path | None:
+    """The test file that the header names, if it names one."""
+    arguments = arguments_of(example) or [""]
+    return ROOT / arguments[0] if arguments[0].startswith("tests/") else None
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_example_says_how_it_is_tested(example: Path) -> None:
+    assert arguments_of(example) is not None, "add a line such as `# test: --epochs 1` below the docstring"
+    test = _test_named_by(example)
+    assert test is None or example.name in test.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if not _test_named_by(path)], ids=name_of)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(example), *(arguments_of(example) or [])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    content = nbformat.read(notebook, as_version=4)
+    nbformat.validate(content)
+    NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_notebook_is_kept_without_outputs(notebook: Path) -> None:
+    import nbformat
+
+    cells = nbformat.read(notebook, as_version=4).cells
+    assert not [cell for cell in cells if cell.get("outputs")], "clear the outputs before keeping it"

@@ -1,0 +1,23 @@
+"""Every piece of Python in README and doc/ runs, each document from its top to its end in one go.
+
+A block below ``<!-- no-run: reason -->`` is only compiled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.project import name_of
+from support.snippets import documents, run_snippets, snippets
+
+WITH_PYTHON = [path for path in documents() if snippets(path, "python")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
+def test_snippets_run(path: Path, ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_snippets(snippets(path, "python"))

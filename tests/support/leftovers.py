@@ -1,0 +1,109 @@
+"""What a test could leave behind in this process and on this machine, as snapshots that can be compared."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+import psutil
+
+from support.poll import until
+from support.project import ROOT
+
+# Set by libraries when they are imported or started, for good; none of them is the test's doing.
+LIBRARIES_SET = ("KMP_", "MPL", "PYTEST_", "RAY_", "TF_", "TF2_", "TORCH_", "TORCHINDUCTOR_", "WANDB_")
+CACHES = frozenset(
+    {".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+)
+MARK = "RUN_OF_THE_TESTS"  # inherited by every process that comes from this one, however indirectly
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """Environment, working directory, threads of this process, and the names in the project's root."""
+
+    environment: dict[str, str]
+    folder: str
+    threads: frozenset[threading.Thread]
+    root: frozenset[str]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(
+            environment={name: value for name, value in os.environ.items() if not name.startswith(LIBRARIES_SET)},
+            folder=os.getcwd(),
+            threads=frozenset(threading.enumerate()),
+            root=frozenset(os.listdir(ROOT)) - CACHES,
+        )
+
+    def restore(self) -> list[str]:
+        """Put back what can be put back, and say in words what was found changed."""
+        return [*self._restore_environment(), *self._restore_folder(), *self._left_threads(), *self._left_files()]
+
+    def _restore_environment(self) -> list[str]:
+        now = ProcessState.now().environment
+        changed = sorted(
+            name for name in now.keys() | self.environment.keys() if now.get(name) != self.environment.get(name)
+        )
+        for name in changed:
+            if name in self.environment:
+                os.environ[name] = self.environment[name]
+            else:
+                del os.environ[name]
+        return [f"environment variable {name} was changed" for name in changed]
+
+    def _restore_folder(self) -> list[str]:
+        now = os.getcwd()
+        if now == self.folder:
+            return []
+        os.chdir(self.folder)
+        return [f"the working directory was changed to {now}"]
+
+    def _left_threads(self) -> list[str]:
+        until(lambda: not self._new_threads(), timeout_s=2)
+        return [f"thread {thread.name} still runs" for thread in self._new_threads()]
+
+    def _new_threads(self) -> list[threading.Thread]:
+        """Threads that would keep the process alive, and any of raysgd's own."""
+        started = frozenset(threading.enumerate()) - self.threads
+        return [thread for thread in started if not thread.daemon or thread.name.startswith("raysgd")]
+
+    def _left_files(self) -> list[str]:
+        return [f"{name} was left in the project's root" for name in sorted(ProcessState.now().root - self.root)]
+
+
+def mark_this_process() -> None:
+    os.environ[MARK] = str(os.getpid())
+
+
+def marked_processes() -> set[psutil.Process]:
+    """All living processes that come from this one, those whose parents are gone included."""
+    return {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process)}
+
+
+def _is_marked(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(MARK) == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def end_processes(before: set[psutil.Process], timeout_s: float = 10) -> list[str]:
+    """Wait for the marked processes that were not there before; kill those that stay, and name them."""
+    until(lambda: not marked_processes() - before, timeout_s, interval_s=0.1)
+    left = []
+    for process in marked_processes() - before:
+        try:
+            command = " ".join(process.cmdline())[:120]
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+        if not _is_kept_by_python(command):
+            left.append(f"process {process.pid} still ran: {command}")
+    return left
+
+
+def _is_kept_by_python(command: str) -> bool:
+    """Python's own helper of multiprocessing, which lives as long as its parent."""
+    return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command

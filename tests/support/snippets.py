@@ -1,0 +1,87 @@
+"""The code in the project's documents: fenced blocks of Markdown, and what the examples say about their tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from support.project import ROOT
+
+_NO_RUN = re.compile(r"<!-- no-run: (?P<reason>.+?) -->")
+_HEADER = re.compile(r"^# test:(?P<arguments>.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block: its language, its code, the file and line it stands at, and whether it is only compiled."""
+
+    path: Path
+    line: int
+    language: str
+    code: str
+    runs: bool
+
+    def compiled(self) -> CodeType:
+        """The code, with line numbers of the document, so that a traceback shows the document's own lines."""
+        return compile("\n" * self.line + self.code, str(self.path), "exec")
+
+
+def documents() -> list[Path]:
+    """README and all pages of the documentation."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "doc").rglob("*.md"))]
+
+
+def snippets(path: Path, *languages: str) -> list[Snippet]:
+    """The fenced blocks of a document, in order. A block that is indented, as in a list, counts too."""
+    found: list[Snippet] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        fence = re.match(r"^(?P<indent> *)```(?P<language>\w*)", lines[number])
+        if fence is None:
+            number += 1
+            continue
+        end = _closing(path, lines, number, fence["indent"])
+        if fence["language"] in languages:
+            code = "\n".join(line.removeprefix(fence["indent"]) for line in lines[number + 1 : end]) + "\n"
+            found.append(Snippet(path, number + 1, fence["language"], code, runs=not _is_not_run(lines, number)))
+        number = end + 1
+    return found
+
+
+def _closing(path: Path, lines: list[str], start: int, indent: str) -> int:
+    for number in range(start + 1, len(lines)):
+        if lines[number].rstrip() == f"{indent}```":
+            return number
+    raise ValueError(f"{path}:{start + 1}: this block has no end")
+
+
+def _is_not_run(lines: list[str], start: int) -> bool:
+    above = next((line for line in reversed(lines[:start]) if line.strip()), "")
+    return _NO_RUN.search(above) is not None
+
+
+def run_snippets(found: list[Snippet]) -> dict[str, Any]:
+    """Run snippets in order, in one namespace, as a reader would who types them in one after the other."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # so that functions are pickled by value, as in a notebook
+    for snippet in found:
+        code = snippet.compiled()
+        if snippet.runs:
+            exec(code, namespace)
+    return namespace
+
+
+def arguments_of(example: Path) -> list[str] | None:
+    """What the header ``# test: --epochs 1`` says an example is run with in the tests; None where there is no header."""
+    header = _HEADER.search(example.read_text(encoding="utf-8"))
+    return None if header is None else shlex.split(header["arguments"])
+
+
+def make_targets() -> set[str]:
+    """The targets of the Makefile that are meant to be called."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z]+):(?!=)", makefile, re.MULTILINE))

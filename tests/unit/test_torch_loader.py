@@ -1,0 +1,338 @@
+"""`prepare_data_loader`: shares, epochs, what is kept of the given loader, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+import raysgd.torch.loader
+from raysgd.errors import ConfigError, UsageError
+from raysgd.session import context
+from raysgd.torch import prepare_data_loader
+
+Enter = Callable[..., None]
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, num: int = 12) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.tensor([float(index)]), "pair": (index, f"name {index}")}
+
+
+class Draws(Dataset[Any]):
+    """Items that draw from the generators of the process that loads them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        assert get_worker_info() is not None
+        return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+class Stream(IterableDataset[Any]):
+    epoch: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.fixture
+def world() -> Iterator[Enter]:
+    """Be a worker of a group: ``world(rank, size, seed=...)``."""
+
+    def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
+        session = SimpleNamespace(world_rank=rank, world_size=size, seed=seed, in_worker=in_worker, deterministic=False)
+        context.install(cast(Any, session))
+
+    yield enter
+    context.uninstall()
+
+
+def items(loader: Any) -> list[int]:
+    return [int(x) for batch in loader for x in batch["x"].flatten()]
+
+
+def orders(world: Enter, make: Callable[[], Any], size: int, **session: Any) -> list[list[int]]:
+    """What each rank reads in its first epoch."""
+    found = []
+    for rank in range(size):
+        world(rank, size, **session)
+        found.append(items(prepare_data_loader(make())))
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_shares_of_all_ranks_are_the_data(world: Enter, shuffle: bool) -> None:
+    each = orders(world, lambda: DataLoader(Numbers(), batch_size=2, shuffle=shuffle), 3)
+    assert sorted(chain.from_iterable(each)) == list(range(12))
+    assert [len(share) for share in each] == [4, 4, 4]
+
+
+def test_data_that_is_not_shuffled_stays_in_sequence(world: Enter) -> None:
+    assert orders(world, lambda: DataLoader(Numbers(6), batch_size=2), 2) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_what_does_not_divide_is_repeated_or_left_out(world: Enter) -> None:
+    repeated = orders(world, lambda: DataLoader(Numbers(5)), 2)
+    left_out = orders(world, lambda: DataLoader(Numbers(5), drop_last=True), 2)
+    assert sorted(chain(*repeated)) == [0, 0, 1, 2, 3, 4]
+    assert sorted(chain(*left_out)) == [0, 1, 2, 3]
+
+
+def test_the_seed_decides_the_order(world: Enter) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(), shuffle=True)
+
+    assert orders(world, make, 2, seed=1) == orders(world, make, 2, seed=1)
+    assert orders(world, make, 2, seed=1) != orders(world, make, 2, seed=2)
+    assert orders(world, make, 2) == orders(world, make, 2, seed=0)
+
+
+def test_each_iteration_is_the_next_epoch(world: Enter) -> None:
+    world(1, 2)
+    loader = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
+    epochs = [items(loader) for _ in range(3)]
+    assert loader.epoch == 2
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
+    assert [items(again) for _ in range(3)] == epochs
+
+
+def test_a_resumed_loop_goes_on_with_its_epoch(world: Enter) -> None:
+    world(1, 2)
+    whole = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
+    epochs = [items(whole) for _ in range(4)]
+    resumed = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
+    resumed.set_epoch(2)
+    assert resumed.epoch == 2
+    assert [items(resumed), items(resumed)] == epochs[2:]
+    for epoch in (1, 2):  # once before every epoch is just as well
+        resumed.set_epoch(epoch)
+        assert items(resumed) == epochs[epoch]
+
+
+def test_a_world_of_one_worker_shuffles_as_a_larger_one(world: Enter) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(), shuffle=True)
+
+    alone = orders(world, make, 1, seed=3)[0]
+    assert [item for step in zip(*orders(world, make, 2, seed=3), strict=True) for item in step] == alone
+
+
+def test_outside_a_worker_the_order_is_the_loaders_own(world: Enter) -> None:
+    world(in_worker=False)
+    given = DataLoader(Numbers(), shuffle=True, batch_size=5)
+    torch.manual_seed(1)
+    expected = items(given)
+    torch.manual_seed(1)
+    prepared = prepare_data_loader(given)
+    assert items(prepared) == expected
+    assert prepared.sampler is given.sampler
+    assert len(prepared) == 3
+
+
+def test_the_length_is_this_ranks(world: Enter) -> None:
+    world(0, 3)
+    assert len(prepare_data_loader(DataLoader(Numbers(12), batch_size=2))) == 2
+    assert len(prepare_data_loader(DataLoader(Numbers(13), batch_size=2))) == 3
+    assert len(prepare_data_loader(DataLoader(Numbers(13), batch_size=3, drop_last=True))) == 1
+
+
+def test_all_settings_are_kept(world: Enter) -> None:
+    world(0, 2)
+    generator = torch.Generator()
+    settings: dict[str, Any] = {
+        "batch_size": 3,
+        "num_workers": 2,
+        "collate_fn": list,
+        "pin_memory": True,
+        "drop_last": True,
+        "timeout": 7,
+        "generator": generator,
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "in_order": False,
+    }
+    given = DataLoader(Numbers(), shuffle=True, multiprocessing_context="spawn", **settings)
+    loader = prepare_data_loader(given)
+    assert {name: getattr(loader, name) for name in settings} == settings
+    assert loader.multiprocessing_context is given.multiprocessing_context
+    assert loader.dataset is given.dataset
+
+
+def test_the_given_loader_is_not_changed(world: Enter) -> None:
+    world(1, 2)
+    given = DataLoader(Numbers(4))
+    prepare_data_loader(given, global_batch_size=2)
+    assert (items(given), given.batch_size, given.worker_init_fn) == ([0, 1, 2, 3], 1, None)
+
+
+def test_a_subclass_stays_one(world: Enter) -> None:
+    class Loader(DataLoader[Any]):
+        def __init__(self, dataset: Any, flavour: str) -> None:
+            super().__init__(dataset, shuffle=True)
+            self.flavour = flavour
+
+    world(0, 2)
+    loader = prepare_data_loader(Loader(Numbers(), "sweet"))
+    assert isinstance(loader.loader, Loader)
+    assert (loader.flavour, len(loader)) == ("sweet", 6)
+
+
+def test_a_batch_sampler_over_torchs_samplers_is_rebuilt(world: Enter) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 3, False))
+
+    assert orders(world, make, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    world(0, 2)
+    assert [len(batch["x"]) for batch in prepare_data_loader(make())] == [3, 1]
+
+
+def test_a_batch_sampler_that_shuffles_changes_with_the_epoch(world: Enter) -> None:
+    world(0, 2)
+    dataset = Numbers(20)
+    loader = prepare_data_loader(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 5, False)))
+    assert items(loader) != items(loader)
+
+
+def test_items_loaded_one_by_one_are_shared(world: Enter) -> None:
+    assert orders(world, lambda: DataLoader(Numbers(4), batch_size=None), 2) == [[0, 2], [1, 3]]
+
+
+def test_a_distributed_sampler_is_kept_and_told_the_epoch(world: Enter) -> None:
+    world(0, 2)
+    dataset = Numbers()
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = prepare_data_loader(DataLoader(dataset, sampler=sampler))
+    assert loader.sampler is sampler
+    assert items(loader) != items(loader)
+    assert sampler.epoch == 1
+
+
+def test_a_loader_that_splits_by_itself_is_left_alone(world: Enter) -> None:
+    world(1, 2)
+    given = DataLoader(Numbers(4), shuffle=True)
+    loader = prepare_data_loader(given, add_sampler=False)
+    assert loader.sampler is given.sampler
+    assert sorted(items(loader)) == [0, 1, 2, 3]
+
+
+def test_a_prepared_loader_is_returned_as_it_is(world: Enter) -> None:
+    world(1, 2)
+    loader = prepare_data_loader(DataLoader(Numbers()))
+    assert prepare_data_loader(cast(Any, loader)) is loader
+
+
+def test_an_iterable_dataset_is_refused_with_the_way_out(world: Enter) -> None:
+    world(0, 4)
+    with pytest.raises(UsageError, match=r"Stream is an IterableDataset.*4 workers.*add_sampler=False"):
+        prepare_data_loader(DataLoader(Stream()))
+
+
+def test_an_iterable_dataset_that_splits_itself_is_told_the_epoch(world: Enter) -> None:
+    world(0, 4)
+    loader = prepare_data_loader(DataLoader(Stream(), batch_size=4), add_sampler=False, global_batch_size=8)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert loader.dataset.epoch == 0
+    world(0, 1)
+    assert len(list(prepare_data_loader(DataLoader(Stream())))) == 6
+
+
+def test_the_global_batch_is_dealt_out(world: Enter) -> None:
+    world(0, 3)
+    loader = prepare_data_loader(DataLoader(Numbers(), batch_size=5), global_batch_size=6)
+    assert [len(batch["x"]) for batch in loader] == [2, 2]
+    assert (loader.batch_size, len(loader)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "text"),
+    [
+        (8, 3, "global_batch_size=8 does not divide by 3 workers; give 6 or 9"),
+        (2, 3, "global_batch_size=2 does not divide by 3 workers; give 3"),
+        (0, 3, "give an int >= 1"),
+        (6, None, "makes its batches by size; this one has batch_size=None"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_dealt_out_is_refused(
+    world: Enter, size: int, batch_size: int | None, text: str
+) -> None:
+    world(0, 3)
+    with pytest.raises(ConfigError, match=text):
+        prepare_data_loader(DataLoader(Numbers(), batch_size=batch_size), global_batch_size=size)
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a list"):
+        prepare_data_loader(cast(Any, [1, 2]))
+
+
+def test_an_epoch_must_be_a_count(world: Enter) -> None:
+    world()
+    with pytest.raises(ConfigError, match="set_epoch"):
+        prepare_data_loader(DataLoader(Numbers())).set_epoch(-1)
+
+
+def test_batches_are_moved(world: Enter, monkeypatch: pytest.MonkeyPatch) -> None:
+    world()
+    monkeypatch.setattr(raysgd.torch.loader, "device", lambda: torch.device("meta"))
+    batch = next(iter(prepare_data_loader(DataLoader(Numbers(), batch_size=2))))
+    assert (batch["x"].device.type, batch["pair"][0].device.type) == ("meta", "meta")
+    assert batch["pair"][1] == ("name 0", "name 1")
+    batch = next(iter(prepare_data_loader(DataLoader(Numbers()), move_to_device=False)))
+    assert batch["x"].device.type == "cpu"
+
+
+def test_loader_processes_draw_their_own_numbers_on_each_rank_and_repeat(world: Enter) -> None:
+    def draws(rank: int) -> list[Any]:
+        torch.manual_seed(0)  # as a script does on every rank
+        world(rank, 2, seed=4)
+        given = DataLoader(Draws(), num_workers=2, worker_init_fn=None, batch_size=1)
+        return [float(value) for batch in prepare_data_loader(given, add_sampler=False) for value in batch]
+
+    first, second = draws(0), draws(1)
+    assert len({*first, *second}) == 24
+    assert draws(0) == first
+
+
+def test_iterating_does_not_draw_from_torchs_generator(world: Enter) -> None:
+    world(1, 2)
+    loader = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
+    before = torch.get_rng_state()
+    items(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copy_of_a_loader_works(world: Enter) -> None:
+    world(0, 2)
+    loader = copy.copy(prepare_data_loader(DataLoader(Numbers(4))))
+    assert items(loader) == [0, 2]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        loader.no_such_name  # noqa: B018
