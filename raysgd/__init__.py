@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         broadcast,
         in_worker,
         load_checkpoint,
+        local,
         local_rank,
         local_world_size,
         node_rank,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
-    from raysgd.session.local import local
     from raysgd.torch.devices import device
     from raysgd.trainer.comparing import compare_runs
     from raysgd.trainer.runs import load_run
@@ -61,7 +61,7 @@ _HOMES = {
     "in_worker": "raysgd.session.api",
     "load_checkpoint": "raysgd.session.api",
     "load_run": "raysgd.trainer.runs",
-    "local": "raysgd.session.local",
+    "local": "raysgd.session.api",
     "local_rank": "raysgd.session.api",
     "local_world_size": "raysgd.session.api",
     "node_rank": "raysgd.session.api",

@@ -112,7 +112,7 @@ class TorchBackend(Backend):
         import torch.distributed as dist
 
         if dist.is_initialized() and dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
+            dist.distributed_c10d._abort_process_group()
 
     def is_collective_error(self, error: BaseException) -> bool:
         import torch.distributed as dist
@@ -133,13 +133,12 @@ class TorchBackend(Backend):
         }
 
     def _join_store(self, member: Member, host: str, port: int) -> Any:
-        import torch.distributed as dist
 
         fd = None
         if member.rank == 0 and self._listener is not None:
             fd = self._listener.detach()  # the store closes it
             self._listener = None
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             world_size=member.world_size,

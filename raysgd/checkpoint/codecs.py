@@ -11,6 +11,7 @@ import collections
 import datetime
 import math
 import pathlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -193,6 +194,12 @@ def _decode_int(decoder: Decoder, node: Json) -> int:
     return int(node[1], 16)
 
 
+def _decode_random(decoder: Decoder, node: Json) -> random.Random:
+    generator = random.Random()
+    generator.setstate(decoder.decode(node[1]))
+    return generator
+
+
 def _decode_base64(text: Json) -> bytes:
     return base64.b64decode(text, validate=True)
 
@@ -224,6 +231,7 @@ ENCODERS: dict[type, Callable[[Any, Any], Json]] = {
     datetime.date: lambda e, v: ["date", v.isoformat()],
     datetime.timedelta: lambda e, v: ["timedelta", v.days, v.seconds, v.microseconds],
     type(pathlib.Path()): lambda e, v: ["path", encode_str(str(v))],
+    random.Random: lambda e, v: ["random", e.encode(v.getstate())],
 }
 
 DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
@@ -250,4 +258,5 @@ DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "date": lambda d, n: datetime.date.fromisoformat(n[1]),
     "timedelta": lambda d, n: datetime.timedelta(n[1], n[2], n[3]),
     "path": lambda d, n: pathlib.Path(d.decode(n[1])),
+    "random": _decode_random,
 }

@@ -100,7 +100,9 @@ class LeafList:
 
     def _free_name(self, path: tuple[Any, ...]) -> str:
         text = ".".join(str(part) for part in path) or "state"
-        name = text = text.encode("utf-8", "backslashreplace").decode()[:_MAX_NAME]
+        if len(text) > _MAX_NAME or not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode()[:_MAX_NAME]
+        name = text
         count = 1
         while name in self.named or name == "__metadata__":  # keys 1 and "1", say
             count += 1

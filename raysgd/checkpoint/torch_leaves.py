@@ -73,17 +73,9 @@ def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
 
 
 def _encode_tensor(encoder: Any, tensor: Any) -> Json:
-    if type(tensor) not in (torch().Tensor, torch().nn.Parameter):
-        hint = (
-            "materialise it"
-            if "Uninitialized" in type(tensor).__name__
-            else "save a plain tensor (of a DTensor: .full_tensor())"
-        )
-        return encoder.unsafe(tensor, f"is a {type(tensor).__name__}, a subclass of Tensor: {hint}")
-    if tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn or tensor.device.type == "meta":
-        return encoder.unsafe(
-            tensor, f"is a tensor without plain values ({_describe(tensor)}): save a dense copy of it"
-        )
+    reason = _no_plain_tensor(tensor)
+    if reason is not None:
+        return encoder.unsafe(tensor, reason)
     layout = _name(tensor.layout)
     if layout == "strided":
         return _encode_dense(encoder, tensor)
@@ -92,6 +84,17 @@ def _encode_tensor(encoder: Any, tensor: Any) -> Json:
         return _sparse_node(encoder, tensor, layout, parts, tensor.is_coalesced())
     parts = [getattr(tensor, name)() for name in _COMPRESSED[layout]] + [tensor.values()]
     return _sparse_node(encoder, tensor, layout, parts, True)
+
+
+def _no_plain_tensor(tensor: Any) -> str | None:
+    kind = type(tensor)
+    if "Uninitialized" in kind.__name__:
+        return f"is an {kind.__name__}, which has no values yet: run the model once before saving"
+    if kind not in (torch().Tensor, torch().nn.Parameter):
+        return f"is a {kind.__name__}, a subclass of Tensor: save a plain tensor (of a DTensor its .full_tensor())"
+    if tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn or tensor.device.type == "meta":
+        return f"is a tensor without plain values ({_describe(tensor)}): save a dense copy of it"
+    return None
 
 
 def _encode_dense(encoder: Any, tensor: Any) -> Json:
@@ -212,6 +215,7 @@ def synchronize(devices: Iterable[Any]) -> None:
             library.synchronize()
 
 
+@functools.cache
 def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 

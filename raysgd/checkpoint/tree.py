@@ -29,6 +29,7 @@ Json: TypeAlias = Any
 
 MAX_DEPTH = 200
 MAX_VALUES = 50_000_000
+_MAX_SHOWN = 16  # keys of a path in a message
 _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels; flatten it, or take out what refers back to its owner"
 
 
@@ -123,7 +124,7 @@ class Encoder:
     def _count(self) -> None:
         self._num_values += 1
         if len(self.path) > MAX_DEPTH:
-            raise CheckpointError(f"{show_path(self._root, self.path[:6])}... {_TOO_DEEP}")
+            raise CheckpointError(f"{self.where()} {_TOO_DEEP}")
         if self._num_values > MAX_VALUES:
             raise CheckpointError(
                 f"the state has more than {MAX_VALUES:,} values; save numbers as arrays, not as lists"
@@ -188,6 +189,8 @@ class Decoder:
 
 
 def show_path(root: str, path: list[Any]) -> str:
+    if len(path) > _MAX_SHOWN:
+        return show_path(root, path[:_MAX_SHOWN]) + "..."
     return root + "".join(f"[{part!r}]" for part in path)
 
 

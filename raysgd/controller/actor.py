@@ -162,7 +162,7 @@ class TrainerActor:
         if self._has_class:
             raise UsageError("instances of the class API are live")
         settings = self._settings
-        storage = new_run_folder(Storage.from_uri(settings.runs_uri))
+        storage = new_run_folder(Storage.from_uri(request.runs_uri))
         info = RunInfo(
             name=storage.uri.rstrip("/").rpartition("/")[2],
             run_dir=storage.uri,

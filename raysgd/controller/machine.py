@@ -254,7 +254,7 @@ class RunMachine:
             self._say_attempt_end(ending.running)
         message = f"{decision.why} {self._last_checkpoint()}"
         outcome = Outcome("error", error_type="WorkerDiedError", message=message, ranks=failure.ranks)
-        self._close(outcome, ending and ending.running, ending.killed if ending else set())
+        self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
 
     def _last_checkpoint(self) -> str:
         uri = self._desk.newest_uri

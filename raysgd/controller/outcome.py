@@ -34,7 +34,7 @@ def outcome_error(data: dict[str, Any]) -> BaseException | None:
         return None
     if "summary" not in data:
         kind = getattr(errors, data["error_type"] or "", errors.WorkerError)
-        return kind(data["message"], ranks=tuple(data["ranks"]))  # type: ignore[no-any-return]
+        return kind(data["message"], ranks=tuple(data["ranks"]))
     followed = tuple((rank, line) for rank, line in data["followed"])
     cause = errors.WorkerTraceback(data["traceback"], data["rank"], data["node"], followed)
     error = _user_error(data)

@@ -14,10 +14,9 @@ from raysgd.workers.orders import Blob
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What stays the same for all runs of a Trainer. ``runs_uri`` is the folder that holds them."""
+    """What stays the same for all runs of a Trainer. ``name`` is unique in the cluster."""
 
     name: str
-    runs_uri: str
     scaling: ScalingConfig
     backend: BackendConfig
     failure: FailureConfig
@@ -33,6 +32,7 @@ class RunRequest:
 
     Attributes:
         run_id: Made by the driver, so that it can ask for the stream at once.
+        runs_uri: The folder that holds the Trainer's runs.
         config: The config as ``run.json`` shows it: plain values, secrets redacted.
         start: The checkpoint to start from, if it is one on storage.
         host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
@@ -40,6 +40,7 @@ class RunRequest:
     """
 
     run_id: str
+    runs_uri: str
     code: Blob
     config: dict[str, Any]
     start: Start = field(default_factory=Start)

@@ -26,7 +26,7 @@ from raysgd.controller.requests import RunRequest
 from raysgd.errors import RaySGDError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
-from raysgd.session.context import Identity
+from raysgd.session.base import Identity
 from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerInfo
 
 #: CPU seconds a streamed item costs the controller, and the share of one core streams may take of it, each way.

@@ -6,10 +6,14 @@ Outside a worker they behave as a world of one, so that the same train_func runs
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
+from raysgd.errors import UsageError
 from raysgd.session import context
+from raysgd.session.local import LocalSession
 
 
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
@@ -123,3 +127,23 @@ def barrier() -> None:
 def broadcast(obj: Any = None) -> Any:
     """Rank 0's ``obj``, on every rank. The object must pickle."""
     return context.current().broadcast(obj)
+
+
+@contextmanager
+def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
+    """Give a train_func that runs on its own a place for checkpoints.
+
+    Args:
+        dataset: Data for ``get_dataset``.
+        dir: Folder for its checkpoints; ``load_checkpoint`` finds what an earlier use left there.
+    """
+    if context.installed() is not None:
+        raise UsageError("raysgd.local() inside a worker or another raysgd.local(): there is a session already.")
+    if dataset is not None:
+        raise UsageError("raysgd.local(dataset=...) needs raysgd.data, which this version does not have yet.")
+    session = LocalSession(dir)
+    context.install(session)
+    try:
+        yield session
+    finally:
+        context.uninstall()

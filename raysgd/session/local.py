@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -15,15 +13,12 @@ from raysgd.checkpoint.manifest import FileEntry, Manifest
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
-from raysgd.errors import CheckpointError, UsageError
-from raysgd.session import context
-from raysgd.session.context import Identity, Session
+from raysgd.errors import CheckpointError
+from raysgd.session.base import Identity, Session
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
 from raysgd.session.generators import capture_generators, restore_generators
 from raysgd.session.metrics import copy_metrics, read_deferred
 from raysgd.session.saving import CheckpointWriter
-
-_count = itertools.count(1)
 
 
 class LocalSession(Session):
@@ -36,7 +31,7 @@ class LocalSession(Session):
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         copied = read_deferred(copy_metrics(metrics))
-        self._num_reports = next(_count) if context.installed() is None else self._num_reports + 1
+        self._num_reports += 1
         print(
             f"[raysgd] {self._num_reports}: " + "  ".join(f"{k}={_short(v)}" for k, v in copied.items()),
             file=sys.stderr,
@@ -103,26 +98,6 @@ class LocalSession(Session):
                 rank_states={0: done.rank_state},
             )
         )
-
-
-@contextmanager
-def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
-    """Give a train_func that runs on its own a place for checkpoints.
-
-    Args:
-        dataset: Data for ``get_dataset``.
-        dir: Folder for its checkpoints; ``load_checkpoint`` finds what an earlier use left there.
-    """
-    if context.installed() is not None:
-        raise UsageError("raysgd.local() inside a worker or another raysgd.local(): there is a session already.")
-    if dataset is not None:
-        raise UsageError("raysgd.local(dataset=...) needs raysgd.data, which this version does not have yet.")
-    session = LocalSession(dir)
-    context.install(session)
-    try:
-        yield session
-    finally:
-        context.uninstall()
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.errors import AttemptEnded, CheckpointError, SessionError
-from raysgd.session.context import Identity, Session
+from raysgd.session.base import Identity, Session
 from raysgd.session.events import Saved, Scored
 from raysgd.session.generators import capture_generators, restore_generators
 from raysgd.session.metrics import copy_metrics, read_deferred

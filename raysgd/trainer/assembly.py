@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -68,17 +69,12 @@ def connect_ray() -> None:
         ray.init()
 
 
-def make_settings(spec: TrainerSpec, function_name: str) -> TrainerSettings:
-    """The TrainerActor's settings; names the Trainer's folder if the user did not."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    unique = uuid.uuid4().hex[:6]
-    folder = spec.run.name or f"{function_name}_{stamp}_{unique}"
-    storage = Storage.from_uri(spec.run.storage_path or DEFAULT_STORAGE_PATH).child(folder)
-    # Sampled and reproducible cuBLAS need this in the environment before CUDA starts.
+def make_settings(spec: TrainerSpec) -> TrainerSettings:
+    """The TrainerActor's settings."""
+    # Reproducible cuBLAS needs this in the environment before CUDA starts.
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if spec.deterministic else {}
     return TrainerSettings(
-        name=f"{folder}-{unique}" if spec.run.name else folder,
-        runs_uri=storage.uri,
+        name=f"{spec.run.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         scaling=spec.scaling,
         backend=spec.backend,
         failure=spec.failure,
@@ -89,12 +85,22 @@ def make_settings(spec: TrainerSpec, function_name: str) -> TrainerSettings:
     )
 
 
+def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
+    """The folder for a Trainer's runs; named after its first train_func and the time if the user gave no name."""
+    name = spec.run.name
+    if name is None:
+        readable = re.sub(r"[^A-Za-z0-9_-]+", "_", getattr(train_func, "__name__", "run")).strip("_") or "run"
+        name = f"{readable[:60]}_{datetime.now().strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:6]}"
+    return Storage.from_uri(spec.run.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
+
+
 def begin_run(
     channel: Channel,
     spec: TrainerSpec,
     train_func: Any,
     config: Any,
     *,
+    runs_uri: str,
     callbacks: Sequence[Callback],
     checkpoint: Any,
     reduce: Any,
@@ -110,6 +116,7 @@ def begin_run(
     by_place = _by_place(default_callbacks(callbacks))
     request = RunRequest(
         run_id=uuid.uuid4().hex,
+        runs_uri=runs_uri,
         code=_share(_dump_code(function, config)),
         config=shown,
         start=start,

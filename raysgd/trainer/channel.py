@@ -23,7 +23,7 @@ class Channel:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = ray.get_runtime_context().get_node_id()  # on the driver's node: its disk holds a local storage_path
-        self._actor = (
+        self._actor: Any = (
             ray.remote(TrainerActor)
             .options(
                 name=settings.name,

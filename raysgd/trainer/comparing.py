@@ -81,7 +81,7 @@ def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict
     left_out = _CLOCK_KEYS | set(ignore)
     return {
         (row["training_iteration"], row["rank"]): {
-            key: value for key, value in row.items() if key not in left_out and not _is_missing(value)
+            str(key): value for key, value in row.items() if key not in left_out and not _is_missing(value)
         }
         for row in run.workers.to_dict("records")
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -103,6 +102,7 @@ class Trainer:
         )
         self._channel: Channel | None = None
         self._stream: ResultStream | None = None
+        self._runs_uri: str | None = None
         self._class_name: str | None = None
         self._is_closed = False
 
@@ -169,12 +169,15 @@ class Trainer:
         self._check_free()
         if dataset is not None:
             raise ConfigError("run(dataset=...) needs raysgd.data, which is not in this version.")
-        channel = self._connect(getattr(train_func, "__name__", "run"))
+        channel = self._connect()
+        if self._runs_uri is None:
+            self._runs_uri = assembly.runs_folder(self._spec, train_func)
         self._stream = assembly.begin_run(
             channel,
             self._spec,
             train_func,
             config,
+            runs_uri=self._runs_uri,
             callbacks=callbacks,
             checkpoint=checkpoint,
             reduce=reduce,
@@ -197,7 +200,7 @@ class Trainer:
         self._check_free(class_api=True)
         if ExecutionClass is not None and not isinstance(ExecutionClass, type):
             raise ConfigError(f"start({ExecutionClass!r}) got no class; give a class and its arguments.")
-        channel = self._connect("class_api")
+        channel = self._connect()
         channel.call("drop_class")
         blob = assembly.share_call((ExecutionClass, args, kwargs), "the class and its arguments")
         self._class_name = None
@@ -246,7 +249,7 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         self._check_open()
-        self._connect("trainer")
+        self._connect()
         return self
 
     def __exit__(
@@ -268,11 +271,10 @@ class Trainer:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _connect(self, name: str) -> Channel:
+    def _connect(self) -> Channel:
         if self._channel is None:
             assembly.connect_ray()
-            readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:60] or "run"
-            self._channel = Channel(assembly.make_settings(self._spec, readable))
+            self._channel = Channel(assembly.make_settings(self._spec))
         return self._channel
 
     def _check_open(self) -> None:
@@ -290,7 +292,7 @@ class Trainer:
         self._check_free(class_api=True)
         if not callable(fn):
             raise ConfigError(f"execute({fn!r}) got no function.")
-        channel = self._connect("class_api")
+        channel = self._connect()
         blob = assembly.share_call(fn, "the function")
         return [loads(value) for value in channel.call("execute", blob, first_only)]
 

@@ -16,7 +16,7 @@ from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded
-from raysgd.session import context
+from raysgd.session.base import Identity
 from raysgd.session.generators import make_deterministic, seed_generators
 from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
@@ -153,9 +153,7 @@ class WorkerActor:
         given = loads(_resolve(run.callbacks)) if run.callbacks is not None else []
         callbacks = WorkerCallbacks(given, run, order, outbox)
         session = WorkerSession(
-            context.Identity(
-                member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank
-            ),
+            Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank),
             outbox=outbox,
             writer=writer,
             link=ControllerLink(self._controller, run.run_id, order.attempt, member.rank),

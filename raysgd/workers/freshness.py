@@ -16,7 +16,8 @@ import time
 def _installed_prefixes() -> tuple[str, ...]:
     places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, *site.getsitepackages()}
     places.add(site.getusersitepackages())
-    return tuple(os.path.realpath(place) + os.sep for place in places if place)
+    both = {place for given in places if given for place in (os.path.abspath(given), os.path.realpath(given))}
+    return tuple(place + os.sep for place in both)
 
 
 class ModuleWatch:
@@ -60,10 +61,12 @@ class ModuleWatch:
         found = []
         for name, module in list(sys.modules.items()):
             path = getattr(module, "__file__", None)
-            if name != "__main__" and path and path.endswith(".py"):
-                real = os.path.realpath(path)
-                if not real.startswith(self._prefixes):
-                    found.append((name, real))
+            # Thousands of modules, looked at in every warm start: no system call for those that are installed.
+            if name == "__main__" or not path or not path.endswith(".py") or path.startswith(self._prefixes):
+                continue
+            real = os.path.realpath(path)
+            if not real.startswith(self._prefixes):
+                found.append((name, real))
         return found
 
 

@@ -22,7 +22,7 @@ from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerError
-from raysgd.session.context import Identity
+from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
@@ -134,6 +134,7 @@ class WorkerGroup:
                 self._workers[slot] = Worker(slot, self._make_actor(slot))
 
     def _make_actor(self, slot: int) -> Any:
+        assert self._placement is not None
         self._num_made += 1
         return (
             ray.remote(WorkerActor)

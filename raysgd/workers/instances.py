@@ -6,6 +6,7 @@ from typing import Any
 
 from raysgd.backends.base import Member
 from raysgd.session import context
+from raysgd.session.base import Identity
 from raysgd.session.local import LocalSession
 from raysgd.workers.pickling import Reducers, dumps_named, loads
 
@@ -17,7 +18,7 @@ class MemberSession(LocalSession):
 
     def __init__(self, member: Member) -> None:
         super().__init__()
-        self.identity = context.Identity(
+        self.identity = Identity(
             member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank
         )
 

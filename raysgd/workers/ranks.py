@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raysgd.session.context import Identity
+from raysgd.session.base import Identity
 
 
 def assign_ranks(nodes: Sequence[str]) -> list[Identity]:

@@ -23,6 +23,8 @@ from raysgd.session import context
 from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, seed_all, unwrap
 from raysgd.torch.reduction import RankOrder, reduce_in_rank_order
 
+pytestmark = pytest.mark.slow
+
 WORLD_SIZE = 3
 STEPS, INTERRUPTED_AFTER = 6, 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.reduction import RankOrder, mean_in_row_order, reduce_in_rank_order
+from raysgd.torch.reduction import RankOrder, mean_in_row_order, reduce_in_rank_order, use_rank_order
 
 
 @pytest.fixture
@@ -62,6 +65,17 @@ def test_buckets_of_a_failed_backward_pass_are_dropped(state: RankOrder) -> None
     only = reduce_in_rank_order(state, bucket(torch.tensor([2.0]), 0, True))
     assert only.wait().tolist() == [2]
     assert not stale.done()
+
+
+def test_a_dropped_model_lets_go_of_the_hook(state: RankOrder) -> None:
+    """What holds the process group keeps its sockets open; a cycle through DDP's C++ part would do so for ever."""
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    use_rank_order(model)
+    model(torch.ones(1, 2)).sum().backward()
+    held = [weakref.ref(model), weakref.ref(model._comm_hooks[0][1])]
+    del model
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 def test_complex_gradients(state: RankOrder) -> None:

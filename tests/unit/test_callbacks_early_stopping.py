@@ -1,0 +1,100 @@
+"""When early stopping ends a run, and when it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.callbacks import CallbackRunner, EarlyStoppingCallback
+from raysgd.errors import ConfigError, MetricError
+from raysgd.testing.callback_suite import make_info, make_result
+
+
+def stopped_at(callback: EarlyStoppingCallback, values: Sequence[Any], metric: str = "loss") -> int | None:
+    """The iteration at which a run with these values is ended; None: it is not."""
+    problems: list[str] = []
+    runner = CallbackRunner([callback], problems.append)
+    runner.start(make_info(Path("run")))
+    for iteration, value in enumerate(values, start=1):
+        if runner.result(make_result(iteration, **{metric: value})) is not None:
+            return iteration
+    assert not problems
+    return None
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "expected"),
+    [
+        ({"patience": 2}, [3, 2, 1, 1, 1], 5),
+        ({"patience": 2}, [3, 2, 2, 1, 1, 0], None),
+        ({"patience": 1}, [1, 2], 2),
+        ({"patience": 2, "mode": "max"}, [1, 2, 3, 2, 3], 5),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.8, 2.6, 2.0], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.0, 1.0, 0.4], None),
+        ({"patience": 2}, [math.inf, math.inf], 2),
+        ({"patience": 2}, [-math.inf, 3, 2, 1], None),
+        ({"patience": 2, "nan_is_failure": False}, [1.0, math.nan, math.nan], 3),
+    ],
+)
+def test_it_stops_after_patience_results_without_improvement(
+    settings: dict[str, Any], values: list[float], expected: int | None
+) -> None:
+    assert stopped_at(EarlyStoppingCallback("loss", **settings), values) == expected
+
+
+def test_the_reason_says_what_was_best_and_when() -> None:
+    callback = EarlyStoppingCallback("val/acc", mode="max", patience=2)
+    runner = CallbackRunner([callback], print)
+    runner.start(make_info(Path("run")))
+    stops = [runner.result(make_result(i, val={"acc": acc})) for i, acc in enumerate([0.5, 0.9, 0.8, 0.7], start=1)]
+    assert stops[:3] == [None] * 3
+    assert stops[3] is not None
+    reason = "val/acc has not improved for 2 results; its best was 0.9 at iteration 2, now 4."
+    assert stops[3].reason == reason
+
+
+def test_rounds_made_again_do_not_count_twice() -> None:
+    runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
+    runner.start(make_info(Path("run")))
+    rounds = [(1, 1, 1.0), (2, 1, 2.0), (3, 1, 2.0), (2, 2, 2.0), (3, 2, 2.0), (4, 2, 0.5), (5, 2, 0.6)]
+    assert [runner.result(make_result(i, attempt, loss=loss)) for i, attempt, loss in rounds] == [None] * len(rounds)
+
+
+def test_results_without_the_metric_do_not_count() -> None:
+    runner = CallbackRunner([EarlyStoppingCallback("val", patience=2)], print)
+    runner.start(make_info(Path("run")))
+    for iteration in range(1, 20):
+        metrics = {"val": 1.0} if iteration in (1, 10) else {}
+        assert runner.result(make_result(iteration, **metrics)) is None
+    assert runner.result(make_result(20, val=1.0)) is not None
+
+
+def test_a_metric_that_never_comes_is_told_with_those_that_do() -> None:
+    with pytest.warns(UserWarning, match=r"no result has had 'los'.*they have loss, "):
+        stopped_at(EarlyStoppingCallback("los"), [1.0] * 30)
+
+
+def test_a_second_run_starts_anew() -> None:
+    callback = EarlyStoppingCallback("loss", patience=2)
+    assert stopped_at(callback, [1, 2, 2]) == 3
+    assert stopped_at(callback, [9, 8, 7, 6]) is None
+
+
+def test_nan_ends_the_run_as_a_failure() -> None:
+    with pytest.raises(FloatingPointError, match="loss is nan at iteration 2"):
+        stopped_at(EarlyStoppingCallback("loss"), [1.0, math.nan])
+
+
+def test_a_metric_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(MetricError, match="loss='low' is no number"):
+        stopped_at(EarlyStoppingCallback("loss"), ["low"])
+
+
+@pytest.mark.parametrize("settings", [{"mode": "less"}, {"patience": 0}, {"min_delta": -1}, {"metric": ""}])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        EarlyStoppingCallback(**{"metric": "loss", **settings})

@@ -1,0 +1,45 @@
+"""Results as printed lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raysgd.callbacks import PrintCallback
+from raysgd.result import Result
+from raysgd.testing.callback_suite import drive, make_result, running
+
+
+def play(callback: PrintCallback, run_dir: Path, *results: Result) -> None:
+    with running(callback, run_dir) as runner:
+        for result in results:
+            runner.result(result)
+
+
+def test_a_line_per_result_with_the_users_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(PrintCallback(), tmp_path / "digits", make_result(1, val={"acc": 0.123456}), make_result(2, attempt=2))
+    assert capsys.readouterr().out.splitlines() == [
+        "[digits] iteration 1, 0:01  loss=1.0  val/acc=0.1235",
+        "[digits] iteration 2, 0:02, attempt 2  loss=0.5",
+    ]
+
+
+def test_only_the_metrics_and_iterations_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = PrintCallback(["world_size", "val/acc", "absent"], every=2)
+    play(callback, tmp_path / "digits", *(make_result(i, val={"acc": i}) for i in range(1, 5)))
+    assert capsys.readouterr().out.splitlines() == [
+        "[digits] iteration 2, 0:02  world_size=2  val/acc=2",
+        "[digits] iteration 4, 0:04  world_size=2  val/acc=4",
+    ]
+
+
+def test_a_line_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = Result(make_result(1), workers=[{"loss": 1.0}, {"loss": 3.0}], ranks=(0, 2))
+    play(PrintCallback(workers=True), tmp_path / "digits", result)
+    assert capsys.readouterr().out.splitlines()[1:] == ["[digits]   rank 0  loss=1.0", "[digits]   rank 2  loss=3.0"]
+
+
+def test_an_error_is_told_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(PrintCallback(), tmp_path / "digits", num_results=0, error=ValueError("two\nlines"))
+    assert capsys.readouterr().out == "[digits] failed: ValueError: two lines\n"

@@ -1,0 +1,76 @@
+"""TensorBoard files, read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorboardX  # noqa: F401 - sets an environment variable, which must not seem to be a test's doing
+
+from raysgd.callbacks import TensorBoardCallback
+from raysgd.result import Result
+from raysgd.testing.callback_suite import make_result, running
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def write(run_dir: Path, *results: Result, callback: TensorBoardCallback | None = None) -> Path:
+    with running(callback or TensorBoardCallback(), run_dir) as runner:
+        for result in results:
+            runner.result(result)
+    return run_dir / "tensorboard"
+
+
+def read(folder: Path) -> Any:
+    events = accumulator.EventAccumulator(str(folder), size_guidance={accumulator.SCALARS: 0})
+    return events.Reload()
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, round(event.value, 6)) for event in read(folder).Scalars(tag)]
+
+
+def test_numbers_are_scalars_at_their_iteration(tmp_path: Path) -> None:
+    folder = write(tmp_path, make_result(1, val={"acc": 0.25}), make_result(2, val={"acc": 0.5}))
+    assert scalars(folder, "loss") == [(1, 1.0), (2, 0.5)]
+    assert scalars(folder, "val/acc") == [(1, 0.25), (2, 0.5)]
+    assert scalars(folder, "raysgd/world_size") == [(1, 2), (2, 2)]
+
+
+def test_time_is_that_of_the_report(tmp_path: Path) -> None:
+    folder = write(tmp_path, make_result(7))
+    assert read(folder).Scalars("loss")[0].wall_time == make_result(7)["timestamp"]
+
+
+def test_nan_is_shown_and_what_is_no_number_is_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path, make_result(1, bad=math.nan, text="x", flag=True, none=None, list=[1]))
+    assert math.isnan(read(folder).Scalars("bad")[0].value)
+    assert set(read(folder).Tags()["scalars"]) & {"text", "flag", "none", "list"} == set()
+
+
+def test_the_config_is_shown(tmp_path: Path) -> None:
+    events = read(write(tmp_path, make_result(1)))
+    (text,) = events.Tensors("config/text_summary")
+    assert "| optimizer | `" in text.tensor_proto.string_val[0].decode()
+
+
+def test_of_rounds_made_again_the_later_values_stand(tmp_path: Path) -> None:
+    rounds = [make_result(i, loss=1.0) for i in range(1, 6)]
+    rounds += [make_result(i, attempt=2, loss=2.0) for i in range(3, 5)]
+    assert scalars(write(tmp_path, *rounds), "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_a_restored_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    write(tmp_path, *(make_result(i, loss=1.0) for i in range(1, 6)))
+    folder = write(tmp_path, *(make_result(i, loss=2.0) for i in range(4, 8)))
+    assert len(list(folder.iterdir())) == 2
+    values = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
+    assert scalars(folder, "loss") == values
+
+
+def test_results_can_be_watched_while_the_run_goes(tmp_path: Path) -> None:
+    with running(TensorBoardCallback(), tmp_path) as runner:
+        runner.result(make_result(1))
+        assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0)]

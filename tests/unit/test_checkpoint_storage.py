@@ -1,0 +1,380 @@
+"""Storage: names, durable local files, object stores through pyarrow, retries."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.fs
+import pytest
+
+from raysgd.checkpoint import Retry, Storage, check_name
+from raysgd.checkpoint.checksum import Checksum
+from raysgd.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+)
+
+
+@pytest.fixture(params=["local", "arrow local", "mock", "fsspec-like"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return Storage.from_uri(tmp_path / "base")
+    if request.param == "arrow local":
+        return Storage(pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem()), "base")
+    if request.param == "mock":
+        return Storage(pyarrow.fs._MockFileSystem(), "bucket/base")
+    handler = pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory"))
+    return Storage(pyarrow.fs.PyFileSystem(handler), f"base-{tmp_path.name}")
+
+
+class Flaky:
+    """Fails with the given errors first, then does what it stands for."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def test_what_was_written_is_read(storage: Storage) -> None:
+    assert storage.write_bytes("a.bin", b"hello") == (5, zlib.crc32(b"hello"))
+    assert storage.read_bytes("a.bin") == b"hello"
+    assert storage.size("a.bin") == 5
+    assert storage.exists("a.bin") and not storage.exists("b.bin")
+    with storage.open_input("a.bin") as stream:
+        assert stream.read() == b"hello"
+    buffer = bytearray(5)
+    assert storage.read_into("a.bin", memoryview(buffer)) == zlib.crc32(b"hello")
+    assert buffer == b"hello"
+
+
+def test_chunks_become_one_file(storage: Storage) -> None:
+    chunks = [b"ab", memoryview(b"cd"), b"", bytearray(b"e")]
+    assert storage.write_chunks("a.bin", lambda: chunks) == (5, zlib.crc32(b"abcde"))
+    assert storage.read_bytes("a.bin") == b"abcde"
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, (16 << 20) + 3])
+def test_large_chunks_are_summed_beside_the_write(storage: Storage, num_bytes: int) -> None:
+    data = memoryview(os.urandom(num_bytes))
+    chunks = [data[start : start + (3 << 20)] for start in range(0, num_bytes, 3 << 20)]
+    assert storage.write_chunks("a.bin", lambda: chunks) == (num_bytes, zlib.crc32(data))
+    buffer = bytearray(num_bytes)
+    assert storage.read_into("a.bin", memoryview(buffer)) == zlib.crc32(data)
+    assert buffer == data
+
+
+def test_folders_are_made_listed_and_deleted(storage: Storage) -> None:
+    child = storage.child("one", "two")
+    assert storage.list_names() == [] and not storage.exists()
+    child.write_bytes("manifest.json", b"{}")
+    storage.write_bytes("x", b"")
+    assert storage.list_names() == ["one", "x"]
+    assert storage.is_folder("one") and not storage.is_folder("x")
+    assert not storage.child("one").delete_tree("two", "something_else"), "not one of ours"
+    assert storage.child("one").delete_tree("two", r"manifest\.json")
+    assert not child.exists()
+    assert not storage.delete_tree("missing", ".*")
+    storage.delete_file("x")
+    storage.delete_file("x")
+    assert "x" not in storage.list_names()
+
+
+def test_missing_files_are_named(storage: Storage) -> None:
+    for call in (storage.read_bytes, storage.open_input, storage.size):
+        with pytest.raises(CheckpointNotFoundError, match="nothing_here"):
+            call("nothing_here")
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes("nothing_here")
+
+
+def test_a_file_larger_than_allowed_is_not_read(storage: Storage) -> None:
+    storage.write_bytes("a.bin", b"x" * 100)
+    assert len(storage.read_bytes("a.bin", 100)) == 100
+    with pytest.raises(CheckpointCorruptError, match="99 bytes"):
+        storage.read_bytes("a.bin", 99)
+
+
+def test_a_file_that_ends_early_is_corrupt(storage: Storage) -> None:
+    storage.write_bytes("a.bin", b"x" * 100)
+    with pytest.raises(CheckpointCorruptError, match=r"a\.bin ends after 100 of 101"):
+        storage.read_into("a.bin", memoryview(bytearray(101)))
+
+
+def test_files_named_gz_are_left_as_they_are(storage: Storage) -> None:
+    data = gzip.compress(b"text")
+    storage.write_bytes("a.gz", data)
+    assert storage.read_bytes("a.gz") == data
+
+
+def test_user_files_round_trip(storage: Storage, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep" / "er").mkdir(parents=True)
+    (source / "empty").mkdir()
+    (source / "model.bin").write_bytes(b"m" * 10)
+    (source / "deep" / "er" / "größe 1.txt").write_text("x")
+    (source / "link.bin").symlink_to(source / "model.bin")
+    entries = storage.put_path(source, "a0001-r00000")
+    names = [entry.name for entry in entries]
+    assert names == [f"a0001-r00000/{name}" for name in ("deep/er/größe 1.txt", "link.bin", "model.bin")]
+    storage.fetch_tree(entries, tmp_path / "back")
+    back = tmp_path / "back" / "a0001-r00000"
+    assert (back / "deep" / "er" / "größe 1.txt").read_text() == "x"
+    assert (back / "link.bin").read_bytes() == b"m" * 10 and not (back / "link.bin").is_symlink()
+
+
+def test_one_user_file_keeps_its_name(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"abc")
+    (entry,) = storage.put_path(tmp_path / "model.pt", "files")
+    assert (entry.name, entry.size, entry.crc32) == ("files/model.pt", 3, zlib.crc32(b"abc"))
+
+
+def test_a_fetched_file_that_changed_is_corrupt(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"abc")
+    entries = storage.put_path(tmp_path / "model.pt", "files")
+    storage.write_bytes("files/model.pt", b"abd")
+    with pytest.raises(CheckpointCorruptError, match="files/model.pt"):
+        storage.fetch_tree(entries, tmp_path / "back")
+
+
+def test_user_files_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path / "base")
+    with pytest.raises(CheckpointNotFoundError, match="nothing"):
+        storage.put_path(tmp_path / "nothing", "x")
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(CheckpointError, match="no files"):
+        storage.put_path(source, "x")
+    (source / "link").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="link"):
+        storage.put_path(source, "x")
+    (source / "link").unlink()
+    os.mkfifo(source / "fifo")
+    with pytest.raises(CheckpointError, match="fifo"):
+        storage.put_path(source, "x")
+
+
+def test_uris_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for given in (tmp_path / "runs", str(tmp_path / "runs"), "~/runs", "runs", f"file://{tmp_path}/runs"):
+        storage = Storage.from_uri(given)
+        assert storage.is_local
+        assert storage.uri == str(tmp_path / "runs")
+        assert Storage.from_uri(storage.child("a").uri).uri == str(tmp_path / "runs" / "a")
+
+
+def test_uris_with_a_query_keep_it_at_the_end() -> None:
+    storage = Storage(pyarrow.fs._MockFileSystem(), "bucket/base", uri="s3://bucket/base?region=eu")
+    assert not storage.is_local
+    assert storage.child("a", "b").uri == "s3://bucket/base/a/b?region=eu"
+    assert storage.child("a").path_of("x") == "s3://bucket/base/a/x"
+
+
+def test_a_local_path_may_hold_a_question_mark(tmp_path: Path) -> None:
+    child = Storage.from_uri(tmp_path / "what?").child("a")
+    child.write_bytes("x", b"1")
+    assert (tmp_path / "what?" / "a" / "x").exists()
+    assert child.path_of("x") == str(tmp_path / "what?" / "a" / "x")
+
+
+@pytest.mark.parametrize("uri", ["nosuch://bucket/x", "", "a\x00b"])
+def test_paths_that_mean_nothing_are_refused(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        Storage.from_uri(uri)
+
+
+def test_storage_crosses_processes(storage: Storage, tmp_path: Path) -> None:
+    if storage.is_local:
+        storage.write_bytes("x", b"1")
+        assert pickle.loads(pickle.dumps(storage)).read_bytes("x") == b"1"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\n", "ä", "a" * 129, None, 3, b"a", "a b"])
+def test_bad_components_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match="folder="):
+        check_name(name, "folder")
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "a//b", "a/", "a/.", "a\x00b", "a\\b", "a\nb", "x" * 256])
+def test_names_never_lead_out_of_the_folder(storage: Storage, name: str) -> None:
+    for call in (storage.read_bytes, storage.open_input, storage.size, storage.exists, storage.delete_file):
+        with pytest.raises(ConfigError):
+            call(name)
+    with pytest.raises(ConfigError):
+        storage.write_bytes(name, b"")
+    with pytest.raises(ConfigError):
+        storage.child(name)
+
+
+def test_a_write_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path)
+    storage.write_bytes("a", b"old")
+
+    def chunks() -> Iterator[bytes]:
+        yield b"ne"
+        assert (tmp_path / "a").read_bytes() == b"old", "readers see the old file until the new one is complete"
+        yield b"w"
+
+    storage.write_chunks("a", chunks)
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"x" * (2 << 20)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Storage.from_uri(tmp_path).write_chunks("a", chunks)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a").symlink_to(tmp_path / "victim")
+    Storage.from_uri(tmp_path / "base").write_bytes("a", b"new")
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    (tmp_path / "base" / "b").symlink_to(tmp_path / "victim")
+    with pytest.raises(StorageError):
+        Storage.from_uri(tmp_path / "base").write_bytes("b", b"new", atomic=False)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_links_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_bytes(b"secret")
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "file").symlink_to(tmp_path / "outside" / "secret")
+    (base / "folder").symlink_to(tmp_path / "outside")
+    storage = Storage.from_uri(base)
+    for name in ("file", "folder/secret"):
+        for call in (storage.read_bytes, storage.size, storage.open_input):
+            with pytest.raises(CheckpointCorruptError, match="symbolic link"):
+                call(name)
+
+
+def test_deleting_never_follows_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"1")
+    base = tmp_path / "base"
+    (base / "ours").mkdir(parents=True)
+    (base / "ours" / "marker").touch()
+    (base / "ours" / "link").symlink_to(outside)
+    (base / "linked").symlink_to(outside)
+    storage = Storage.from_uri(base)
+    assert storage.delete_tree("ours", "marker")
+    with pytest.raises(CheckpointCorruptError, match="symbolic link"):
+        storage.delete_tree("linked", ".*")
+    assert (outside / "precious").exists()
+
+
+def test_a_fifo_does_not_hang_the_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(StorageError):
+        Storage.from_uri(tmp_path).read_bytes("fifo")
+
+
+def retry(tries: int = 4) -> tuple[Retry, list[float]]:
+    waits: list[float] = []
+    return Retry(tries=tries, delay_s=1.0, factor=2.0, max_delay_s=3.0, sleep=waits.append), waits
+
+
+def test_passing_errors_are_tried_again_with_growing_waits() -> None:
+    policy, waits = retry()
+    flaky = Flaky(OSError("AWS Error SLOW_DOWN"), TimeoutError(), OSError(errno.EIO, "input/output"))
+    assert policy.run("write", "s3://b/x", flaky) == "done"
+    assert waits == [1.0, 2.0, 3.0]
+
+
+def test_what_goes_on_failing_names_operation_path_tries_and_cause() -> None:
+    policy, waits = retry(tries=3)
+    flaky = Flaky(*[OSError("AWS Error SLOW_DOWN")] * 9)
+    with pytest.raises(StorageError, match=r"write s3://b/x \(tried 3 times\): OSError: AWS Error SLOW_DOWN") as caught:
+        policy.run("write", "s3://b/x", flaky)
+    assert (caught.value.operation, caught.value.path, caught.value.tries) == ("write", "s3://b/x", 3)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR])
+def test_lasting_errors_are_raised_at_once(number: int) -> None:
+    policy, waits = retry()
+    with pytest.raises(StorageError, match="tried once"):
+        policy.run("write", "x", Flaky(OSError(number, os.strerror(number))))
+    assert waits == []
+
+
+def test_other_exceptions_pass_through_untried() -> None:
+    policy, waits = retry()
+    with pytest.raises(KeyError):
+        policy.run("write", "x", Flaky(KeyError("x")))
+    with pytest.raises(CheckpointCorruptError):
+        policy.run("read", "x", Flaky(CheckpointCorruptError("x")))
+    assert waits == []
+
+
+@pytest.mark.parametrize("change", [{"tries": 0}, {"delay_s": -1}, {"factor": 0.5}])
+def test_retry_settings_are_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Retry(**change)
+
+
+class FlakyFiles(pyarrow.fs.FSSpecHandler):
+    """An object store whose uploads break off the first times."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(fsspec.filesystem("memory"))
+        self.failures = failures
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("connection reset")
+        return super().open_output_stream(path, metadata)
+
+
+def test_a_write_to_an_object_store_starts_over(tmp_path: Path) -> None:
+    policy, waits = retry()
+    storage = Storage(pyarrow.fs.PyFileSystem(FlakyFiles(2)), f"flaky-{tmp_path.name}", retry=policy)
+    opened: list[int] = []
+
+    def chunks() -> Iterator[bytes]:
+        opened.append(1)
+        yield b"ab"
+        yield b"c"
+
+    assert storage.write_chunks("x", chunks) == (3, zlib.crc32(b"abc"))
+    assert storage.read_bytes("x") == b"abc"
+    assert len(waits) == 2
+
+
+def test_the_checksum_works_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Callable[..., None]:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr("raysgd.checkpoint.checksum.threading.Thread.start", refuse)
+    data = b"x" * (2 << 20)
+    with Checksum() as checksum:
+        checksum.update(data)
+        assert checksum.result() == zlib.crc32(data)
