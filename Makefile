@@ -21,7 +21,7 @@ help:  ## This page
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that the environment is made with"
-	@echo "  ARGS=\"...\"          passed on to the example (train), pytest (test, unit) or the benchmark (bench)"
+	@echo "  ARGS=\"...\"          passed on to the example (train), pytest (test, unit) or the comparison (bench)"
 	@echo
 	@echo "Each target first makes the environment in $(VENV), where it is missing or out of date."
 
@@ -33,7 +33,7 @@ test: lint  ## Everything: lint, types, layers, and all tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 unit: setup  ## The quick tests only
-	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture tests/docs $(ARGS)
 
 lint: setup  ## Lint, format, types and layers, without changing anything
 	@echo "lint: ruff check";  $(BIN)/ruff check --quiet .
@@ -47,6 +47,7 @@ format: setup  ## Format the code and apply the fixes that are safe
 
 bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
+	@$(BIN)/python benchmarks/scale.py
 
 doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

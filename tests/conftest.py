@@ -19,6 +19,14 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _a_home_for_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Runs without a storage path, and caches of libraries, go to a home that is thrown away."""

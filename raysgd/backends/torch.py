@@ -133,6 +133,7 @@ class TorchBackend(Backend):
         }
 
     def _join_store(self, member: Member, host: str, port: int) -> Any:
+        import torch.distributed as dist
 
         fd = None
         if member.rank == 0 and self._listener is not None:

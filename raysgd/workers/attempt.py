@@ -191,7 +191,8 @@ class Attempt:
             traceback=text,
             timestamp=time.time(),
             in_collective=self._backend.is_collective_error(error),
-            in_setup=in_setup,
+            # What a peer or the network can cause; another error there is a mistake, which a retry would repeat.
+            in_setup=in_setup and isinstance(error, (RuntimeError, OSError)),
         )
 
     def _leave_group(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ tracking = pytest.importorskip("mlflow.tracking")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"  # making one takes seconds
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"  # making one takes seconds
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +95,7 @@ def test_two_runs_are_two_mlflow_runs(store: str, tmp_path: Path) -> None:
     assert lengths == {"run_1": 3, "run_2": 2}
 
 
-def test_without_a_store_runs_go_beside_their_folder(tmp_path: Path) -> None:
+def test_without_a_store_runs_go_beside_their_folder(store: str, tmp_path: Path) -> None:
     drive(MLflowCallback(), tmp_path / "digits" / "run_001")
     (run,) = runs_of(f"sqlite:///{tmp_path}/digits/mlflow.db", "digits")
     assert run.info.run_name == "run_001"
