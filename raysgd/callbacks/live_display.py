@@ -8,6 +8,7 @@ fixed rate, so ten thousand results a second cost no more drawing than one. Term
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import sys
 import threading
@@ -55,11 +56,12 @@ class TerminalDisplay:
         )
         # The thread that ends a run is a daemon: when the interpreter leaves first, the last table is drawn here.
         atexit.register(self._stop)
-        self._live.start(refresh=True)
+        self._live.start()
         # The cursor stays visible, below the table: a driver that is killed leaves a terminal that needs no repair.
         console.show_cursor(True)
         self._logs.move(out, sys.stdout)
         self._logs.move(err, sys.stderr)
+        self._live.refresh()
 
     def result(self, result: Result) -> None:
         if self._state is not None:
@@ -80,9 +82,12 @@ class TerminalDisplay:
     def _stop(self) -> None:
         live, self._live = self._live, None
         atexit.unregister(self._stop)
-        self._logs.restore()
         if live is not None:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # a closed stream has nothing to show
+                    stream.flush()  # a proxy holds back the last line until it is complete
             live.stop()  # draws once more, and takes its proxies off sys.stdout and sys.stderr
+        self._logs.restore()  # not before: what went past the proxies would be drawn over
 
 
 class NotebookDisplay:

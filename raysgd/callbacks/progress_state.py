@@ -19,6 +19,7 @@ from raysgd.result import Event, Result, RunInfo
 
 _NOT_TAKEN_IN = 256  # results between two drawings that the histories see; of more, the last ones
 _MAX_NOTES = 3
+_HUGE = 1e290  # what lies beyond is drawn as this, so that sums stay finite
 
 
 class History:
@@ -38,6 +39,7 @@ class History:
 
     def add(self, value: float) -> None:
         self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
+        value = min(max(value, -_HUGE), _HUGE)
         self._sum, self._count = self._sum + value, self._count + 1
         if self._count == self._per_bucket:
             self._buckets.append(self._sum / self._count)

@@ -18,7 +18,7 @@ _STYLES = {"starting": "cyan", "running": "green", "recovering": "yellow", "fini
 _MAX_WIDTH = 116
 _SPARK_FROM_WIDTH = 76
 _MAX_METRICS, _MIN_METRICS, _MIN_WORKERS = 12, 3, 4
-_FRAME_LINES = 8  # borders, head line, blank lines, heads of the tables, and the line of the cursor
+_FRAME_LINES = 9  # borders, head line, blank lines, heads of the tables, and the line of the cursor
 
 
 class ProgressView:

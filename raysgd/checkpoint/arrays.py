@@ -37,6 +37,7 @@ _BIT_GENERATORS: tuple[Any, ...] = (
     np.random.Philox,
     np.random.SFC64,
 )
+_MAX_POOL = 1024  # NumPy's own has 4 words
 _ARRAY_LIBRARIES = ("jax", "jaxlib", "tensorflow")
 
 
@@ -90,13 +91,12 @@ def _decode_array(decoder: Any, node: Json) -> Any:
         raise ValueError(f"{leaf.data.nbytes} bytes of {leaf.dtype} do not make an array of {shape} {dtype}")
     if not leaf.data.nbytes:
         return np.zeros(shape, dtype)
-    array: Any = np.ndarray(tuple(shape), dtype, leaf.data)
-    return array if array.flags.aligned else array.copy()
+    return np.ndarray(tuple(shape), dtype, leaf.data)
 
 
 def _encode_scalar(encoder: Any, value: Any) -> Json:
     if type(value) is np.str_:  # as bytes these would lose trailing zeros
-        return ["np.str", encoder.encode(str(value))]
+        return ["np.str", encoder.encode(str.__str__(value))]
     if type(value) is np.bytes_:
         return ["np.bytes", encoder.encode(bytes(value))]
     name = value.dtype.name if _stored_dtype(value.dtype) else _describe(value.dtype)
@@ -141,10 +141,26 @@ def _encode_bit_generator(encoder: Any, value: Any) -> Json:
 def _decode_bit_generator(decoder: Any, node: Json) -> Any:
     _, name, state_node, seed_node = node
     kind = {kind.__name__: kind for kind in _BIT_GENERATORS}[name]
-    state, seed = decoder.decode(state_node), decoder.decode(seed_node)
+    state, seed = _checked_positions(decoder.decode(state_node)), decoder.decode(seed_node)
+    if seed and seed["pool_size"] > _MAX_POOL:
+        raise ValueError(f"a seed pool of {seed['pool_size']} words")
     generator = kind(np.random.SeedSequence(**seed) if seed else 0)
     generator.state = state
     return generator
+
+
+def _checked_positions(state: dict[str, Any]) -> dict[str, Any]:
+    """NumPy uses the positions in a state unchecked, so that wrong ones would read foreign memory."""
+    inner = state["state"]
+    for place, name, end in (
+        (inner, "pos", 624),
+        (state, "buffer_pos", 4),
+        (state, "has_uint32", 1),
+        (state, "has_gauss", 1),
+    ):
+        if name in place and not 0 <= int(place[name]) <= end:
+            raise ValueError(f"{name}={place[name]} is no position in the state of a generator")
+    return state
 
 
 def _encode_random_state(encoder: Any, value: Any) -> Json:
@@ -155,7 +171,7 @@ def _encode_random_state(encoder: Any, value: Any) -> Json:
 
 
 def _decode_random_state(decoder: Any, node: Json) -> Any:
-    state = decoder.decode(node[1])
+    state = _checked_positions(decoder.decode(node[1]))
     random_state = np.random.RandomState(0)
     random_state.set_state(state)
     return random_state
@@ -170,7 +186,7 @@ def _stored_dtype(dtype: Any) -> str | None:
 
 def _describe(dtype: Any) -> Json:
     """JSON that `_dtype` turns back into exactly this dtype, or None."""
-    if dtype.hasobject or dtype.type.__module__ == "ml_dtypes":
+    if dtype.hasobject or not dtype.itemsize or dtype.type.__module__ == "ml_dtypes":
         return None
     try:
         description = _plain(np.lib.format.dtype_to_descr(dtype))
@@ -188,8 +204,8 @@ def _dtype(description: Json) -> Any:
     if isinstance(description, str) and description in _ML_DTYPES:
         return np.dtype(getattr(importlib.import_module("ml_dtypes"), description))
     dtype = np.lib.format.descr_to_dtype(_fields(description))
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects")
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError("an array of Python objects, or of nothing")
     return dtype
 
 

@@ -194,6 +194,13 @@ def _decode_int(decoder: Decoder, node: Json) -> int:
     return int(node[1], 16)
 
 
+def _decode_bytearray(decoder: Decoder, node: Json) -> bytearray:
+    data = decoder.decode(node[1])
+    if type(data) is not bytes:  # of a number it would make that many zeros
+        raise ValueError("a bytearray that is not made of bytes")
+    return bytearray(data)
+
+
 def _decode_random(decoder: Decoder, node: Json) -> random.Random:
     generator = random.Random()
     generator.setstate(decoder.decode(node[1]))
@@ -247,7 +254,7 @@ DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "defaultdict": lambda d, n: collections.defaultdict(_FACTORIES[n[1]], decode_items(d, n[2])),
     "bytes": lambda d, n: _decode_base64(n[1]),
     "bytes.leaf": lambda d, n: d.leaves.get(n[1]).data.tobytes(),
-    "bytearray": lambda d, n: bytearray(d.decode(n[1])),
+    "bytearray": _decode_bytearray,
     "int": _decode_int,
     "float": lambda d, n: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[n[1]],
     "complex": lambda d, n: complex(d.decode(n[1]), d.decode(n[2])),

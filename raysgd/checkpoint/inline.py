@@ -50,6 +50,7 @@ class InlineLeaves:
         import numpy as np
 
         _, dtype, shape, text = reference
-        data = np.zeros(math.prod(shape) * ITEM_BYTES[dtype] if shape else ITEM_BYTES[dtype], np.uint8)
-        data.data[:] = base64.b64decode(text, validate=True)  # ValueError where the lengths differ
-        return StoredLeaf(dtype, tuple(shape), data)
+        data = bytearray(base64.b64decode(text, validate=True))  # writable
+        if math.prod(shape) * ITEM_BYTES[dtype] != len(data):
+            raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
+        return StoredLeaf(dtype, tuple(shape), np.frombuffer(data, np.uint8))

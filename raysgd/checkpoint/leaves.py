@@ -56,7 +56,7 @@ class StoredLeaf:
     Attributes:
         dtype: By its safetensors name.
         shape: As stored.
-        data: Its bytes, one-dimensional; a writable view on the buffer the file was read into.
+        data: Its bytes, one-dimensional, writable and aligned.
     """
 
     dtype: str

@@ -15,8 +15,9 @@ import numpy as np
 from raysgd.checkpoint.checksum import CHUNK_BYTES
 from raysgd.checkpoint.leaves import ByteArray
 from raysgd.checkpoint.names import FileEntry
-from raysgd.checkpoint.parts import TENSORS_SUFFIX, TREE_SUFFIX, decode_part
+from raysgd.checkpoint.parts import TENSORS_SUFFIX, TREE_SUFFIX, decode_tree
 from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.tensor_files import Leaves, copy_leaves
 from raysgd.errors import CheckpointCorruptError
 
 _FOOTER = struct.Struct("<QQ8s")
@@ -48,14 +49,13 @@ def load_payload(payload: Any, trusted: bool = False) -> Any:
     """The state of a payload.
 
     Args:
-        payload: uint8 array, or bytes. Tensors are views on a writable one, which must be left to them; one that is
-            read-only (it belongs to an object store) is copied first.
+        payload: uint8 array, or bytes; tensors are copied out of it.
         trusted: Allow pickled leaves.
     """
     data = np.frombuffer(payload, np.uint8) if not isinstance(payload, np.ndarray) else payload
-    data = data if data.flags.writeable else data.copy()
     tensors, tree = _split(data)
-    return decode_part(tree.tobytes(), tensors if tensors.size else None, _WHERE, trusted=trusted)
+    leaves = copy_leaves(tensors, _WHERE) if tensors.size else Leaves()
+    return decode_tree(tree.tobytes(), leaves, _WHERE, trusted=trusted)
 
 
 def _split(payload: ByteArray) -> tuple[ByteArray, ByteArray]:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar, final
 
 from raysgd.checkpoint import user_files
 from raysgd.checkpoint.arrow_files import ArrowFiles, arrow_fs, local_root
-from raysgd.checkpoint.checksum import CHUNK_BYTES, Checksum, Chunk
+from raysgd.checkpoint.checksum import CHUNK_BYTES, Chunk
 from raysgd.checkpoint.files import Files
 from raysgd.checkpoint.local_files import LocalFiles
 from raysgd.checkpoint.names import FileEntry, check_name, check_relative_path
@@ -101,9 +101,9 @@ class Storage:
         """The content of a file; CheckpointCorruptError where it is larger than ``max_bytes``."""
         return self._run("read", name, lambda path: self._read(path, max_bytes))
 
-    def read_into(self, name: str, buffer: memoryview) -> int:
-        """Fill ``buffer`` from the start of a file; returns the crc32 of it. For files too large to copy."""
-        return self._run("read", name, lambda path: self._read_into(path, buffer))
+    def read_with(self, name: str, function: Callable[[BinaryIO], T]) -> T:
+        """What ``function`` makes of the opened file; called again, from its start, where reading fails for a moment."""
+        return self._run("read", name, lambda path: self._read_with(path, function))
 
     def open_input(self, name: str) -> BinaryIO:
         """Open a file for reading; the caller closes it."""
@@ -178,17 +178,9 @@ class Storage:
             raise CheckpointCorruptError(f"{self.path_of(name)} is larger than the {max_bytes:,} bytes it may have")
         return data
 
-    def _read_into(self, name: str, buffer: memoryview) -> int:
-        view = buffer.cast("B")
-        with self._files.open_input(name) as stream, Checksum() as checksum:
-            done = 0
-            while done < len(view):
-                count = stream.readinto(view[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
-                if not count:
-                    raise CheckpointCorruptError(f"{self.path_of(name)} ends after {done:,} of {len(view):,} bytes")
-                checksum.update(view[done : done + count])
-                done += count
-            return checksum.result()
+    def _read_with(self, name: str, function: Callable[[BinaryIO], T]) -> T:
+        with self._files.open_input(name) as stream:
+            return function(stream)
 
 
 def _read_all(stream: BinaryIO, limit: int | None) -> bytes:

@@ -27,6 +27,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+LENGTH_BYTES = 8  # at the start of a file: the header's length
 _ALIGNMENT = 64  # of the data's start in the file: tensors are views on the read buffer, and vector loads like it
 _METADATA = "__metadata__"
 _MAX_NDIM = 64  # of torch and of NumPy
@@ -67,39 +68,45 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], meta
         fields.append(f"{json.dumps(name)}:{value}")  # by hand: an order faster than json.dumps of nested dicts
         offset = end
     text = f"{{{','.join(fields)}}}".encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    text += b" " * (-(len(text) + LENGTH_BYTES) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"the state has too many tensors for one file: its header takes {len(text):,} bytes.")
     return struct.pack("<Q", len(text)) + text
 
 
-def decode_header(file: memoryview, where: str) -> dict[str, TensorSpec]:
-    """The tensors of a file that is wholly in memory.
+def header_length(file: bytes | memoryview, file_bytes: int, where: str) -> int:
+    """How many bytes follow the first `LENGTH_BYTES`, before the data.
+
+    Raises:
+        CheckpointCorruptError: More than the file has, or than any header needs.
+    """
+    if file_bytes < LENGTH_BYTES:
+        raise CheckpointCorruptError(f"{where} has {file_bytes} bytes, too few for a safetensors file")
+    (length,) = struct.unpack_from("<Q", file)
+    if length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
+        raise CheckpointCorruptError(f"{where}: a header of {length:,} bytes does not fit a file of {file_bytes:,}")
+    return int(length)
+
+
+def decode_header(header: bytes, file_bytes: int, where: str) -> list[TensorSpec]:
+    """The tensors of a file, in the order of their data.
 
     Args:
-        file: All bytes of the file.
+        header: All that comes before the data.
+        file_bytes: Size of the whole file.
         where: The file's path, for messages.
 
     Raises:
         CheckpointCorruptError: The header does not fit itself or the file.
     """
-    data_start = 8 + _header_length(file, where)
-    header = parse_json(file[8:data_start].tobytes(), where)
-    if not isinstance(header, dict):
+    document = parse_json(header[LENGTH_BYTES:], where)
+    if not isinstance(document, dict):
         raise CheckpointCorruptError(f"{where}: the header is no JSON object")
-    header.pop(_METADATA, None)
-    specs = [_spec(name, value, data_start, len(file), where) for name, value in header.items()]
-    _check_overlap(specs, where)
-    return {spec.name: spec for spec in specs}
-
-
-def _header_length(file: memoryview, where: str) -> int:
-    if len(file) < 8:
-        raise CheckpointCorruptError(f"{where} has {len(file)} bytes, too few for a safetensors file")
-    (length,) = struct.unpack("<Q", file[:8])
-    if length > MAX_HEADER_BYTES or 8 + length > len(file):
-        raise CheckpointCorruptError(f"{where}: a header of {length:,} bytes does not fit a file of {len(file):,}")
-    return int(length)
+    document.pop(_METADATA, None)
+    specs = [_spec(name, value, len(header), file_bytes, where) for name, value in document.items()]
+    specs.sort(key=lambda spec: (spec.begin, spec.end))
+    _check_order(specs, len(header), file_bytes, where)
+    return specs
 
 
 def _spec(name: str, value: Any, data_start: int, file_bytes: int, where: str) -> TensorSpec:
@@ -124,10 +131,12 @@ def _is_length(number: Any) -> bool:
     return type(number) is int and 0 <= number < _MAX_LENGTH
 
 
-def _check_overlap(specs: list[TensorSpec], where: str) -> None:
-    """Two tensors on the same bytes would change together."""
-    previous: TensorSpec | None = None
-    for spec in sorted((s for s in specs if s.begin < s.end), key=lambda s: s.begin):
-        if previous is not None and spec.begin < previous.end:
-            raise CheckpointCorruptError(f"{where}: tensors {previous.name!r} and {spec.name!r} overlap")
-        previous = spec
+def _check_order(specs: list[TensorSpec], data_start: int, file_bytes: int, where: str) -> None:
+    """The format allows neither overlaps (two tensors would change together) nor gaps."""
+    end = data_start
+    for spec in specs:
+        if spec.begin != end:
+            raise CheckpointCorruptError(f"{where}: tensor {spec.name!r} overlaps another one, or leaves a gap")
+        end = spec.end
+    if end != file_bytes:
+        raise CheckpointCorruptError(f"{where}: {file_bytes - end:,} bytes follow the last tensor")

@@ -147,9 +147,6 @@ def _decode_dense(decoder: Any, node: Json) -> Any:
 def _view(data: ByteArray, dtype: Any, shape: list[int]) -> Any:
     if not math.prod(shape):
         return torch().empty(shape, dtype=dtype)
-    item_bytes = data.nbytes // math.prod(shape)
-    if data.__array_interface__["data"][0] % item_bytes:  # a file of another writer: kernels need aligned elements
-        data = data.copy()
     return torch().from_numpy(data).view(dtype).view(shape)
 
 

@@ -5,9 +5,10 @@ Runs in workers (both ways) and in drivers (reading).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from raysgd.checkpoint.checksum import CHUNK_BYTES, Checksum
 from raysgd.checkpoint.names import FileEntry, check_name, check_relative_path
@@ -45,7 +46,7 @@ def fetch_tree(
         check_relative_path(entry.name, "file")
         target = os.path.join(os.fspath(local_dir), entry.name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        size, crc32 = _fetch_file(storage, entry.name, target)
+        size, crc32 = storage.read_with(entry.name, functools.partial(_copy, target))
         if size != entry.size or (verify and crc32 != entry.crc32):
             raise CheckpointCorruptError(f"{storage.path_of(entry.name)} does not match its manifest (size or crc32)")
 
@@ -79,9 +80,9 @@ def _put_file(storage: Storage, path: str, name: str) -> FileEntry:
     return FileEntry(name, size, crc32)
 
 
-def _fetch_file(storage: Storage, name: str, target: str) -> tuple[int, int]:
+def _copy(target: str, stream: BinaryIO) -> tuple[int, int]:
     size = 0
-    with storage.open_input(name) as stream, open(target, "wb") as out, Checksum() as checksum:
+    with open(target, "wb") as out, Checksum() as checksum:
         while chunk := stream.read(CHUNK_BYTES):
             checksum.update(chunk)
             out.write(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import BinaryIO
 
 from raysgd.checkpoint.checksum import CHUNK_BYTES, Checksum
 from raysgd.checkpoint.manifest import Manifest
@@ -50,8 +51,12 @@ def mismatch(directory: Storage, entry: FileEntry) -> CheckpointCorruptError:
 
 
 def _check_crc32(directory: Storage, entry: FileEntry) -> None:
-    with directory.open_input(entry.name) as stream, Checksum() as checksum:
+    if directory.read_with(entry.name, _crc32) != entry.crc32:
+        raise mismatch(directory, entry)
+
+
+def _crc32(stream: BinaryIO) -> int:
+    with Checksum() as checksum:
         while chunk := stream.read(CHUNK_BYTES):
             checksum.update(chunk)
-        if checksum.result() != entry.crc32:
-            raise mismatch(directory, entry)
+        return checksum.result()

@@ -43,6 +43,7 @@ class TrainerActor:
             shares_gpus=settings.shares_gpus,
         )
         self._runs: dict[str, asyncio.Future[Run]] = {}
+        self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
         self._has_class = False
         self._host: Any = None
@@ -53,7 +54,11 @@ class TrainerActor:
         """Do a run; returns when it is closed. Waits until the one before is."""
         announced = self._announced(request.run_id)
         async with self._turn:
-            run, info = self._make_run(request)
+            try:
+                run, info = self._make_run(request)
+            except Exception as error:  # such as a storage path that cannot be written: all who ask for the run hear it
+                announced.set_exception(error)
+                return
             announced.set_result(run)
             if request.host_callbacks is not None:
                 run.before_close = self._follow_on_host(request, info)
@@ -79,10 +84,10 @@ class TrainerActor:
         """End a run early: in peace, or at once."""
         (await self._announced(run_id)).stop(why, cancel=cancel)
 
-    async def value(self, run_id: str, rank: int) -> Any:
-        """What train_func returned on ``rank``: a pickle, or a list that holds a reference to one."""
-        value = (await self._announced(run_id)).value(rank)
-        return value if isinstance(value, bytes) or value is None else [value]
+    async def values(self, run_id: str, num_ranks: int) -> list[Any]:
+        """What train_func returned on the first ranks: pickles, and where they are large references to them."""
+        run = await self._announced(run_id)
+        return [run.value(rank) for rank in range(num_ranks)]
 
     # -- what workers ask -----------------------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class TrainerActor:
     async def start_class(self, blob: Blob, has_class: bool) -> None:
         """Bring the workers up; with a class, form a group and make its instances."""
         async with self._turn:
-            await self._group.get_ready(self._settings.env)
+            await self._group.get_ready()
             if not has_class:
                 return
             rendezvous = await self._group.open_rendezvous()
@@ -115,7 +120,7 @@ class TrainerActor:
         """Call a function on the workers; pickles of the values by rank."""
         async with self._turn:
             if not self._has_class:
-                await self._group.get_ready(self._settings.env)
+                await self._group.get_ready()
             order = sorted(range(self._group.size), key=lambda slot: self._group.identity(slot).world_rank)
             slots = order[:1] if first_only else order
             return await self._group.call("execute", blob, self._has_class, slots=slots)
@@ -154,6 +159,8 @@ class TrainerActor:
 
     def _announced(self, run_id: str) -> asyncio.Future[Run]:
         """The run of this id, now or when it has begun: a reader may ask before the run's own call arrives."""
+        if run_id in self._forgotten:
+            raise UsageError("this run's results can no longer be read: the Trainer has done another run since")
         if run_id not in self._runs:
             self._runs[run_id] = asyncio.get_running_loop().create_future()
         return self._runs[run_id]
@@ -178,7 +185,6 @@ class TrainerActor:
             storage,
             failure=settings.failure,
             checkpoint=settings.checkpoint,
-            env=settings.env,
             share=ray.put,
         )
         return run, info
@@ -198,10 +204,10 @@ class TrainerActor:
 
     def _forget_all_but(self, run_id: str) -> None:
         """Of finished runs only the last can still be read: what others held in memory is on storage."""
-        for other in [
-            key for key, run in self._runs.items() if key != run_id and run.done() and run.result().is_closed
-        ]:
-            del self._runs[other]
+        for other, run in list(self._runs.items()):
+            if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
+                del self._runs[other]
+                self._forgotten.add(other)
 
 
 def new_run_folder(runs: Storage) -> Storage:

@@ -116,15 +116,10 @@ def report_frame(line: bytes) -> Frame:
 def event_frame(line: bytes) -> Frame:
     """A line of ``events.jsonl`` as the frame it was."""
     fields = json.loads(line)
-    if fields["kind"] in _FRAME_KINDS:
+    if "timestamp" not in fields:  # of events alone; some kinds of events and of frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
     data = {key: fields[key] for key in ("kind", "timestamp", "data")}
     return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
-
-
-_FRAME_KINDS = frozenset(
-    {frames.ATTEMPT, frames.RANK_DONE, frames.ATTEMPT_END, frames.CHECKPOINT_SCORED, frames.RUN_END, frames.RUN_CLOSED}
-)
 
 
 def _event_line(frame: Frame) -> bytes:

@@ -22,7 +22,6 @@ class TrainerSettings:
     failure: FailureConfig
     checkpoint: CheckpointConfig
     runtime_env: Mapping[str, Any] | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
     shares_gpus: bool = False
 
 

@@ -56,35 +56,39 @@ class RoundMerger:
         self._last_time = {}
 
     def _complete(self) -> Iterator[Result]:
-        while self._can_emit():
-            yield self._emit()
-
-    def _can_emit(self) -> bool:
-        if self._running:
-            return all(self._rows[rank] for rank in self._running)
-        return any(self._rows)
+        """The rounds every running rank has made; after all have left, those any rank has."""
+        while True:
+            waited_for = self._running or {rank for rank, rows in enumerate(self._rows) if rows}
+            ready = min((len(self._rows[rank]) for rank in waited_for), default=0)
+            if not ready:
+                return
+            yield from self._emit(ready)
 
     def _finish(self, keep_rounds: int | None) -> Iterator[Result]:
         """The attempt is over: rounds up to ``keep_rounds`` are emitted with the ranks that made them; None: all."""
+        self._running = set()
         while any(self._rows) and (keep_rounds is None or self._iteration - self._iterations_before < keep_rounds):
-            yield self._emit()
+            yield from self._emit(1)
         for rows in self._rows:
             rows.clear()
-        self._running = set()
 
-    def _emit(self) -> Result:
+    def _emit(self, count: int) -> Iterator[Result]:
+        """Up to ``count`` rounds of the ranks that have rows; ends early where a rank that has left runs out."""
         ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
-        rows = [self._rows[rank].popleft() for rank in ranks]
-        workers = [row[2] for row in rows]
-        first = ranks[0]
-        timestamp, time_total_s, _ = rows[0]
-        self._iteration += 1
-        result = Result(reduce_metrics(workers, self._reduce) if self._reduce else workers[0], workers, ranks)
-        result["training_iteration"] = self._iteration
-        result["timestamp"] = timestamp
-        result["time_this_iter_s"] = time_total_s - self._last_time.get(first, self._time_before_s)
-        result["time_total_s"] = time_total_s
-        result["world_size"] = self._world_size
-        result["attempt"] = self._attempt
-        self._last_time.update(zip(ranks, (row[1] for row in rows), strict=True))
-        return result
+        queues = [self._rows[rank] for rank in ranks]
+        count = min(count, *map(len, queues))
+        reduce, automatic = self._reduce, {"world_size": self._world_size, "attempt": self._attempt}
+        last = self._last_time.get(ranks[0], self._time_before_s)
+        for iteration in range(self._iteration + 1, self._iteration + count + 1):
+            rows = [queue.popleft() for queue in queues]
+            workers = [row[2] for row in rows]
+            timestamp, total, metrics = rows[0]
+            result = Result(reduce_metrics(workers, reduce) if reduce else metrics, workers, ranks)
+            result["training_iteration"] = iteration
+            result["timestamp"] = timestamp
+            result["time_this_iter_s"] = total - last
+            result["time_total_s"] = last = total
+            result.update(automatic)
+            self._iteration = iteration
+            self._last_time[ranks[0]] = total
+            yield result

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ class Fleet(Protocol):
 
     @property
     def size(self) -> int: ...
-    async def get_ready(self, env: Mapping[str, str]) -> list[str]: ...
+    async def get_ready(self) -> list[str]: ...
     async def check_storage(self, storage: Storage) -> None: ...
     async def open_rendezvous(self) -> str: ...
     def info(self, slot: int) -> WorkerInfo | None: ...
@@ -49,7 +49,7 @@ class Fleet(Protocol):
     def member(self, slot: int, rendezvous: str) -> Member: ...
     def run(self, slot: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
     def end(self, slot: int, attempt: int, why: str) -> None: ...
-    def ask_to_stop(self, slot: int, attempt: int) -> None: ...
+    async def ask_to_stop(self, attempt: int) -> None: ...
     async def leave(self) -> None: ...
     def kill(self, slot: int) -> None: ...
 
@@ -71,14 +71,12 @@ class Run:
         *,
         failure: FailureConfig,
         checkpoint: CheckpointConfig,
-        env: Mapping[str, str],
         share: Callable[[Any], Any],
     ) -> None:
         self._request = request
         self._info = info
         self._fleet = fleet
         self._storage = storage
-        self._env = dict(env)
         self._share = share
         self._checkpoint = checkpoint
         self._store = CheckpointStore(storage.child("checkpoints"))
@@ -118,6 +116,7 @@ class Run:
         flusher.cancel()
         if self.before_close is not None:
             await self.before_close()
+        await loop.run_in_executor(self._writer, self._journal.flush)  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
         await loop.run_in_executor(self._writer, self._journal.flush)
         self._writer.shutdown(wait=False)
@@ -173,8 +172,7 @@ class Run:
                 for rank in command.ranks:
                     self._fleet.kill(self._slots[rank])
             case c.AskToStop():
-                for slot in self._slots.values():
-                    self._fleet.ask_to_stop(slot, command.attempt)
+                self._spawn(self._fleet.ask_to_stop(command.attempt))
             case c.LeaveGroup():
                 self._spawn(self._fleet.leave())
             case c.SetTimer():
@@ -194,7 +192,7 @@ class Run:
 
     async def _prepare(self, attempt: int) -> None:
         try:
-            for line in await self._fleet.get_ready(self._env):
+            for line in await self._fleet.get_ready():
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._storage)
             self._rendezvous = await self._fleet.open_rendezvous()
@@ -240,7 +238,6 @@ class Run:
             deterministic=self._request.deterministic,
             callbacks=self._request.worker_callbacks,
             initial_state=self._request.initial_state,
-            env=self._env,
         )
         shared = self._share(order)
         for rank, slot in self._slots.items():

@@ -7,6 +7,7 @@ Runs in the training thread. JAX has no global generator: its keys are part of t
 from __future__ import annotations
 
 import base64
+import os
 import random
 import sys
 from typing import Any
@@ -57,7 +58,9 @@ def restore_generators(states: GeneratorStates) -> None:
 def make_deterministic() -> None:
     """Ask the loaded framework for bit-identical repetition. Must come before the first use of a GPU."""
     if torch := sys.modules.get("torch"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
     if tensorflow := sys.modules.get("tensorflow"):
         tensorflow.config.experimental.enable_op_determinism()

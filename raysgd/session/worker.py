@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from raysgd.session.generators import capture_generators, restore_generators
 from raysgd.session.metrics import copy_metrics, read_deferred
 from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
+from raysgd.session.stopping import StopGate
 
 
 class Link(Protocol):
@@ -80,15 +80,15 @@ class WorkerSession(Session):
         self._unscored_call: int | None = None
         self._ended: AttemptEnded | None = None
         self._is_closed = False
-        self._stop = threading.Event()
+        self._gate = StopGate()
 
     # -- what train_func calls --------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        if self._ended is not None or self._is_closed or self._stop.is_set():
+        if self._ended is not None or self._is_closed:
             self._check_live()
-            if self._stop.is_set() and not self._may_report_after_stop():
-                raise AttemptEnded("the run was asked to stop")
+        if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
+            raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
         self._outbox.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
         self._num_reports += 1
@@ -135,7 +135,7 @@ class WorkerSession(Session):
         return state
 
     def should_stop(self) -> bool:
-        return self._stop.is_set() or self._ended is not None
+        return self._gate.look() or self._ended is not None
 
     def barrier(self) -> None:
         self._meet("barrier", None)
@@ -146,13 +146,18 @@ class WorkerSession(Session):
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 
-    def ask_to_stop(self) -> None:
-        """Make `should_stop` true."""
-        self._stop.set()
+    def hold(self) -> tuple[int, int]:
+        """How many times this rank looked at `should_stop` and reported; it waits at the next of either."""
+        return self._gate.hold(self._num_reports)
+
+    def stop_from(self, look: int, last_report: int) -> None:
+        """The stop all ranks agreed on; see `StopGate`."""
+        self._gate.release(look, last_report)
 
     def end(self, why: str) -> None:
         """End the attempt: every later call raises `AttemptEnded`."""
         self._ended = AttemptEnded(why)
+        self._gate.open()
 
     @property
     def num_reports(self) -> int:
@@ -177,12 +182,6 @@ class WorkerSession(Session):
                 "train_func has returned, so nothing can be reported or saved any more; this call came from a thread "
                 "it left behind. Join such threads before returning."
             )
-
-    def _may_report_after_stop(self) -> bool:
-        """One report is let through after a stop, so that a loop which looks at should_stop() can say its last word."""
-        if not hasattr(self, "_reports_at_stop"):
-            self._reports_at_stop = self._num_reports
-        return self._num_reports == self._reports_at_stop
 
     def _describe_save(
         self,

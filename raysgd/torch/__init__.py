@@ -12,16 +12,12 @@ from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.model import prepare_model, unwrap
 from raysgd.torch.optimizer import prepare_optimizer
-from raysgd.torch.seeding import capture_rng, restore_rng, seed_all
 
 __all__ = [
     "PreparedLoader",
-    "capture_rng",
     "device",
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
-    "restore_rng",
-    "seed_all",
     "unwrap",
 ]

@@ -1,58 +1,18 @@
-"""Random numbers in a worker: seeds per rank, determinism, the state of torch's generators. Worker side."""
+"""Random numbers of data loaders: other ones on every rank, in every epoch and process. Worker side.
+
+The generators of the worker itself are seeded, saved and restored by `raysgd.session.generators`.
+"""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import logging
-import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-
-from raysgd.torch.devices import uses_cuda
-
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_logger = logging.getLogger(__name__)
-_workspace_was_set = False  # by this process, before it used CUDA; the variable itself may have been reset since
-
-
-def seed_all(seed: int | None, rank: int = 0, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch (CPU and all GPUs) with ``seed + rank``.
-
-    Args:
-        seed: None leaves the generators as they are.
-        rank: World rank; each rank draws other numbers.
-        deterministic: Also let torch use deterministic algorithms only (an operation that has none raises) and cuDNN
-            choose its own the same way each time. Must come before the process uses CUDA. Never turned off here.
-    """
-    if seed is not None:
-        _seed_process(seed + rank)
-    if deterministic:
-        _set_cublas_workspace()
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
-
-
-def capture_rng() -> dict[str, str]:
-    """The state of torch's generators, as text: of the CPU (7 KB), and of the current GPU if CUDA is in use."""
-    states = {"torch": _encode(torch.get_rng_state())}
-    if uses_cuda():
-        states["torch_cuda"] = _encode(torch.cuda.get_rng_state())
-    return states
-
-
-def restore_rng(states: Mapping[str, str]) -> None:
-    """Put torch's generators where `capture_rng` saw them; the GPU's state is left out where there is no GPU."""
-    if "torch" in states:
-        torch.set_rng_state(_decode(states["torch"]))
-    if "torch_cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(states["torch_cuda"]))
 
 
 @contextmanager
@@ -117,19 +77,3 @@ def _seed_process(value: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)  # it takes no more
     torch.manual_seed(value)
-
-
-def _set_cublas_workspace() -> None:
-    global _workspace_was_set
-    if _WORKSPACE not in os.environ and uses_cuda() and not _workspace_was_set:
-        _logger.warning("%s is set after CUDA was used in this process: its first results may not repeat.", _WORKSPACE)
-    _workspace_was_set = _workspace_was_set or not uses_cuda()
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -71,8 +71,6 @@ def connect_ray() -> None:
 
 def make_settings(spec: TrainerSpec) -> TrainerSettings:
     """The TrainerActor's settings."""
-    # Reproducible cuBLAS needs this in the environment before CUDA starts.
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if spec.deterministic else {}
     return TrainerSettings(
         name=f"{spec.run.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         scaling=spec.scaling,
@@ -80,7 +78,6 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         failure=spec.failure,
         checkpoint=spec.checkpoint,
         runtime_env=spec.runtime_env,
-        env=env,
         shares_gpus=spec.backend.name in ("torch", "horovod"),
     )
 

@@ -59,12 +59,16 @@ class Channel:
         """Ask a run to end; returns at once."""
         self._actor.stop.remote(run_id, why, cancel)
 
-    def value(self, run_id: str, rank: int) -> Any:
-        """What train_func returned on ``rank``."""
-        value = self.call("value", run_id, rank)
+    def values(self, run_id: str, num_ranks: int) -> list[Any]:
+        """What train_func returned on the first ranks, as `open_value` takes it; large values stay where they are."""
+        return list(self.call("values", run_id, num_ranks))
+
+    @staticmethod
+    def open_value(value: Any) -> Any:
+        """The object that a worker returned."""
         if value is None:
             return None
-        return loads(value if isinstance(value, bytes) else memoryview(ray.get(value[0])))
+        return loads(value if isinstance(value, bytes) else memoryview(ray.get(value)))
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the TrainerActor and wait for its answer.

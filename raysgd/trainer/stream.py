@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
@@ -22,7 +22,7 @@ from raysgd.controller.outcome import outcome_error
 from raysgd.controller.reader import CallbackReader
 from raysgd.controller.reducing import Reduce
 from raysgd.controller.rounds import RoundMerger
-from raysgd.errors import RunCancelledError, WorkerError
+from raysgd.errors import RaySGDError, RunCancelledError, WorkerError
 from raysgd.result import Result
 from raysgd.trainer.channel import Channel
 
@@ -67,6 +67,7 @@ class ResultStream:
         self._is_closed = False
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
+        self._values: list[Any] = []
         self.run_dir: str | None = None
         self._reader = make_reader(self)
         self._thread = threading.Thread(target=self._read, name="raysgd-reader", daemon=True)
@@ -78,6 +79,8 @@ class ResultStream:
         return self
 
     def __next__(self) -> Result:
+        if self._results:  # most calls: a batch brings many
+            return self._results.popleft()
         while True:
             result = self._take()
             if result is not None:
@@ -114,9 +117,8 @@ class ResultStream:
         self.wait()
         if self._error is not None:
             raise self._error
-        if self._returns == "first":
-            return self._channel.value(self._run_id, 0)
-        return [self._channel.value(self._run_id, rank) for rank in range(self._num_workers)]
+        values = [self._channel.open_value(value) for value in self._values]
+        return values[0] if self._returns == "first" else values
 
     def cancel(self) -> None:
         """Ask the run to end now. Its checkpoints stay; returns at once."""
@@ -161,9 +163,11 @@ class ResultStream:
         try:
             for batch in self._channel.stream(self._run_id):
                 self._take_in(batch)
+        except RayTaskError as problem:  # the run could not even be made
+            self._lost(problem.cause if isinstance(problem.cause, RaySGDError) else problem)
         except RayError as problem:
             if not self._is_closed:
-                self._lost(problem)
+                self._lost(WorkerError(f"the Trainer's controller process is gone, and the run with it: {problem}"))
         except Exception as problem:  # a bug here must not leave the user waiting for ever
             self._lost(problem)
         finally:
@@ -178,10 +182,13 @@ class ResultStream:
             self._note(frame)
             if self._reader is not None:
                 self._reader.feed(frame)
+        is_closed = any(frame.kind == frames.RUN_CLOSED for frame in batch)
+        if is_closed and self._error is None:  # now: the Trainer may do another run before they are asked for
+            self._values = self._channel.values(self._run_id, 1 if self._returns == "first" else self._num_workers)
         with self._changed:
             for frame in batch:
                 self._buffer_frame(frame)
-            if any(frame.kind == frames.RUN_CLOSED for frame in batch):
+            if is_closed:
                 self._is_closed = True
             self._wake()
 
@@ -214,8 +221,7 @@ class ResultStream:
             self._outcome = data
             self._wake()
 
-    def _lost(self, problem: BaseException) -> None:
-        error = WorkerError(f"the Trainer's controller process is gone, and the run with it: {problem}")
+    def _lost(self, error: BaseException) -> None:
         with self._changed:
             if self._outcome is None:
                 self._error = self._error or (

@@ -66,11 +66,11 @@ class WorkerActor:
 
     def prepare(self, order: PrepareOrder) -> Readiness:
         """Make ready for a run: a clean slate, the environment, the framework imported."""
+        context.uninstall()
         self._modules.look()
         if stale := self._modules.stale():
             return Readiness(stale_modules=stale)
         self._baseline.restore()
-        os.environ.update(order.env)
         if order.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.visible_gpus))
             os.environ["RAYSGD_DEVICE_INDEX"] = str(order.device_index)
@@ -108,11 +108,16 @@ class WorkerActor:
         if current is not None and current.number == attempt:
             current.end(why)
 
-    def ask_to_stop(self, attempt: int) -> None:
-        """Make ``should_stop()`` true."""
+    def hold(self, attempt: int) -> tuple[int, int]:
+        """How far this rank has come; it waits there for `stop_from`. Zeros for one that is not in the attempt."""
+        current = self._attempt
+        return current.hold() if current is not None and current.number == attempt else (0, 0)
+
+    def stop_from(self, attempt: int, look: int, last_report: int) -> None:
+        """Make ``should_stop()`` true from this look on."""
         current = self._attempt
         if current is not None and current.number == attempt:
-            current.ask_to_stop()
+            current.stop_from(look, last_report)
 
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
@@ -178,7 +183,6 @@ class WorkerActor:
         )
 
     def _open_code(self, run: RunOrder, rank: int) -> tuple[Any, Any]:
-        os.environ.update(run.env)
         function, config = loads(_resolve(run.code))
         if run.deterministic:
             make_deterministic()

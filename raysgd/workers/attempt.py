@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,14 @@ from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, RunOrder
-from raysgd.workers.pickling import dumps, dumps_named
+from raysgd.workers.pickling import dumps, dumps_error, dumps_named
 from raysgd.workers.sampler import SAMPLE_INTERVAL_S, Sampler
 
 #: Return values above this travel as an item of their own, which the controller hands on without looking.
 MAX_INLINE_BYTES = 64 * 1024
+#: Seconds a thread has to leave an ended attempt by itself, as by the error of the collective it is in, which is worth
+#: telling; then it is interrupted.
+INTERRUPT_AFTER_S = 0.1
 
 
 class Attempt:
@@ -97,15 +101,20 @@ class Attempt:
     def end(self, why: str) -> None:
         """End the attempt: the next session call raises, and a Python loop is interrupted where it stands."""
         self._session.end(why)
+        self._backend.abort()
+        if self._done.wait(INTERRUPT_AFTER_S):
+            return
         with self._lock:  # proves that the thread is still in train_func: it would hit whatever runs next otherwise
             if self._is_inside and self._thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
                 )
-        self._backend.abort()
 
-    def ask_to_stop(self) -> None:
-        self._session.ask_to_stop()
+    def hold(self) -> tuple[int, int]:
+        return self._session.hold()
+
+    def stop_from(self, look: int, last_report: int) -> None:
+        self._session.stop_from(look, last_report)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for train_func to have left; whether it has."""
@@ -122,7 +131,7 @@ class Attempt:
             self._leave_group()
         self._session.close()
         self._writer.close()  # what was saved is to be durable, however train_func left
-        context.uninstall()
+        # The session stays installed, closed, so that a thread left behind gets its error.
         if not isinstance(outcome, Failed):  # that one has left already
             self._outbox.put(outcome, urgent=True)
         self._done.set()
@@ -139,8 +148,9 @@ class Attempt:
             in_setup = False
             context.install(self._session)
             self._callbacks.start()
-            value = self._call(function, config)
-            return self._returned(value)
+            returned = self._returned(self._call(function, config))
+            self._callbacks.end(None)  # a critical one may make a failure of it
+            return returned
         except AttemptEnded:
             error = AttemptEnded()
             return Ended()
@@ -177,15 +187,12 @@ class Attempt:
 
     def _failed(self, error: BaseException, in_setup: bool) -> Failed:
         rank = self._order.member.rank
+        error.__traceback__ = _user_part(error.__traceback__)
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         carried = _carriable(error, rank)
-        try:
-            data: bytes | None = dumps(carried)
-        except Exception:  # a lock or a socket in the exception; its text and type still arrive
-            data = None
         line = traceback.format_exception_only(carried)[-1].strip()
         return Failed(
-            exception=data,
+            exception=dumps_error(carried),  # its text and type arrive in any case
             type_name=f"{type(carried).__module__}.{type(carried).__qualname__}",
             summary=redact_text(line, self._secrets),
             traceback=text,
@@ -252,6 +259,14 @@ def takes_config(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # some callables written in C tell nothing
         return True
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _user_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from where it leaves this file; all of it if it never does."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _carriable(error: BaseException, rank: int) -> BaseException:

@@ -91,7 +91,7 @@ class WorkerGroup:
 
     # -- getting ready ------------------------------------------------------------------------------------------
 
-    async def get_ready(self, env: Mapping[str, str]) -> list[str]:
+    async def get_ready(self) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
 
         Raises:
@@ -100,14 +100,14 @@ class WorkerGroup:
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         try:
-            return await asyncio.wait_for(self._get_ready(dict(env)), self._start_timeout_s)
+            return await asyncio.wait_for(self._get_ready(), self._start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
 
-    async def _get_ready(self, env: dict[str, str]) -> list[str]:
+    async def _get_ready(self) -> list[str]:
         self._fill()
         await self._locate()
-        readiness = await self._prepare(env)
+        readiness = await self._prepare()
         stale = {slot: ready.stale_modules for slot, ready in enumerate(readiness) if ready.stale_modules}
         if not stale:
             return []
@@ -116,7 +116,7 @@ class WorkerGroup:
             self.kill(slot)
         self._fill()
         await self._locate()
-        await self._prepare(env)
+        await self._prepare()
         return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
 
     def _fill(self) -> None:
@@ -190,9 +190,9 @@ class WorkerGroup:
                 node_rank=order.index(nodes[index]),
             )
 
-    async def _prepare(self, env: dict[str, str]) -> list[Readiness]:
+    async def _prepare(self) -> list[Readiness]:
         workers = self._all()
-        orders = [PrepareOrder(self._backend, env, *self._gpus_of(worker)) for worker in workers]
+        orders = [PrepareOrder(self._backend, *self._gpus_of(worker)) for worker in workers]
         readiness = await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
         for worker, ready in zip(workers, readiness, strict=True):
             if ready.error is not None:
@@ -302,8 +302,12 @@ class WorkerGroup:
     def end(self, slot: int, attempt: int, why: str) -> None:
         self._tell(slot, "end", attempt, why)
 
-    def ask_to_stop(self, slot: int, attempt: int) -> None:
-        self._tell(slot, "ask_to_stop", attempt)
+    async def ask_to_stop(self, attempt: int) -> None:
+        """Agree with all ranks on the place where they find ``should_stop()`` true; see `StopGate`."""
+        with contextlib.suppress(RayError):  # a rank that died meanwhile ends the attempt anyway
+            places = await self.call("hold", attempt)
+            looks, reports = (max(place[i] for place in places) for i in (0, 1))
+            await self.call("stop_from", attempt, looks, reports)
 
     async def leave(self) -> None:
         """All ranks have returned: leave the group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd.backends.base import BackendConfig, Member
@@ -22,7 +22,6 @@ class RunOrder:
         callbacks: Pickle of the callbacks that run in workers, or None.
         initial_state: Pickle of the state given as ``run(checkpoint=...)``, or None.
         returns: ``"first"`` (rank 0's value travels) or ``"all"``.
-        env: Environment variables for train_func.
     """
 
     run_id: str
@@ -35,7 +34,6 @@ class RunOrder:
     deterministic: bool = False
     callbacks: Blob | None = None
     initial_state: Blob | None = None
-    env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,8 @@ class Readiness:
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """Make ready: reset what the last run left, set the environment, import the framework."""
+    """Make ready: reset what the last run left, choose the GPUs, import the framework."""
 
     backend: BackendConfig
-    env: dict[str, str]
     visible_gpus: tuple[int, ...] = ()
     device_index: int = 0

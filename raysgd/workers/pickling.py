@@ -68,6 +68,37 @@ def find_unpicklable(obj: Any, path: str, reducers: Reducers | None = None, dept
     return path, obj
 
 
+def dumps_error(error: BaseException) -> bytes | None:
+    """Pickle an exception so that it can be opened again; None where it cannot.
+
+    Many exceptions are made of more than their message, and pickle would make them of the message alone, which fails
+    when they are opened. Those travel as they are, without a second call of their ``__init__``.
+    """
+    for carried in (error, _AsItIs(error)):
+        try:
+            data = dumps(carried)
+            loads(data)
+        except Exception:  # a lock or a socket in it, or an __init__ that wants more
+            continue
+        return data
+    return None
+
+
+class _AsItIs:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self._error), self._error.args, vars(self._error))
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
 def loads(data: bytes | memoryview) -> Any:
     """Open a pickle made by `dumps`."""
     return cloudpickle.loads(data)

@@ -34,6 +34,7 @@ class Baseline:
                 "threads": torch.get_num_threads(),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
                 "grad": torch.is_grad_enabled(),
+                "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
             }
 
     def restore(self) -> None:
@@ -64,5 +65,6 @@ class Baseline:
         if torch.are_deterministic_algorithms_enabled() != self._torch["deterministic"]:
             torch.use_deterministic_algorithms(self._torch["deterministic"])  # imports the compiler: 1.5 s at first
         torch.set_grad_enabled(self._torch["grad"])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._torch["cudnn"]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.session import context
-from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, seed_all, unwrap
+from raysgd.session.generators import make_deterministic, seed_generators
+from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, unwrap
 from raysgd.torch.reduction import RankOrder, reduce_in_rank_order
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,9 @@ def digest(model: nn.Module) -> str:
 def train(start: int, end: int, state: dict[str, Any] | None, **ddp_kwargs: Any) -> tuple[str, dict[str, Any]]:
     """Some of the steps of one training, as a train_func would: two steps an epoch, resumed from a state."""
     session = context.current()
-    seed_all(session.seed, session.world_rank, session.deterministic)
+    seed_generators(session.seed, session.world_rank)
+    if session.deterministic:
+        make_deterministic()
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if state is not None:

@@ -34,7 +34,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return math.isnan(a) and math.isnan(b) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, dict):
@@ -318,6 +318,7 @@ def test_mutable_keys_are_refused() -> None:
         ["np.bits", "system", {}, None],
         ["bytearray", ["list"]],
         ["bytearray"],
+        ["bytearray", 10**15],
     ],
     ids=str,
 )

@@ -1,0 +1,417 @@
+"""What goes wrong in user code, in what is given to a run, and in how a Trainer is used: one clear error each.
+
+All tests of the module go through the same few Trainers, in the same processes: each error leaves its Trainer usable.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.errors import (
+    ConfigError,
+    MetricError,
+    SerializationError,
+    SessionError,
+    TrainerBusyError,
+    TrainerClosedError,
+    TrainFuncError,
+    UsageError,
+    WorkerTraceback,
+)
+from support.poll import until
+from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def same_processes(trainer: raysgd.Trainer) -> Iterator[None]:
+    """The test must leave the Trainer usable, with the processes it had."""
+    before = pids(trainer)
+    yield
+    assert pids(trainer) == before
+
+
+class Diverged(Exception):
+    pass
+
+
+class WithDetails(Exception):
+    """Made of more than its message, as many libraries have them; pickle alone cannot make it anew."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code = code
+        self.reason = reason
+
+
+class HoldsALock(Exception):
+    def __init__(self) -> None:
+        super().__init__("the lock is jammed")
+        self.lock = threading.Lock()
+
+
+def linger() -> None:
+    """A rank that is busy with something of its own while another fails. (One in a long C call would be replaced.)"""
+    for _ in range(6000):
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------ exceptions in train_func
+
+
+@pytest.mark.usefixtures("same_processes")
+class TestExceptionsOfTheUser:
+    def test_arrives_as_its_own_type_with_rank_node_and_traceback(self, trainer: raysgd.Trainer) -> None:
+        def check_loss(loss: float) -> None:
+            raise Diverged(f"loss is {loss}")
+
+        def train_func() -> None:
+            if raysgd.world_rank() == 1:
+                check_loss(1e9)
+            linger()
+
+        with pytest.raises(Diverged, match=r"^loss is 1000000000\.0$") as caught:
+            trainer.run(train_func, callbacks=quiet())
+
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerTraceback)
+        assert cause.rank == 1
+        hostname, ip = os.uname().nodename, trainer_node_ip()
+        assert cause.node == f"{hostname} ({ip})"
+        assert "check_loss(1e9)" in cause.traceback and "in check_loss" in cause.traceback
+        assert f"in the worker of rank 1 on {hostname}" in str(cause)
+
+    def test_secrets_are_in_no_traceback_and_no_file(self, trainer: raysgd.Trainer) -> None:
+        def train_func(config: dict[str, Any]) -> None:
+            password = config["db_password"]
+            raise ConnectionError(f"{password} was refused by {config['url']}")
+
+        with pytest.raises(ConnectionError) as caught:
+            trainer.run(train_func, {"db_password": "hunter2!", "url": "db.local"}, callbacks=quiet())
+
+        assert "hunter2!" not in str(caught.value.__cause__)
+        assert "*** was refused by db.local" in str(caught.value.__cause__)
+        run_dir = Path(latest_run(trainer).run_dir)
+        assert "refused by db.local" in (run_dir / "events.jsonl").read_text()
+        for file in run_dir.glob("*.json*"):
+            assert "hunter2!" not in file.read_text(), file.name
+
+    def test_the_first_in_time_is_raised_and_the_others_are_listed(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            raysgd.barrier()
+            if raysgd.world_rank() == 0:
+                time.sleep(0.02)  # second, though its rank is lower
+                raise KeyError("second")
+            raise ValueError("first")
+
+        with pytest.raises(ValueError, match="first") as caught:
+            trainer.run(train_func, callbacks=quiet())
+
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerTraceback) and cause.rank == 1
+        assert cause.followed == ((0, "KeyError: 'second'"),)
+        assert "rank 0: KeyError: 'second'" in str(cause)
+
+    def test_other_ranks_do_not_hold_it_up(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            raysgd.barrier()
+            if raysgd.world_rank() == 0:
+                raysgd.report(raised_at=time.time())
+                raise Diverged("now")
+            while True:  # a loop in Python, which ends where it stands
+                sum(range(100))
+
+        stream = trainer.run_generator(train_func, callbacks=quiet())
+        with pytest.raises(Diverged):
+            stream.get_returns()
+        # The target is 0.3 s on an idle machine; the benchmarks measure it.
+        assert stream.wait_closed(PATIENCE_S)
+
+    def test_one_with_more_than_a_message(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            raise WithDetails(7, reason="no more disk")
+
+        with pytest.raises(WithDetails, match=r"no more disk \(7\)") as caught:
+            trainer.run(train_func, callbacks=quiet())
+        assert caught.value.code == 7
+        assert caught.value.reason == "no more disk"
+        assert isinstance(caught.value.__cause__, WorkerTraceback)
+
+    def test_one_that_does_not_pickle_keeps_its_name_and_text(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            raise HoldsALock
+
+        with pytest.raises(TrainFuncError, match="HoldsALock: the lock is jammed") as caught:
+            trainer.run(train_func, callbacks=quiet())
+        assert caught.value.type_name.endswith("HoldsALock")
+        assert "does not pickle" in str(caught.value)
+        assert "raise HoldsALock" in str(caught.value.__cause__)
+
+    def test_sys_exit(self, trainer: raysgd.Trainer) -> None:
+        with pytest.raises(TrainFuncError, match=r"sys\.exit\(3\) on rank 0; return instead") as caught:
+            trainer.run(lambda: sys.exit(3) if raysgd.world_rank() == 0 else linger(), callbacks=quiet())
+        assert caught.value.type_name == "SystemExit"
+
+    def test_keyboard_interrupt_raised_by_user_code(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            raise KeyboardInterrupt("a signal handler of a library")
+
+        with pytest.raises(TrainFuncError, match="KeyboardInterrupt in train_func on rank"):
+            trainer.run(train_func, callbacks=quiet())
+
+    def test_a_value_that_does_not_pickle(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> dict[str, Any]:
+            return {"model": {"lock": threading.Lock()}}
+
+        with pytest.raises(SerializationError, match="the value train_func returned") as caught:
+            trainer.run(train_func, callbacks=quiet())
+        assert caught.value.path == "the value train_func returned['model']['lock']"
+
+    def test_results_before_the_error_are_iterated_and_then_it_is_raised(self, trainer: raysgd.Trainer) -> None:
+        def train_func() -> None:
+            for step in range(3):
+                raysgd.report(step=step)
+            raise Diverged("after three")
+
+        stream = trainer.run_generator(train_func, callbacks=quiet())
+        assert [next(stream)["step"] for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(Diverged, match="after three"):
+            next(stream)
+        with pytest.raises(Diverged, match="after three"):
+            stream.get_returns()
+        assert list(stream) == []
+        assert stream.is_finished()
+
+
+# ------------------------------------------------------------------------------------------ with a process group
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def torch_trainer(
+    request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs"), request.param, "torch") as trainer:
+        yield trainer
+
+
+def test_the_cause_is_raised_and_the_broken_collectives_are_listed(torch_trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> int:
+        import torch
+        import torch.distributed as dist
+
+        model = raysgd.torch.prepare_model(torch.nn.Linear(4, 2))
+        for _step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+        if config["fails"] and raysgd.world_rank() == raysgd.world_size() - 1:
+            time.sleep(0.2)  # the others wait in the collective by now
+            raise Diverged("the cause")
+        dist.all_reduce(torch.ones(1))
+        return os.getpid()
+
+    before = torch_trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all")
+    with pytest.raises(Diverged, match=r"^the cause$") as caught:
+        torch_trainer.run(train_func, {"fails": True}, callbacks=quiet())
+
+    last = len(before) - 1
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerTraceback) and cause.rank == last
+    assert last not in {rank for rank, _ in cause.followed}
+    assert torch_trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all") == before
+
+
+# ------------------------------------------------------------------------------------------ what is given to a run
+
+
+def test_a_config_that_does_not_pickle_names_the_key(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(SerializationError, match=r"config\['data'\]\['lock'\] cannot be sent") as caught:
+        trainer.run(lambda config: None, {"lr": 1, "data": {"lock": threading.Lock()}})
+    assert caught.value.path == "config['data']['lock']"
+
+
+def test_a_train_func_that_does_not_pickle_names_its_variable(trainer: raysgd.Trainer) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"train_func \(its variable 'lock'\)"):
+        trainer.run(lambda: lock.locked())
+
+
+def test_a_train_func_that_mentions_its_trainer(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(SerializationError, match=r"its variable 'trainer'.*pass what it needs in the config"):
+        trainer.run(lambda: trainer.run_dir)
+
+
+def test_a_trainer_does_not_pickle(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(SerializationError, match="holds processes and cannot be pickled"):
+        pickle.dumps(trainer)
+
+
+async def coroutine(config: Any) -> None: ...
+
+
+def generator(config: Any) -> Iterator[int]:
+    yield 1
+
+
+def needs_two(config: Any, data: Any) -> None: ...
+
+
+def needs_keyword(config: Any, *, data: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("train_func", "says"),
+    [
+        (coroutine, "train_func coroutine is async"),
+        (generator, "train_func generator is a generator"),
+        (needs_two, r"needs config, data; it gets one argument.*functools\.partial"),
+        (needs_keyword, "needs config, data"),
+        (functools.partial(coroutine), "is async"),
+        (42, "train_func=42 is no function"),
+        (Diverged, "is no function"),
+    ],
+)
+def test_what_is_no_train_func(trainer: raysgd.Trainer, train_func: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trainer.run(train_func)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"config": [("lr", 1)]}, r"config=\[\('lr', 1\)\] is a list; give a dict"),
+        ({"config": {1: 2}}, "config has the key 1, a int; give strings"),
+        ({"returns": "last"}, "returns='last' is not known"),
+        ({"reduce": {"loss": "median"}}, r"reduce\['loss'\]='median' is not known"),
+        ({"callbacks": raysgd.Callback()}, r"give callbacks=\[...\]"),
+    ],
+)
+def test_arguments_that_cannot_be(trainer: raysgd.Trainer, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trainer.run(lambda config: None, **given)
+
+
+def test_a_storage_path_that_cannot_be_made_fails_instead_of_hanging(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer(tmp_path / "file" / "runs", 1)
+    with trainer, pytest.raises(raysgd.errors.StorageError, match="could not make"):
+        trainer.run(os.getpid, callbacks=quiet())
+
+
+# ------------------------------------------------------------------------------------------ metrics and sessions
+
+
+@pytest.mark.usefixtures("same_processes")
+class TestMisuseInTheWorker:
+    @pytest.mark.parametrize(
+        ("metric", "says"),
+        [
+            ({"loss": {1, 2}}, r"report\(loss=\.\.\.\) got a builtins\.set"),
+            ({"weights": bytes(10)}, "raysgd.save_checkpoint"),
+            ({"text": "x" * (1 << 21)}, "the limit is 1 MiB"),
+            ({"a": {"b": {3: 4}}}, "names are strings"),
+            ({"timestamp": 1.0, "time_total_s": 2.0}, "sets time_total_s, timestamp by itself"),
+        ],
+    )
+    def test_what_is_no_metric(self, trainer: raysgd.Trainer, metric: dict[str, Any], says: str) -> None:
+        with pytest.raises(MetricError, match=says) as caught:
+            trainer.run(lambda config: raysgd.report(config["metric"]), {"metric": metric}, callbacks=quiet())
+        assert caught.value.key.startswith(tuple(metric))
+
+    def test_a_trainer_made_in_train_func(self, trainer: raysgd.Trainer) -> None:
+        with pytest.raises(UsageError, match="a Trainer inside train_func"):
+            trainer.run(lambda: raysgd.Trainer(2) and None, callbacks=quiet())
+
+    @pytest.mark.parametrize("call", ["report", "save_checkpoint"])
+    def test_calls_of_a_thread_that_was_left_behind(self, trainer: raysgd.Trainer, tmp_path: Path, call: str) -> None:
+        def train_func(config: dict[str, Any]) -> str:
+            def late() -> None:
+                until(Path(config["gate"]).exists, 30)
+                try:
+                    raysgd.report(late=1) if config["call"] == "report" else raysgd.save_checkpoint({"late": 1})
+                    text = "no error"
+                except BaseException as error:
+                    text = f"{type(error).__name__}: {error}"
+                Path(config["gate"] + str(raysgd.world_rank())).write_text(text)
+
+            threading.Thread(target=late).start()
+            raysgd.report(early=1)
+            return "done"
+
+        gate = tmp_path / "gate"
+        assert trainer.run(train_func, {"gate": str(gate), "call": call}, callbacks=quiet()) == "done"
+        gate.write_text("")
+        assert until(lambda: (tmp_path / "gate0").exists() and (tmp_path / "gate0").read_text(), PATIENCE_S)
+        said = (tmp_path / "gate0").read_text()
+        assert said.startswith(f"{SessionError.__name__}: train_func has returned")
+        assert len(latest_run(trainer).metrics) == 1
+
+
+# ------------------------------------------------------------------------------------------ the Trainer
+
+
+def test_a_second_run_while_one_is_live(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
+    for second in (trainer.run, trainer.run_generator, trainer.start):
+        with pytest.raises(TrainerBusyError, match=r"is live; wait for it with get_returns\(\), or cancel\(\) it"):
+            second(None if second == trainer.start else os.getpid)  # type: ignore[operator]
+    (tmp_path / "go").write_text("")
+    assert stream.get_returns() == "went"
+
+
+def wait_for_file(config: dict[str, Any]) -> str:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(config["file"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return "went"
+
+
+def test_calls_after_shutdown(ray_cluster: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1)
+    trainer.shutdown()
+    trainer.shutdown()
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.run(os.getpid),
+        lambda: trainer.run_generator(os.getpid),
+        lambda: trainer.start(),
+        lambda: trainer.execute(os.getpid),
+        lambda: trainer.__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(TrainerClosedError, match="was shut down; make a new one"):
+            call()
+
+
+def test_errors_are_in_the_events(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        raise Diverged("for the record")
+
+    with pytest.raises(Diverged):
+        trainer.run(train_func, callbacks=quiet())
+    (end,) = events_of(trainer, "run_end")[-1:]
+    assert end["kind"] == "error"
+    assert latest_run(trainer).outcome == "error"
+    assert "Diverged: for the record" in end["message"]
+
+
+def trainer_node_ip() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,65 @@
+"""What tests of whole runs share: a quiet Trainer, code that travels to its workers, and looks at what a run left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+import raysgd
+from raysgd.callbacks import ProgressCallback
+from support.poll import until
+
+#: Far above what anything here takes, so that a hang fails by name and a loaded machine does not.
+PATIENCE_S = 60.0
+
+
+def travels_by_value(module: str) -> None:
+    """Let the functions and classes of a test module reach the workers, which can import neither it nor ``support``."""
+    for name in (module, "support.poll", __name__):
+        cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def quiet() -> list[raysgd.Callback]:
+    """The callbacks of a run that shows nothing."""
+    return [ProgressCallback(mode="off")]
+
+
+def make_trainer(storage: Path, num_workers: int = 2, backend: str = "none", **settings: Any) -> raysgd.Trainer:
+    """A Trainer whose runs lie below ``storage``."""
+    return raysgd.Trainer(num_workers, backend, run=raysgd.RunConfig(storage_path=storage), **settings)
+
+
+def pids(trainer: raysgd.Trainer) -> list[int]:
+    """The processes of a Trainer's workers by rank; brings them up."""
+    found: list[int] = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+    return found
+
+
+def are_gone(processes: list[int], timeout_s: float = 20) -> bool:
+    """Whether all of them end within the time."""
+    return until(lambda: not any(is_alive(pid) for pid in processes), timeout_s, interval_s=0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def latest_run(trainer: raysgd.Trainer) -> Any:
+    """The files of the latest run, once it has written all of them."""
+    trainer.get_last_checkpoint()  # waits until the run is closed, also one that failed
+    assert trainer.run_dir is not None
+    return raysgd.load_run(trainer.run_dir)
+
+
+def events_of(trainer: raysgd.Trainer, kind: str) -> list[dict[str, Any]]:
+    """The data of the latest run's events of a kind, in order."""
+    events = latest_run(trainer).events
+    return list(events[events["kind"] == kind]["data"])

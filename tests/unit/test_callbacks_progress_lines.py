@@ -1,0 +1,129 @@
+"""Progress as plain lines, and the choice between lines and a live table."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from raysgd.callbacks import ProgressCallback
+from raysgd.callbacks.lines_display import LinesDisplay
+from raysgd.callbacks.live_display import TerminalDisplay
+from raysgd.callbacks.progress import make_display
+from raysgd.result import Event
+from raysgd.testing.callback_suite import drive, make_info, make_result
+
+
+class Played:
+    """A display of lines whose clock stands until it is set."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.now = 0.0
+        self.file = io.StringIO()
+        self.display = LinesDisplay(self.file, clock=lambda: self.now)
+        self.display.start(make_info(tmp_path / "digits"))
+
+    def result(self, iteration: int) -> None:
+        self.display.result(make_result(iteration))
+
+    def lines(self) -> list[str]:
+        return [line.removeprefix("[digits] ") for line in self.file.getvalue().splitlines()[1:]]
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path)
+
+
+def test_the_start_says_what_runs_and_where_its_files_are(tmp_path: Path, played: Played) -> None:
+    first = played.file.getvalue().splitlines()[0]
+    assert first == f"[digits] started with 2 workers, none; files in {tmp_path / 'digits'}"
+
+
+def test_slow_results_are_shown_one_by_one(played: Played) -> None:
+    for iteration in (1, 2, 3):
+        played.result(iteration)
+        played.now += 1.5
+    assert [line.split(",")[0] for line in played.lines()] == ["iteration 1", "iteration 2", "iteration 3"]
+
+
+def test_fast_results_are_shown_once_a_second_and_counted(played: Played) -> None:
+    for iteration in range(1, 101):
+        played.result(iteration)
+    assert len(played.lines()) == 1
+    played.now = 1.0
+    played.result(101)
+    assert played.lines()[1] == "iteration 101, 1:41  loss=0.009901  (99 results before it not shown)"
+
+
+def test_the_last_result_is_always_shown(played: Played) -> None:
+    for iteration in range(1, 11):
+        played.result(iteration)
+    played.now = 0.5
+    played.display.end(None)
+    shown = played.lines()
+    assert shown[1] == "iteration 10, 0:10  loss=0.1  (8 results before it not shown)"
+    assert shown[2] == "finished after 0:00, 10 results"
+
+
+def test_a_result_that_waits_is_shown_by_the_next_sample(played: Played) -> None:
+    played.result(1)
+    played.result(2)
+    played.now = 1.0
+    played.display.event(Event("sample", 0.0, {"rank": 0}))
+    assert played.lines() == ["iteration 1, 0:01  loss=1.0", "iteration 2, 0:02  loss=0.5"]
+
+
+def test_what_goes_wrong_is_told_in_its_place(played: Played) -> None:
+    played.result(1)
+    played.result(2)
+    failure = {"ranks": [1, 3], "error": "process died", "action": "re-entering from checkpoint 4"}
+    played.display.event(Event("failure", 0.0, failure))
+    played.display.event(Event("attempt_start", 0.0, {"attempt": 2, "world_size": 4}))
+    played.display.event(Event("warning", 0.0, {"message": "disk nearly full"}))
+    played.display.end(ValueError("two\nlines"))
+    assert played.lines()[1:] == [
+        "iteration 2, 0:02  loss=0.5",
+        "rank 1, 3 failed: process died; re-entering from checkpoint 4",
+        "attempt 2 with 4 workers",
+        "warning: disk nearly full",
+        "failed after 0:00, 2 results: ValueError: two lines",
+    ]
+
+
+def test_without_a_terminal_progress_is_lines_and_no_escape_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive(ProgressCallback(), tmp_path / "digits", num_results=3)
+    out = capsys.readouterr().out
+    assert "[digits] iteration 3" in out
+    assert "\x1b" not in out
+
+
+def test_off_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(ProgressCallback(mode="off"), tmp_path, odd=True)
+    assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "term", "expected"),
+    [
+        ("auto", Terminal(), "xterm", TerminalDisplay),
+        ("auto", Terminal(), "dumb", LinesDisplay),
+        ("auto", Terminal(), "", LinesDisplay),
+        ("auto", io.StringIO(), "xterm", LinesDisplay),
+        ("live", io.StringIO(), "dumb", TerminalDisplay),
+        ("lines", Terminal(), "xterm", LinesDisplay),
+    ],
+)
+def test_the_display_fits_what_it_is_shown_on(
+    mode: str, file: io.StringIO, term: str, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    assert isinstance(make_display(mode, 4, file), expected)

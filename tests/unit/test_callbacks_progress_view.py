@@ -1,0 +1,191 @@
+"""The table of the progress display, as it comes out of rich."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raysgd.callbacks.live_display import mime_bundle
+from raysgd.callbacks.progress_state import History, ProgressState
+from raysgd.callbacks.progress_tables import sparkline
+from raysgd.callbacks.progress_view import ProgressView
+from raysgd.errors import RunCancelledError
+from raysgd.result import Event
+from raysgd.testing.callback_suite import ODD_METRICS, make_info, make_result
+
+
+class Run:
+    """A run whose clock stands until it is set."""
+
+    def __init__(self, name: str = "digits") -> None:
+        self.now = 0.0
+        self.state = ProgressState(make_info(Path(name)), clock=lambda: self.now)
+
+    def event(self, kind: str, **data: Any) -> None:
+        self.state.event(Event(kind, 0.0, data))
+
+    def sample(self, rank: int, **data: Any) -> None:
+        load = {"cpu_percent": 98.4, "rss_bytes": 1.25e9, "reports_per_s": 12.5, "time_per_report_s": 0.08}
+        gpu = {"gpu_memory_bytes": None, "gpu_percent": None}
+        self.event("sample", rank=rank, node=f"host-{rank}", pid=100 + rank, **{**load, **gpu, **data})
+
+    def text(self, width: int = 110, height: int = 40) -> str:
+        console = Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True)
+        console.print(ProgressView(self.state.snapshot()))
+        return console.export_text()
+
+    def row(self, first: str, **size: int) -> list[str]:
+        """The cells of the line that begins with this word."""
+        lines = [line.strip("│╭╰ ") for line in self.text(**size).splitlines()]
+        (row,) = [line.rstrip("│ ").split() for line in lines if line.startswith(first)]
+        return row
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_the_head_says_where_the_run_stands(run: Run) -> None:
+    run.event("attempt_start", attempt=1, world_size=2)
+    run.state.result(make_result(1234))
+    run.now = 3723
+    assert " ".join(run.row("running")) == "running 1:02:03 iteration 1,234 2 workers, none"
+    assert "raysgd digits" in run.text()
+
+
+def test_metrics_have_last_value_range_and_course(run: Run) -> None:
+    for iteration, loss in enumerate([3.0, 2.0, 1.0, 1.5], start=1):
+        run.state.result(make_result(iteration, loss=loss, val={"acc": iteration / 4}))
+    assert run.row("loss") == ["loss", "1.5", "1.0", "3.0", "█▅▁▃"]
+    assert run.row("val/acc") == ["val/acc", "1.0", "0.25", "1.0", "▁▃▆█"]
+
+
+def test_rows_stay_when_a_metric_is_not_in_every_result(run: Run) -> None:
+    run.state.result(make_result(1, acc=0.5))
+    run.state.result(make_result(2))
+    assert run.row("acc") == ["acc", "0.5", "0.5", "0.5", "▁"]
+
+
+def test_odd_metrics_are_shown_and_break_nothing(run: Run) -> None:
+    for iteration in (1, 2):
+        run.state.result(make_result(iteration, **ODD_METRICS))
+    text = run.text()
+    assert "two lines" in text
+    assert run.row("nan")[1] == "nan"
+    assert run.row("odd name @ 5%/[x]")[-2:] == ["1.0", "▁▁"]
+
+
+def test_each_worker_has_its_row(run: Run) -> None:
+    run.event("worker_up", rank=0, node="host-0 (10.0.0.1)", pid=77)
+    assert run.row("0") == ["0", "host-0", "(10.0.0.1)", "77"]
+    run.sample(0)
+    run.sample(1)
+    assert run.row("rank") == ["rank", "node", "pid", "cpu", "memory", "reports/s", "per", "report"]
+    assert run.row("1") == ["1", "host-1", "101", "98%", "1.25", "GB", "12.5", "80", "ms"]
+
+
+def test_gpus_are_shown_where_there_are_some(run: Run) -> None:
+    run.sample(0, gpu_memory_bytes=22e9, gpu_percent=97.0)
+    run.sample(1)
+    assert run.row("0")[6:9] == ["97%", "22.0", "GB"]
+    assert run.row("1")[6:8] == ["-", "-"]
+
+
+def test_workers_that_a_smaller_attempt_does_not_have_are_gone(run: Run) -> None:
+    for rank in range(4):
+        run.sample(rank)
+    run.event("attempt_start", attempt=2, world_size=2)
+    assert " ".join(run.row("running")).endswith("2 workers, none attempt 2")
+    assert "host-1" in run.text()
+    assert "host-2" not in run.text()
+
+
+def test_checkpoints_failures_and_warnings_are_told(run: Run) -> None:
+    run.event("checkpoint", number=12, iteration=120, path="/runs/digits/checkpoints/12")
+    run.now = 6
+    run.event("failure", ranks=[1], error="killed", action="re-entering from checkpoint 12")
+    run.event("warning", message="disk nearly full\nmore")
+    text = run.text()
+    assert "checkpoint 12 at iteration 120, 6 s ago  /runs/digits/checkpoints/12" in text
+    assert "! rank 1 failed: killed; re-entering from checkpoint 12" in text
+    assert "! disk nearly full " in text
+    assert run.row("recovering")
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(None, "finished"), (ValueError("loss is nan"), "failed"), (RunCancelledError("by the user"), "cancelled")],
+)
+def test_the_end_says_how_it_went_and_stops_the_clock(error: BaseException | None, state: str, run: Run) -> None:
+    run.now = 65
+    run.state.end(error)
+    run.now = 1000
+    assert run.row(state)[1] == "1:05"
+    assert error is None or str(error) in run.text()
+
+
+def _crowd(run: Run) -> None:
+    for rank in range(100):
+        run.sample(rank, gpu_memory_bytes=22e9, gpu_percent=97.0)
+    run.state.result(make_result(1, **{f"metric_{number}": number for number in range(50)}))
+    run.event("checkpoint", number=1, iteration=1, path="/" + "x" * 300)
+    for number in range(9):
+        run.event("warning", message=f"warning {number} " + "x" * 300)
+    run.state.end(ValueError("x" * 1000))
+
+
+@pytest.mark.parametrize("height", [24, 30, 60])
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_it_fits_the_terminal_whatever_there_is_to_show(width: int, height: int, run: Run) -> None:
+    _crowd(run)
+    lines = run.text(width=width, height=height).splitlines()
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+    assert "ValueError" in lines[-2]
+    assert any("host-0" in line for line in lines)
+    assert any("more" in line for line in lines)
+
+
+def test_a_notebook_gets_html_and_text(run: Run) -> None:
+    run.state.result(make_result(1, text="<b>&"))
+    bundle = mime_bundle(ProgressView(run.state.snapshot()))
+    assert "&lt;b&gt;&amp;" in bundle["text/html"]
+    assert "\x1b" not in bundle["text/plain"]
+    assert "iteration 1" in bundle["text/plain"]
+
+
+def test_a_history_is_bounded_and_keeps_the_whole_run() -> None:
+    history = History(max_buckets=64)
+    for number in range(100_000):
+        history.add(float(number))
+    means = history.means()
+    assert len(means) <= 65
+    assert means == sorted(means)
+    assert means[0] < 5_000
+    assert means[-1] > 95_000
+    assert (history.smallest, history.largest) == (0.0, 99_999.0)
+    line = sparkline(history, width=20)
+    assert (line[0], line[-1], len(line)) == ("▁", "█", 20)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [0.0, 1e308], [-1e308, 1e308], list(map(float, range(33)))])
+def test_any_history_has_a_sparkline(values: list[float]) -> None:
+    history = History()
+    for value in values:
+        history.add(value)
+    assert len(sparkline(history, width=32)) == min(len(values), 32)
+
+
+def test_results_that_come_faster_than_they_are_drawn_cost_no_memory(run: Run) -> None:
+    for iteration in range(1, 5001):
+        run.state.result(make_result(iteration))
+    snapshot = run.state.snapshot()
+    assert (snapshot.iteration, snapshot.num_results) == (5000, 5000)
+    assert math.isclose(snapshot.metrics["loss"], 1 / 5000)
+    assert len(snapshot.histories["loss"].means()) <= 300
