@@ -45,7 +45,7 @@ def open_folder(run_dir: str, *parts: str) -> Folder:
         return LocalFolder(Path(run_dir).expanduser().joinpath(*parts))
     if parsed.scheme == "file":
         return LocalFolder(Path(unquote(parsed.path)).joinpath(*parts))
-    return StoreFolder("/".join([run_dir.rstrip("/"), *parts]))
+    return StoreFolder(below(run_dir, *parts))
 
 
 class LocalFolder:
@@ -120,6 +120,17 @@ def _stamp(file: Path) -> tuple[int, int]:
     return info.st_size, info.st_mtime_ns
 
 
+def below(run_dir: str, *parts: str) -> str:
+    """The path or URI of a place below the run's folder; a URI's options after ``?`` stay at its end."""
+    head, mark, options = _split(run_dir)
+    return "/".join([head, *parts]) + mark + options
+
+
 def parent_of(run_dir: str) -> str:
-    """The folder that holds the run's folder, without a slash at its end."""
-    return run_dir.rstrip("/").rpartition("/")[0]
+    """The folder that holds the run's folder, without a slash at its end and without a URI's options."""
+    return _split(run_dir)[0].rpartition("/")[0]
+
+
+def _split(run_dir: str) -> tuple[str, str, str]:
+    head, mark, options = run_dir.partition("?") if "://" in run_dir else (run_dir, "", "")
+    return head.rstrip("/"), mark, options

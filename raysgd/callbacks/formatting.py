@@ -18,8 +18,6 @@ def short(value: Any) -> str:
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e6
         return f"{value:.1f}" if whole else f"{value:.4g}"
-    if isinstance(value, (bool, int)):
-        return str(value)
     return clip(" ".join(str(value).split()), _MAX_TEXT)
 
 
@@ -66,7 +64,15 @@ def is_number(value: Any) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether it is a number that is neither nan nor infinite."""
-    return is_number(value) and math.isfinite(value)
+    return is_number(value) and math.isfinite(as_float(value))
+
+
+def as_float(value: float) -> float:
+    """The number as a float; an int that no float can hold is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def end_state(error: BaseException | None) -> str:

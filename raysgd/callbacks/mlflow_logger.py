@@ -85,7 +85,7 @@ class MLflowCallback(Callback):
         when_ms = int(result.get("timestamp", time.time()) * 1000)
         for key, value in numbers(result).items():
             if key not in ("training_iteration", "timestamp"):
-                self._waiting.append((_name(key), float(value), when_ms, step))
+                self._waiting.append((_name(key), value, when_ms, step))
         self._flush()
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

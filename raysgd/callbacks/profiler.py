@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import Folder, open_folder
+from raysgd.callbacks.folder import Folder, below, open_folder
 from raysgd.callbacks.optional import import_optional
 from raysgd.config.checks import check_count
 from raysgd.result import Result, RunInfo
@@ -71,7 +71,7 @@ class TorchProfilerCallback(Callback):
         if rank not in self._ranks:
             return
         profiler = import_optional("torch.profiler", "torch")
-        self._run_folder = f"{info.run_dir.rstrip('/')}/profiler/rank_{rank}"
+        self._run_folder = below(info.run_dir, "profiler", f"rank_{rank}")
         self._folder = open_folder(self._run_folder)
         self._profiler = profiler.profile(
             schedule=profiler.schedule(**self._schedule), on_trace_ready=self._write, **self._options
@@ -107,5 +107,5 @@ class TorchProfilerCallback(Callback):
         name = f"trace_{len(self.traces) + 1:03d}_attempt_{self._attempt}_iteration_{self._iteration:06d}.pt.trace.json"
         path = self._folder.path / name
         profiler.export_chrome_trace(str(path))
-        self.traces.append(f"{self._run_folder}/{name}")
+        self.traces.append(below(self._run_folder, name))
         self._folder.sync(force=True)

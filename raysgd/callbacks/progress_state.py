@@ -112,6 +112,9 @@ class ProgressState:
                 self._checkpoint, self._checkpoint_at = dict(data), self._clock()
             elif event.kind == "attempt_start":
                 self._begin_attempt(data)
+            elif event.kind == "stop":
+                self._state = "stopping"
+                self._notes.append(stop_text(data))
             elif event.kind == "failure":
                 self._state = "recovering"
                 self._notes.append(failure_text(data))
@@ -164,6 +167,11 @@ class ProgressState:
                 self._metrics[key] = value
                 if is_finite(value):
                     self._histories.setdefault(key, History()).add(value)
+
+
+def stop_text(data: dict[str, Any]) -> str:
+    """A ``stop`` event, a callback's or the user's wish that the run should end, in one line."""
+    return f"stopping: {' '.join(str(data.get('why', '')).split())}"
 
 
 def failure_text(data: dict[str, Any]) -> str:

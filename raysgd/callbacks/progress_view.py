@@ -14,7 +14,7 @@ from raysgd.callbacks.formatting import clip, duration, time_span
 from raysgd.callbacks.progress_state import Snapshot
 from raysgd.callbacks.progress_tables import metrics_table, workers_table
 
-_STYLES = {"starting": "cyan", "running": "green", "recovering": "yellow", "finished": "green"}
+_STYLES = {"starting": "cyan", "running": "green", "recovering": "yellow", "stopping": "cyan", "finished": "green"}
 _MAX_WIDTH = 116
 _SPARK_FROM_WIDTH = 76
 _MAX_METRICS, _MIN_METRICS, _MIN_WORKERS = 12, 3, 4
@@ -74,7 +74,7 @@ def _foot(snapshot: Snapshot) -> list[Text]:
     lines = []
     if (checkpoint := snapshot.checkpoint) is not None:
         text = f"checkpoint {checkpoint.get('number', '?')} at iteration {checkpoint.get('iteration', '?')}"
-        place = checkpoint.get("path") or "in memory"
+        place = checkpoint.get("uri") or checkpoint.get("path") or "in memory"
         lines.append(_line((text, "cyan"), f", {time_span(int(snapshot.checkpoint_age_s))} ago  {place}"))
     lines += [_line(("! ", "bold yellow"), note) for note in snapshot.notes]
     if snapshot.error:

@@ -84,7 +84,7 @@ class _EventFile:
         self._writer.flush()
 
     def add_scalars(self, scalars: dict[str, float], step: int, when: float) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items()]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(wall_time=when, step=step, summary=self._summary(value=values))
 
     def add_text(self, tag: str, markdown: str) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raysgd.callbacks.formatting import is_number
+from raysgd.callbacks.formatting import as_float, is_number
 from raysgd.result import AUTOMATIC_KEYS
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -32,7 +32,7 @@ def flatten(metrics: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The numeric leaves of the metrics, flattened; nan and infinities are numbers, bools and text are not."""
-    return {key: value for key, value in flatten(metrics).items() if is_number(value)}
+    return {key: as_float(value) for key, value in flatten(metrics).items() if is_number(value)}
 
 
 def split_automatic(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

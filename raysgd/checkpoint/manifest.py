@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 _FORMAT = "raysgd-checkpoint"
 _MAX_JSON_DEPTH = 500  # a state of 200 levels takes two of these each, at most
 _MAX_INT = 1 << 63
+_SEAL = b',\n "crc32": %d\n}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +90,15 @@ class Manifest:
         }
         document["rank_states"] = {str(rank): state for rank, state in self.rank_states.items()}
         try:
-            text = json.dumps(document, indent=1, allow_nan=False)
-            same = json.loads(text)["rank_states"] == document["rank_states"]
+            data = seal(document)
+            same = json.loads(data)["rank_states"] == document["rank_states"]
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the rank states of checkpoint {self.number} are no JSON: {error}") from error
         if not same:  # tuples or int keys, which JSON changes silently
             raise CheckpointError(
                 f"the rank states of checkpoint {self.number} are no plain JSON; pass them through encode_small"
             )
-        return text.encode()
+        return data
 
     @classmethod
     def from_json(cls, data: bytes, where: str = MANIFEST_NAME) -> Manifest:
@@ -106,36 +108,52 @@ class Manifest:
             CheckpointCorruptError: Anything about it is not right; the message begins with ``where``.
         """
         document = parse_json(data, where, max_bytes=MAX_MANIFEST_BYTES, max_depth=_MAX_JSON_DEPTH)
-        _check_document(document, where)
+        _check_document(document, data, where)
         try:
             fields = {name: document[name] for name in _FIELDS}
             fields["metrics"] = decode_small(document["metrics"], what="metrics", where=where)
-            fields["parts"] = {
-                _rank(rank): [FileEntry(**entry) for entry in entries] for rank, entries in document["parts"].items()
-            }
+            fields["parts"] = {_rank(rank): _entries(part) for rank, part in document["parts"].items()}
             fields["rank_states"] = {_rank(rank): state for rank, state in document["rank_states"].items()}
             return cls(**fields)
         except CheckpointCorruptError:
             raise
-        except (CheckpointError, ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointCorruptError(f"{where} is no valid manifest: {error}") from error
 
 
-def _check_document(document: Any, where: str) -> None:
+def seal(document: dict[str, Any]) -> bytes:
+    """A manifest's JSON, closed by a checksum of all before it: of all files this one has no entry elsewhere."""
+    head = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
+    return head + _SEAL % zlib.crc32(head)
+
+
+def _check_document(document: Any, data: bytes, where: str) -> None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CheckpointCorruptError(f"{where} is no manifest of a raysgd checkpoint")
     if document.get("format_version") != FORMAT_VERSION:
         version = document.get("format_version")
         raise CheckpointCorruptError(f"{where} has format_version {version!r:.50}; this raysgd reads {FORMAT_VERSION}")
-    if set(document) != {"format", *_FIELDS}:
-        odd = sorted(set(document) ^ {"format", *_FIELDS})
+    head = data[: data.rfind(_SEAL[:8])]
+    if data != head + _SEAL % zlib.crc32(head):
+        raise CheckpointCorruptError(f"{where} does not match its own checksum")
+    if set(document) != {"format", "crc32", *_FIELDS}:
+        odd = sorted(set(document) ^ {"format", "crc32", *_FIELDS})
         raise CheckpointCorruptError(f"{where} is no valid manifest: missing or unknown {', '.join(odd):.200}")
 
 
 def _check_entry(entry: Any, is_files: bool) -> str:
     if not isinstance(entry, FileEntry) or not _is_count(entry.size) or not _is_crc32(entry.crc32):
         raise CheckpointError(f"a manifest cannot list the file {entry!r:.200}")
-    return check_relative_path(entry.name, "file") if is_files else check_name(entry.name, "file")
+    try:
+        return check_relative_path(entry.name, "file") if is_files else check_name(entry.name, "file")
+    except ConfigError as error:
+        raise CheckpointError(f"a manifest cannot list it: {error}") from error
+
+
+def _entries(part: Any) -> list[FileEntry]:
+    if not isinstance(part, list):
+        raise TypeError(f"a part is a list of files, not {part!r:.50}")
+    return [FileEntry(**entry) for entry in part]
 
 
 def _rank(text: str) -> int:

@@ -26,7 +26,7 @@ from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.verify import verify_files
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StorageError
 
-_DIRECTORY = re.compile(r"checkpoint_([0-9]{6,18})")
+_DIRECTORY = re.compile(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,17})")
 _PART = r"a[0-9]{4,}-r[0-9]{5,}(\..+)?"
 _TEMPORARY = re.escape(TEMPORARY_PREFIX) + ".*"
 _OURS = f"{re.escape(MANIFEST_NAME)}|{_PART}|{_TEMPORARY}"
@@ -42,6 +42,10 @@ def part_prefix(attempt: int, rank: int) -> str:
 
 def directory_name(number: int) -> str:
     return f"checkpoint_{number:06d}"
+
+
+def _manifest_of(number: int) -> str:
+    return f"{directory_name(number)}/{MANIFEST_NAME}"
 
 
 def read_manifest(checkpoint: Storage | str | os.PathLike[str]) -> Manifest:
@@ -122,15 +126,14 @@ class CheckpointStore:
         """
         directory = self.directory(manifest.number)
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
-        with contextlib.suppress(StorageError):  # rubbish that stays harms nobody
+        with contextlib.suppress(CheckpointError):  # rubbish that stays harms nobody
             _remove_unlisted(directory, manifest)
         return directory.uri
 
     def numbers(self) -> list[int]:
         """Numbers that have a folder, committed or not, in order."""
-        matches = [_DIRECTORY.fullmatch(name) for name in self.storage.list_names()]
-        found = [int(match[1]) for match in matches if match is not None]
-        return sorted(number for number in found if self.storage.is_folder(directory_name(number)))
+        found = [int(match[1]) for match in map(_DIRECTORY.fullmatch, self.storage.list_names()) if match]
+        return sorted(number for number in found if self._may_be_folder(directory_name(number)))
 
     def scan(self) -> Scan:
         """Like `list`, with what was passed over."""
@@ -146,10 +149,10 @@ class CheckpointStore:
 
     def read(self, number: int) -> Manifest:
         """The manifest of one checkpoint; CheckpointNotFoundError or CheckpointCorruptError."""
-        directory = self.directory(number)
-        manifest = read_manifest(directory)
+        name = _manifest_of(number)  # seen from here, so that a link in place of the folder is not followed
+        manifest = Manifest.from_json(self.storage.read_bytes(name, MAX_MANIFEST_BYTES), self.storage.path_of(name))
         if manifest.number != number:
-            raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)} is of checkpoint {manifest.number}")
+            raise CheckpointCorruptError(f"{self.storage.path_of(name)} is of checkpoint {manifest.number}")
         return manifest
 
     def newest(self, verify: bool = True) -> Newest:
@@ -179,17 +182,25 @@ class CheckpointStore:
 
     def delete(self, number: int) -> None:
         """Delete a checkpoint: its manifest first, so that a half-deleted one is none."""
-        self.directory(number).delete_file(MANIFEST_NAME)
+        self.storage.delete_file(_manifest_of(number))
         self.storage.delete_tree(directory_name(number), _OURS)
 
     def sweep_uncommitted(self, keep: Collection[int] = ()) -> list[int]:
         """Delete the folders without a manifest, except those in ``keep`` (being written); returns their numbers."""
-        swept = []
-        for number in self.numbers():
-            is_committed = self.directory(number).exists(MANIFEST_NAME)
-            if number not in keep and not is_committed and self.storage.delete_tree(directory_name(number), _OURS):
-                swept.append(number)
-        return swept
+        return [number for number in self.numbers() if number not in keep and self._sweep(number)]
+
+    def _sweep(self, number: int) -> bool:
+        try:
+            is_committed = self.storage.exists(_manifest_of(number))
+        except CheckpointCorruptError:  # a link, which is not ours to delete
+            return False
+        return not is_committed and self.storage.delete_tree(directory_name(number), _OURS)
+
+    def _may_be_folder(self, name: str) -> bool:
+        try:
+            return self.storage.is_folder(name)
+        except CheckpointCorruptError:  # a link: whoever reads it is told so
+            return True
 
     def list(self) -> list[Manifest]:
         """Manifests of the committed checkpoints, oldest first, passing over those that are not valid."""

@@ -167,7 +167,7 @@ class RunMachine:
         if given.died is not None:
             self._died(running, given.rank, given.died)
         if isinstance(self.state, Ending) and not running.inside and not self.state.is_settled:
-            self._settle(is_complete=False)
+            self._settle(is_complete=True)  # all streams have ended: nothing more is to come
         elif isinstance(self.state, Running) and not running.inside:
             self._out(c.LeaveGroup(running.attempt))
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
@@ -241,10 +241,11 @@ class RunMachine:
         self._history.append(failure)
         decision = self._policy.decide(self._history)
         action = "give up" if isinstance(decision, GiveUp) else f"retry {decision.number}"
+        action = "stop" if self._is_stopping else action
         data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
         self._out(c.Note("failure", data))
         ending = self.state if isinstance(self.state, Ending) else None
-        if not isinstance(decision, GiveUp):
+        if not self._is_stopping and not isinstance(decision, GiveUp):
             if ending is not None:
                 ending.is_settled = True
             else:
@@ -252,9 +253,17 @@ class RunMachine:
             return
         if ending is not None:
             self._say_attempt_end(ending.running)
-        message = f"{decision.why} {self._last_checkpoint()}"
-        outcome = Outcome("error", error_type="WorkerDiedError", message=message, ranks=failure.ranks)
+        outcome = self._given_up(decision) if isinstance(decision, GiveUp) else Outcome("stopped")
         self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
+
+    def _given_up(self, decision: GiveUp) -> Outcome:
+        return Outcome(
+            "error",
+            error_type="WorkerDiedError",
+            message=f"{decision.why} {self._last_checkpoint()}",
+            ranks=self._history[-1].ranks,
+            failures=len(self._history),
+        )
 
     def _last_checkpoint(self) -> str:
         uri = self._desk.newest_uri
@@ -281,10 +290,14 @@ class RunMachine:
             self._is_stopping = True
             self._out(c.Note("stop", {"why": given.why}))
             self._out(c.AskToStop(self.state.attempt))
+        elif isinstance(self.state, Ending) and self.state.is_settled:  # on its way to a retry
+            self._say_attempt_end(self.state.running)
+            self._close(outcome, self.state.running, self.state.killed)
         elif isinstance(self.state, Ending) and self.state.preset is None:
-            self.state.preset = outcome  # it was on its way to a retry, or to an error that no longer matters
-            if self.state.is_settled:
-                self._close(outcome, self.state.running, self.state.killed)
+            if given.cancel:
+                self.state.preset = outcome  # an error that is on its way no longer matters
+            else:
+                self._is_stopping = True  # no further attempt; an exception that is on its way is still raised
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "error_type": outcome.error_type,
         "rank": outcome.rank,
         "ranks": list(outcome.ranks),
+        "failures": outcome.failures,
         "node": outcome.node,
         "followed": [list(item) for item in outcome.followed],
     }
@@ -34,7 +35,7 @@ def outcome_error(data: dict[str, Any]) -> BaseException | None:
         return None
     if "summary" not in data:
         kind = getattr(errors, data["error_type"] or "", errors.WorkerError)
-        return kind(data["message"], ranks=tuple(data["ranks"]))
+        return kind(data["message"], ranks=tuple(data["ranks"]), failures=data["failures"])
     followed = tuple((rank, line) for rank, line in data["followed"])
     cause = errors.WorkerTraceback(data["traceback"], data["rank"], data["node"], followed)
     error = _user_error(data)

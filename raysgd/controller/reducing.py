@@ -36,7 +36,7 @@ def check_reduce(reduce: Any) -> dict[str, str]:
     if not isinstance(reduce, Mapping):
         raise ConfigError(f"reduce={reduce!r} is no dict; give {{'loss': 'mean', ...}} with {', '.join(REDUCTIONS)}.")
     for key, name in reduce.items():
-        if name not in REDUCTIONS:
+        if not isinstance(name, str) or name not in REDUCTIONS:
             raise ConfigError(f"reduce[{key!r}]={name!r} is not known; give one of {', '.join(REDUCTIONS)}.")
     return dict(reduce)
 

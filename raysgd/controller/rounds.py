@@ -30,7 +30,7 @@ class RoundMerger:
         self._time_before_s = 0.0
         self._rows: list[deque[Row]] = []
         self._running: set[int] = set()
-        self._last_time: dict[int, float] = {}
+        self._last_round: tuple[tuple[int, ...], list[Row]] = ((), [])
 
     def feed(self, frame: Frame) -> Iterator[Result]:
         """The results that ``frame`` completes."""
@@ -53,7 +53,7 @@ class RoundMerger:
         self._time_before_s = frame.data["time_before_s"]
         self._rows = [deque() for _ in range(self._world_size)]
         self._running = set(range(self._world_size))
-        self._last_time = {}
+        self._last_round = ((), [])
 
     def _complete(self) -> Iterator[Result]:
         """The rounds every running rank has made; after all have left, those any rank has."""
@@ -71,6 +71,7 @@ class RoundMerger:
             yield from self._emit(1)
         for rows in self._rows:
             rows.clear()
+        self._attempt = 0  # reports that come after its end make no rounds
 
     def _emit(self, count: int) -> Iterator[Result]:
         """Up to ``count`` rounds of the ranks that have rows; ends early where a rank that has left runs out."""
@@ -78,7 +79,8 @@ class RoundMerger:
         queues = [self._rows[rank] for rank in ranks]
         count = min(count, *map(len, queues))
         reduce, automatic = self._reduce, {"world_size": self._world_size, "attempt": self._attempt}
-        last = self._last_time.get(ranks[0], self._time_before_s)
+        times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
+        last = times.get(ranks[0], self._time_before_s)
         for iteration in range(self._iteration + 1, self._iteration + count + 1):
             rows = [queue.popleft() for queue in queues]
             workers = [row[2] for row in rows]
@@ -90,5 +92,5 @@ class RoundMerger:
             result["time_total_s"] = last = total
             result.update(automatic)
             self._iteration = iteration
-            self._last_time[ranks[0]] = total
+            self._last_round = (ranks, rows)
             yield result

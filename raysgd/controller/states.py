@@ -66,6 +66,7 @@ class Outcome:
         error_type: Name in `raysgd.errors` of an error that is raysgd's own.
         message: Its text.
         ranks: The ranks it began with.
+        failures: How many failures the run had, where they are the reason.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Outcome:
     error_type: str | None = None
     message: str = ""
     ranks: tuple[int, ...] = ()
+    failures: int = 0
 
 
 @dataclass

@@ -16,7 +16,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,10 @@ import cloudpickle
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
 from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint import Checkpoint
 from raysgd.result import Event, Result, RunInfo
 
 CONFIG = {"lr": 1e-3, "optimizer": "adam", "layers": [64, 64], "nested": {"dropout": None}, "half": False}
-
-
-@dataclass(frozen=True)
-class SuiteCheckpoint:
-    """Stands in for `raysgd.Checkpoint`: what callbacks may read of one."""
-
-    path: str | None
-    iteration: int
-    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def make_info(run_dir: Path) -> RunInfo:
@@ -68,7 +59,8 @@ def make_events() -> list[Event]:
         "attempt_start": {"attempt": 1, "world_size": 2},
         "worker_up": {"rank": 0, "node": "host (10.0.0.1)", "pid": 1},
         "sample": {**sample, **idle},
-        "checkpoint": {"number": 1, "path": None, "iteration": 2},
+        "checkpoint": {"number": 1, "uri": None, "iteration": 2, "metrics": {}},
+        "stop": {"why": "enough"},
         "failure": {"ranks": [1], "error": "died", "action": "re-entering"},
         "warning": {"message": "two\nlines"},
         "attempt_end": {"attempt": 1},
@@ -218,7 +210,7 @@ def drive(
             runner.result(make_result(iteration, **(ODD_METRICS if odd and iteration > 2 else {})))
         if odd:
             for path in (None, str(run_dir / "checkpoints" / "1")):
-                runner.checkpoint(SuiteCheckpoint(path, iteration=2))  # type: ignore[arg-type]
+                runner.checkpoint(Checkpoint(path, {"loss": 0.5}, iteration=2))
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded
+from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.generators import make_deterministic, seed_generators
 from raysgd.session.outbox import Outbox

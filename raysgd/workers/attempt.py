@@ -127,6 +127,9 @@ class Attempt:
             outcome = self._train()
         except AttemptEnded:  # an injected exception that arrived just after train_func had left
             outcome = Ended()
+        except BaseException as error:  # one that cannot even be shown; nobody must wait for this rank for ever
+            outcome = _shown_by_name(error)
+            self._outbox.put(outcome, urgent=True)
         if not isinstance(outcome, Returned):
             self._leave_group()
         self._session.close()
@@ -186,7 +189,7 @@ class Attempt:
         return Returned(None, len(data))
 
     def _failed(self, error: BaseException, in_setup: bool) -> Failed:
-        rank = self._order.member.rank
+        timestamp, rank = time.time(), self._order.member.rank
         error.__traceback__ = _user_part(error.__traceback__)
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         carried = _carriable(error, rank)
@@ -196,7 +199,7 @@ class Attempt:
             type_name=f"{type(carried).__module__}.{type(carried).__qualname__}",
             summary=redact_text(line, self._secrets),
             traceback=text,
-            timestamp=time.time(),
+            timestamp=timestamp,
             in_collective=self._backend.is_collective_error(error),
             # What a peer or the network can cause; another error there is a mistake, which a retry would repeat.
             in_setup=in_setup and isinstance(error, (RuntimeError, OSError)),
@@ -267,6 +270,14 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
     return inner or trace
+
+
+def _shown_by_name(error: BaseException) -> Failed:
+    """What can be said of an exception whose text cannot be had; ``error`` is what trying to get it raised."""
+    error = error.__context__ or error
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    places = "".join(traceback.format_tb(error.__traceback__))
+    return Failed(None, name, f"{name}, whose text cannot be shown", places, time.time())
 
 
 def _carriable(error: BaseException, rank: int) -> BaseException:

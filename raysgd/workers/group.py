@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import ScalingConfig
-from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerError
+from raysgd.errors import ConfigError, StartTimeoutError, WorkerError
 from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
+from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
-from raysgd.workers.placement import Node, explain_busy, explain_infeasible
+from raysgd.workers.placement import explain_busy
 from raysgd.workers.ranks import assign_ranks
 
 NAMESPACE = "raysgd"
@@ -122,9 +123,7 @@ class WorkerGroup:
     def _fill(self) -> None:
         """Make an actor for every empty slot."""
         if self._placement is None:
-            nodes = cluster_nodes()
-            if why := explain_infeasible(self._scaling, nodes):
-                raise InfeasibleError(f"{why}. Ask for fewer or smaller workers, or give the cluster more nodes.")
+            check_feasible(self._scaling)
             bundle = self._scaling.bundle() or {"CPU": 0.001}  # Ray refuses empty bundles
             self._placement = placement_group(
                 [bundle] * self.size, strategy=self._scaling.placement_strategy, name=self._name
@@ -215,6 +214,9 @@ class WorkerGroup:
         except RayActorError as error:
             self._drop_dead(error)
             raise WorkerError(f"a worker died while it was starting: {_first_line(error)}") from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise WorkerError(f"a worker could not start: {_first_line(error)}") from error
 
@@ -353,19 +355,9 @@ class WorkerDied(Exception):
     """A worker's process is gone; the text is Ray's reason."""
 
 
-def cluster_nodes() -> list[Node]:
-    """The nodes that are alive, their resources, and what is free."""
-    free = ray._private.state.available_resources_per_node()
-    return [
-        Node(info["NodeID"], info["NodeManagerHostname"], info["Resources"], free.get(info["NodeID"], {}))
-        for info in ray.nodes()
-        if info["Alive"]
-    ]
-
-
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
-__all__ = ["NAMESPACE", "Worker", "WorkerDied", "WorkerGroup", "cluster_nodes"]
+__all__ = ["NAMESPACE", "Worker", "WorkerDied", "WorkerGroup"]

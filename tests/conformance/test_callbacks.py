@@ -46,6 +46,8 @@ class TestCsv(CallbackSuite):
 
 
 class TestTensorBoard(CallbackSuite):
+    num_results = 2000
+
     def make_callback(self) -> Callback:
         return TensorBoardCallback()
 

@@ -14,7 +14,7 @@ import tensorboardX  # noqa: F401 - sets an environment variable, which must not
 from raysgd.callbacks import CsvCallback, JsonLinesCallback, TensorBoardCallback
 from raysgd.callbacks.append_file import AppendFile
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import PUT_EVERY_S, LocalFolder, StoreFolder, open_folder, parent_of
+from raysgd.callbacks.folder import PUT_EVERY_S, LocalFolder, StoreFolder, below, open_folder, parent_of
 from raysgd.result import RunInfo
 from raysgd.testing.callback_suite import make_result
 
@@ -121,7 +121,12 @@ def test_files_are_kept_where_a_store_cannot_be_reached_at_the_end(store: str, m
 
 def test_parents_of_paths_and_uris() -> None:
     assert parent_of("/runs/digits/run_001") == "/runs/digits"
-    assert parent_of("s3://bucket/digits/run_001/") == "s3://bucket/digits"
+    assert parent_of("s3://bucket/digits/run_001/?region=a/b") == "s3://bucket/digits"
+
+
+def test_places_below_paths_and_uris() -> None:
+    assert below("/runs/run 1?/", "a", "b") == "/runs/run 1?/a/b"
+    assert below("s3://bucket/run?region=a/b", "a") == "s3://bucket/run/a?region=a/b"
 
 
 @pytest.mark.parametrize("callback", [JsonLinesCallback(), CsvCallback(), TensorBoardCallback()])

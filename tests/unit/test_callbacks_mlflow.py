@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import CallbackRunner, MLflowCallback
+from raysgd.checkpoint import Checkpoint
 from raysgd.errors import RunCancelledError
 from raysgd.result import Event, RunInfo
-from raysgd.testing.callback_suite import SuiteCheckpoint, drive, make_info, make_result, running
+from raysgd.testing.callback_suite import drive, make_info, make_result, running
 
 pytestmark = pytest.mark.slow
 tracking = pytest.importorskip("mlflow.tracking")
@@ -45,7 +47,7 @@ def test_params_metrics_and_status_are_logged(store: str, tmp_path: Path) -> Non
     with running(callback, tmp_path / "run") as runner:
         for iteration in range(1, 4):
             runner.result(make_result(iteration, val={"acc@5": iteration}, text="x"))
-        runner.checkpoint(SuiteCheckpoint("s3://bucket/3", 3))  # type: ignore[arg-type]
+        runner.checkpoint(Checkpoint("s3://bucket/3", iteration=3))
     (run,) = runs_of(store, "logged")
     assert run.info.run_name == "first"
     assert run.info.status == "FINISHED"
@@ -96,6 +98,9 @@ def test_two_runs_are_two_mlflow_runs(store: str, tmp_path: Path) -> None:
 
 
 def test_without_a_store_runs_go_beside_their_folder(store: str, tmp_path: Path) -> None:
+    tracking.MlflowClient(store).search_experiments()
+    (tmp_path / "digits").mkdir()
+    shutil.copy(store.removeprefix("sqlite:///"), tmp_path / "digits" / "mlflow.db")  # quicker than a new one
     drive(MLflowCallback(), tmp_path / "digits" / "run_001")
     (run,) = runs_of(f"sqlite:///{tmp_path}/digits/mlflow.db", "digits")
     assert run.info.run_name == "run_001"

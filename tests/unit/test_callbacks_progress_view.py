@@ -106,8 +106,14 @@ def test_workers_that_a_smaller_attempt_does_not_have_are_gone(run: Run) -> None
     assert "host-2" not in run.text()
 
 
+def test_a_run_that_is_to_end_says_why(run: Run) -> None:
+    run.event("stop", why="loss has not improved\nfor 3 results")
+    assert run.row("stopping")
+    assert "! stopping: loss has not improved for 3 results" in run.text()
+
+
 def test_checkpoints_failures_and_warnings_are_told(run: Run) -> None:
-    run.event("checkpoint", number=12, iteration=120, path="/runs/digits/checkpoints/12")
+    run.event("checkpoint", number=12, iteration=120, uri="/runs/digits/checkpoints/12")
     run.now = 6
     run.event("failure", ranks=[1], error="killed", action="re-entering from checkpoint 12")
     run.event("warning", message="disk nearly full\nmore")
@@ -134,7 +140,7 @@ def _crowd(run: Run) -> None:
     for rank in range(100):
         run.sample(rank, gpu_memory_bytes=22e9, gpu_percent=97.0)
     run.state.result(make_result(1, **{f"metric_{number}": number for number in range(50)}))
-    run.event("checkpoint", number=1, iteration=1, path="/" + "x" * 300)
+    run.event("checkpoint", number=1, iteration=1, uri="/" + "x" * 300)
     for number in range(9):
         run.event("warning", message=f"warning {number} " + "x" * 300)
     run.state.end(ValueError("x" * 1000))

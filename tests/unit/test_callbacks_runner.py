@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import Callback, CallbackRunner, Stop
+from raysgd.checkpoint import Checkpoint
 from raysgd.result import Event, Result, RunInfo
-from raysgd.testing.callback_suite import SuiteCheckpoint, make_info, make_result
+from raysgd.testing.callback_suite import make_info, make_result
 
 EVENT = Event("warning", 0.0, {"message": "hello"})
 
@@ -74,11 +75,11 @@ def info(tmp_path: Path) -> RunInfo:
 def test_callbacks_are_called_in_the_order_given_with_the_very_objects(problems: Problems, info: RunInfo) -> None:
     log: list[Any] = []
     runner = CallbackRunner([Recorder("a", log), Recorder("b", log)], problems)
-    result, checkpoint, error = make_result(1), SuiteCheckpoint(None, 1), ValueError("x")
+    result, checkpoint, error = make_result(1), Checkpoint(None, iteration=1), ValueError("x")
     runner.start(info)
     runner.result(result)
     runner.event(EVENT)
-    runner.checkpoint(checkpoint)  # type: ignore[arg-type]
+    runner.checkpoint(checkpoint)
     runner.end(error)
     arguments = [info, result, EVENT, checkpoint, error]
     hooks = ["on_run_start", "on_result", "on_event", "on_checkpoint", "on_run_end"]
@@ -112,7 +113,7 @@ def test_a_stop_is_returned_after_all_had_their_call_and_the_first_one_wins(prob
 def test_a_stop_may_come_from_other_hooks(hook: str, problems: Problems, info: RunInfo) -> None:
     runner = CallbackRunner([Recorder(**{hook: Stop("enough")})], problems)
     stops = [runner.start(info), runner.result(make_result(1)), runner.event(EVENT)]
-    stops.append(runner.checkpoint(SuiteCheckpoint(None, 1)))  # type: ignore[arg-type]
+    stops.append(runner.checkpoint(Checkpoint(None, iteration=1)))
     assert [stop.reason for stop in stops if stop is not None] == ["enough"]
 
 

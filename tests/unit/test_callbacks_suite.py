@@ -92,7 +92,7 @@ class Fails(Callback):
 
 def suite_of(make: Callable[[], Callback]) -> CallbackSuite:
     class Suite(CallbackSuite):
-        num_results = 1000
+        num_results = 500
 
         def make_callback(self) -> Callback:
             return make()

@@ -63,10 +63,20 @@ def test_nested_metrics_become_flat_names() -> None:
 
 
 def test_numbers_are_what_can_be_plotted() -> None:
-    metrics = {"f": 0.5, "i": 3, "nan": math.nan, "b": True, "s": "x", "none": None, "l": [1], "np": np.float32(0.5)}
+    metrics = {
+        "f": 0.5,
+        "i": 3,
+        "huge": -(10**400),
+        "nan": math.nan,
+        "b": True,
+        "s": "x",
+        "none": None,
+        "l": [1],
+        "np": np.float32(0.5),
+    }
     found = numbers(metrics)
     assert math.isnan(found.pop("nan"))
-    assert found == {"f": 0.5, "i": 3, "np": 0.5}
+    assert found == {"f": 0.5, "i": 3, "huge": -math.inf, "np": 0.5}
 
 
 def test_plain_leaves_what_it_does_not_know() -> None:

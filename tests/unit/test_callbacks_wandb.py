@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import WandbCallback
+from raysgd.checkpoint import Checkpoint
 from raysgd.result import RunInfo
-from raysgd.testing.callback_suite import ODD_METRICS, SuiteCheckpoint, drive, make_result, running
+from raysgd.testing.callback_suite import ODD_METRICS, drive, make_result, running
 
 pytestmark = pytest.mark.slow
 wandb = pytest.importorskip("wandb")
@@ -77,7 +78,7 @@ def test_config_and_results_are_logged(tmp_path: Path) -> None:
     with running(WandbCallback(mode="offline", tags=["a"]), tmp_path / "digits" / "run_001") as runner:
         for iteration in range(1, 4):
             runner.result(make_result(iteration, **ODD_METRICS))
-        runner.checkpoint(SuiteCheckpoint("s3://bucket/3", 3))  # type: ignore[arg-type]
+        runner.checkpoint(Checkpoint("s3://bucket/3", iteration=3))
     found = read(tmp_path / "digits" / "run_001")
     logged = rows(found)
     assert [row["training_iteration"] for row in logged] == [1, 2, 3]

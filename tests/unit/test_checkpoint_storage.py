@@ -107,8 +107,8 @@ def test_a_file_larger_than_allowed_is_not_read(storage: Storage) -> None:
         storage.read_bytes("a.bin", 99)
 
 
-def test_reading_starts_over_where_it_fails_for_a_moment(storage: Storage) -> None:
-    storage = Storage(storage._fs, storage._files.root, retry=retry()[0])
+def test_reading_starts_over_where_it_fails_for_a_moment(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path, retry=retry()[0])
     storage.write_bytes("a.bin", b"abc")
     failures = [OSError(errno.EIO, "input/output")]
 

@@ -1,0 +1,50 @@
+"""What is measured: a module each, with the same interface.
+
+``NAME``, ``TITLE``, ``SYSTEMS``
+    What it is called, and whom it compares.
+``UNITS``
+    The series it gives, with the unit of their samples.
+``IS_FRESH``
+    Whether each repetition needs processes of its own; measures that do not share one that is warm.
+``REPEAT``
+    Repetitions in a full run.
+``params(system, quick)``
+    Sizes, as plain data.
+``run(system, params)``
+    Does it once; returns samples by series. Runs in the driver; the train functions beside it run in workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from bench.systems.base import System
+
+#: Modules, in the order in which they run and are told.
+NAMES = ("report_cost", "latency", "rate", "overhead", "exception", "start", "checkpoint", "ddp")
+#: The two Ray Trains and raysgd, and who stands in for them where a quick run has to leave somebody out.
+ALL = ("ray_train", "ray_train_tuned", "raysgd")
+BOTH = ("ray_train", "raysgd")
+
+
+class Measure(Protocol):
+    """A module of this package."""
+
+    NAME: str
+    TITLE: str
+    SYSTEMS: Sequence[str]
+    QUICK_SYSTEMS: Sequence[str]
+    UNITS: Mapping[str, str]
+    IS_FRESH: bool
+    REPEAT: int
+
+    def params(self, system: str, quick: bool) -> dict[str, Any]: ...
+    def run(self, system: System, params: dict[str, Any]) -> dict[str, list[float]]: ...
+
+
+def load_measure(name: str) -> Measure:
+    """The measure of that name."""
+    module: Any = importlib.import_module(f"bench.measures.{name}")
+    return module

@@ -1,0 +1,63 @@
+"""raysgd. One Trainer serves all runs of the process, as it would a user's. Driver side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import raysgd
+from bench.notes import NUM_WORKERS
+from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+
+
+class Commits(raysgd.Callback):
+    """Passes on when checkpoints were committed."""
+
+    critical = True
+
+    def __init__(self, tell: OnCheckpoint) -> None:
+        self._tell = tell
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        self._tell(time.time())
+
+
+class RaysgdSystem(RaySystem):
+    """See `System`."""
+
+    _trainer: raysgd.Trainer | None = None
+
+    def close(self) -> None:
+        self.reset()
+        super().close()
+
+    def reset(self) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.shutdown()
+
+    def run(
+        self,
+        train_func: TrainFunc,
+        config: Mapping[str, Any],
+        *,
+        on_report: OnReport | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+    ) -> None:
+        callbacks: list[raysgd.Callback] = [raysgd.callbacks.ProgressCallback(mode="off")]
+        if on_checkpoint is not None:
+            callbacks.append(Commits(on_checkpoint))
+        if self._trainer is None:
+            self._trainer = raysgd.Trainer(
+                NUM_WORKERS,
+                run=raysgd.RunConfig(storage_path=self.folder / "runs"),
+                checkpoint=raysgd.CheckpointConfig(num_to_keep=2),
+            )
+        full = self._full(config)
+        self.called = time.time()
+        stream = self._trainer.run_generator(train_func, full, callbacks=callbacks)
+        if on_report is not None:
+            for result in stream:
+                on_report(time.time(), result.workers)
+        stream.get_returns()

@@ -1,0 +1,47 @@
+"""What Ray says about the cluster. Runs in the TrainerActor; the one place that reads Ray's state for placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ray
+from ray._private.state import state  # no public API tells what is free on each node, or how far the cluster may grow
+
+from raysgd.config import ScalingConfig
+from raysgd.errors import InfeasibleError
+from raysgd.workers.placement import Node, explain_infeasible
+
+_ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
+
+
+def cluster_nodes() -> list[Node]:
+    """The nodes that are alive, their resources, and what is free."""
+    free = state.available_resources_per_node()
+    return [
+        Node(info["NodeID"], info["NodeManagerHostname"], info["Resources"], free.get(info["NodeID"], {}))
+        for info in ray.nodes()
+        if info["Alive"]
+    ]
+
+
+def check_feasible(scaling: ScalingConfig) -> None:
+    """Refuse workers the cluster can never hold. Where an autoscaler may add nodes, only what is beyond its limit.
+
+    Raises:
+        InfeasibleError: With the arithmetic.
+    """
+    why = explain_infeasible(scaling, cluster_nodes())
+    if why is None:
+        return
+    limit = _autoscaler_limit()
+    if limit is None:
+        raise InfeasibleError(f"{why}. {_ADVICE}")
+    beyond = explain_infeasible(scaling, [Node("", "", limit, limit)])
+    if beyond is not None and "nodes" not in beyond:  # node by node the autoscaler knows better
+        raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
+
+
+def _autoscaler_limit() -> Mapping[str, float] | None:
+    """The resources of the cluster at its largest; None where nothing adds nodes."""
+    limit: Mapping[str, float] | None = state.get_max_resources_from_cluster_config()
+    return limit

@@ -1,0 +1,151 @@
+"""Snapshots: payload, files, and what happens to buffers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.fs
+import pytest
+import torch
+
+from raysgd.checkpoint import Retry, Snapshot, StagingPool, Storage, load_payload, take_snapshot, write_payload
+from raysgd.checkpoint.parts import read_part
+from raysgd.errors import CheckpointCorruptError, CheckpointError, StorageError, UnsafeStateError
+
+STATE = {"model": {"w": torch.arange(5.0), "b": torch.ones(2, dtype=torch.bfloat16)}, "epoch": 3, "raw": b"x" * 2000}
+
+
+def take(state: Any = STATE, *, num_buffers: int = 1) -> Snapshot:
+    return take_snapshot(state, StagingPool(num_buffers))
+
+
+def check(loaded: Any) -> None:
+    assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
+    assert torch.equal(loaded["model"]["b"], STATE["model"]["b"])
+    assert (loaded["epoch"], loaded["raw"]) == (3, STATE["raw"])
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_files_are_written_and_read(remote: bool, tmp_path: Path) -> None:
+    storage = Storage(pyarrow.fs._MockFileSystem(), "b") if remote else Storage.from_uri(tmp_path)
+    entries = take().write(storage, "a0001-r00000")
+    assert [entry.name for entry in entries] == ["a0001-r00000.safetensors", "a0001-r00000.json"]
+    assert [entry.size for entry in entries] == [storage.size(entry.name) for entry in entries]
+    check(read_part(storage, entries, trusted=False))
+    check(read_part(storage, entries[::-1], trusted=False, verify=False))
+
+
+def test_a_state_without_tensors_is_one_file(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path)
+    entries = take({"epoch": 3}).write(storage, "p")
+    assert [entry.name for entry in entries] == ["p.json"]
+    assert read_part(storage, entries, trusted=False) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("state", [None, 3, [], torch.ones(2), {}, "text"], ids=str)
+def test_a_state_may_be_anything(state: Any, tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path)
+    snapshot = take(state)
+    for loaded in (load_payload(snapshot.payload()), read_part(storage, snapshot.write(storage, "p"), trusted=False)):
+        assert torch.equal(loaded, state) if isinstance(state, torch.Tensor) else loaded == state
+
+
+def test_the_payload_is_all_that_is_needed(tmp_path: Path) -> None:
+    snapshot = take()
+    payload = snapshot.payload().copy()
+    assert payload.dtype == np.uint8 and payload.ndim == 1 and payload.size == snapshot.num_bytes
+    snapshot.release()
+    check(load_payload(payload))
+    storage = Storage.from_uri(tmp_path)
+    check(read_part(storage, write_payload(payload, storage, "p"), trusted=False))
+
+
+def test_tensors_do_not_lie_in_the_payload() -> None:
+    payload = take().payload().copy()
+    loaded = load_payload(payload)
+    payload[:] = 0
+    check(loaded)
+
+
+def test_releasing_gives_the_buffer_back() -> None:
+    pool = StagingPool(1)
+    snapshot = take_snapshot(STATE, pool)
+    snapshot.release()
+    snapshot.release()
+    again = take_snapshot({"other": 1}, pool)
+    snapshot.release()
+    assert load_payload(again.payload()) == {"other": 1}
+    with pytest.raises(CheckpointError, match="released"):
+        snapshot.payload()
+    with pytest.raises(CheckpointError, match="released"):
+        snapshot.write(Storage(None, os.devnull), "p")
+
+
+def interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_snapshot_that_fails_gives_the_buffer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StagingPool(1)
+    with pytest.raises(UnsafeStateError):
+        take_snapshot({"fn": len}, pool)
+    with monkeypatch.context() as patch:
+        patch.setattr("raysgd.checkpoint.arrays.np.copyto", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take_snapshot({"a": np.ones(3)}, pool)
+    take_snapshot(STATE, pool)
+
+
+def test_a_write_that_fails_raises_and_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    snapshot = take()
+    with pytest.raises(StorageError):
+        snapshot.write(Storage(None, str(tmp_path / "file"), retry=Retry(tries=1)), "p")
+    assert os.listdir(tmp_path) == ["file"]
+    check(load_payload(snapshot.payload()))
+
+
+def test_writing_readies_the_other_buffers(tmp_path: Path) -> None:
+    pool = StagingPool(2)
+    snapshot = take_snapshot(torch.zeros(5 << 20), pool)
+    snapshot.write(Storage.from_uri(tmp_path), "p")
+    other = pool.acquire(1)
+    assert other.capacity >= 20 << 20
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p[:-1],
+        lambda p: p[1:],
+        lambda p: p[:10],
+        lambda p: p[:0],
+        lambda p: np.concatenate([p, p]),
+        lambda p: p.reshape(1, -1),
+        lambda p: p.view(np.int8),
+    ],
+)
+def test_damaged_payloads_are_corrupt(damage: Any) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        load_payload(damage(take().payload().copy()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_gpu_come_back_on_the_cpu() -> None:
+    state = {
+        "a": torch.arange(1 << 20, device="cuda"),
+        "t": torch.ones(3, 4, device="cuda").T,
+        "g": torch.Generator("cuda"),
+    }
+    pool = StagingPool(1)
+    for _ in range(2):
+        snapshot = take_snapshot(state, pool)
+        state["a"] += 1
+        loaded = load_payload(snapshot.payload())
+        snapshot.release()
+        assert torch.equal(loaded["a"], state["a"].cpu() - 1) and loaded["t"].device.type == "cpu"
+        assert loaded["g"].device.type == "cuda"

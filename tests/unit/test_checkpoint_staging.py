@@ -1,0 +1,167 @@
+"""The pool of staging buffers: reuse, back-pressure, release."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.checkpoint import StagingPool
+from raysgd.errors import CheckpointError, ConfigError
+
+
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def address(buffer: Any) -> int:
+    return int(buffer.view.ctypes.data)
+
+
+def is_blocked(thread: threading.Thread) -> bool:
+    thread.join(0.05)
+    return thread.is_alive()
+
+
+def test_buffers_are_reused() -> None:
+    pool = StagingPool(num_buffers=1)
+    first = pool.acquire(1000)
+    where = address(first)
+    pool.release(first)
+    second = pool.acquire(900)
+    assert address(second) == where and second.view.size == 900 and second.view.dtype == np.uint8
+
+
+def test_the_buffer_that_fits_best_is_taken() -> None:
+    pool = StagingPool(num_buffers=2)
+    small, large = pool.acquire(10), pool.acquire(50 << 20)
+    pool.release(large)
+    pool.release(small)
+    assert pool.acquire(20) is small
+    assert pool.acquire(20 << 20) is large
+
+
+def test_buffers_grow() -> None:
+    pool = StagingPool(num_buffers=1)
+    buffer = pool.acquire(10)
+    pool.release(buffer)
+    buffer = pool.acquire(30 << 20)
+    assert buffer.view.size == 30 << 20 <= buffer.capacity
+
+
+def test_acquiring_waits_while_all_are_in_use() -> None:
+    pool = StagingPool(num_buffers=2)
+    first, _ = pool.acquire(1), pool.acquire(1)
+    thread, results = in_thread(lambda: pool.acquire(1))
+    assert is_blocked(thread)
+    pool.release(first)
+    thread.join(5)
+    assert results == [first]
+
+
+def test_pending_bytes_are_bounded() -> None:
+    pool = StagingPool(num_buffers=3, max_pending_bytes=100)
+    first = pool.acquire(80)
+    assert pool.acquire(20).num_bytes == 20 and pool.pending_bytes == 100
+    thread, results = in_thread(lambda: pool.acquire(10))
+    assert is_blocked(thread)
+    pool.release(first)
+    thread.join(5)
+    assert results[0].num_bytes == 10 and pool.pending_bytes == 30
+
+
+def test_one_larger_than_the_bound_is_let_through_alone() -> None:
+    pool = StagingPool(num_buffers=2, max_pending_bytes=100)
+    large = pool.acquire(1000)
+    thread, results = in_thread(lambda: pool.acquire(1))
+    assert is_blocked(thread)
+    pool.release(large)
+    thread.join(5)
+    assert len(results) == 1
+
+
+def test_releasing_twice_is_as_once() -> None:
+    pool = StagingPool(num_buffers=2)
+    buffer = pool.acquire(10)
+    pool.release(buffer)
+    pool.release(buffer)
+    assert pool.acquire(10) is not pool.acquire(10)
+
+
+def test_closing_frees_those_who_wait() -> None:
+    pool = StagingPool(num_buffers=1)
+    held = pool.acquire(1)
+    thread, results = in_thread(lambda: pool.acquire(1))
+    assert is_blocked(thread)
+    pool.close()
+    thread.join(5)
+    assert isinstance(results[0], CheckpointError)
+    with pytest.raises(CheckpointError, match="closed"):
+        pool.acquire(1)
+    pool.release(held)
+    pool.reopen()
+    assert pool.acquire(1) is held
+
+
+def test_an_exception_injected_while_waiting_lands() -> None:
+    import ctypes
+
+    pool = StagingPool(num_buffers=1)
+    held = pool.acquire(1)
+    thread, results = in_thread(lambda: pool.acquire(1))
+    assert is_blocked(thread)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
+    thread.join(5)
+    assert isinstance(results[0], KeyboardInterrupt)
+    pool.release(held)
+    assert pool.acquire(1) is held
+
+
+def test_a_buffer_that_cannot_grow_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StagingPool(num_buffers=1)
+    with pytest.raises((MemoryError, ValueError)):
+        pool.acquire(1 << 62)
+    assert pool.acquire(10).num_bytes == 10
+
+
+def test_spare_buffers_are_readied() -> None:
+    pool = StagingPool(num_buffers=3)
+    first = pool.acquire(20 << 20)
+    pool.prefault(20 << 20)
+    second, third = pool.acquire(20 << 20), pool.acquire(20 << 20)
+    for buffer in (second, third):
+        assert (buffer.view[::4096] == 0).all()
+    assert pool.pending_bytes == 3 * (20 << 20)
+    for buffer in (first, second, third):
+        pool.release(buffer)
+    assert pool.pending_bytes == 0
+
+
+def test_spare_buffers_are_not_readied_beyond_the_bound_or_for_little() -> None:
+    pool = StagingPool(num_buffers=2, max_pending_bytes=30 << 20)
+    pool.acquire(20 << 20)
+    pool.prefault(20 << 20)
+    other = StagingPool(num_buffers=2)
+    small = other.acquire(1 << 20)
+    other.prefault(1 << 20)
+    other.release(small)
+    assert other.acquire(1) is small, "the other one has no memory"
+
+
+@pytest.mark.parametrize("arguments", [{"num_buffers": 0}, {"max_pending_bytes": 0}])
+def test_settings_are_checked(arguments: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        StagingPool(**arguments)

@@ -1,0 +1,249 @@
+"""The folder of a run's checkpoints: commit, list, newest, delete, sweep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+from raysgd.checkpoint import (
+    CheckpointStore,
+    FileEntry,
+    Manifest,
+    Retry,
+    StagingPool,
+    Storage,
+    part_prefix,
+    read_manifest,
+    take_snapshot,
+)
+from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+
+
+@pytest.fixture(params=["local", "mock"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    if request.param == "local":
+        return CheckpointStore(Storage.from_uri(tmp_path / "checkpoints"))
+    return CheckpointStore(Storage(pyarrow.fs._MockFileSystem(), "run/checkpoints"))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(Storage.from_uri(tmp_path / "checkpoints"))
+
+
+def write_part(store: CheckpointStore, number: int, attempt: int = 1, rank: int = 0) -> list[FileEntry]:
+    snapshot = take_snapshot({"n": number, "data": b"x" * 3000}, StagingPool(1))
+    return snapshot.write(store.directory(number), part_prefix(attempt, rank))
+
+
+def commit(store: CheckpointStore, number: int, attempt: int = 1, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "number": number,
+        "attempt": attempt,
+        "iteration": number * 10,
+        "time_total_s": 1.0,
+        "world_size": 1,
+        "created_s": 1.0,
+        "metrics": {"loss": 1.0 / (number + 1)},
+        "parts": {0: write_part(store, number, attempt)},
+    }
+    manifest = Manifest(**(fields | changes))
+    assert store.commit(manifest) == store.path(number)
+    return manifest
+
+
+def numbers(manifests: list[Manifest]) -> list[int]:
+    return [manifest.number for manifest in manifests]
+
+
+def test_names_sort_and_tell_attempt_and_rank() -> None:
+    assert part_prefix(2, 1) == "a0002-r00001"
+    assert part_prefix(12345, 123456) == "a12345-r123456"
+
+
+def test_an_empty_store(store: CheckpointStore) -> None:
+    assert store.list() == [] and store.newest().manifest is None and store.sweep_uncommitted() == []
+    store.delete(3)
+
+
+def test_a_checkpoint_counts_once_it_is_committed(store: CheckpointStore) -> None:
+    parts = {0: write_part(store, 3)}
+    assert store.numbers() == [3] and store.list() == [] and store.scan().problems == []
+    manifest = commit(store, 3, parts=parts)
+    assert store.list() == [manifest] == [read_manifest(store.directory(3))]
+    assert store.path(3).endswith("checkpoints/checkpoint_000003")
+
+
+def test_they_are_listed_in_order(store: CheckpointStore) -> None:
+    for number in (10, 2, 1_000_000, 9):
+        commit(store, number)
+    store.storage.write_bytes("checkpoint_000005", b"a file")
+    store.storage.child("other").write_bytes("manifest.json", b"{}")
+    assert numbers(store.list()) == [2, 9, 10, 1_000_000]
+
+
+def test_a_missing_manifest_is_not_found(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint_000001"):
+        store.read(1)
+    with pytest.raises(CheckpointNotFoundError):
+        read_manifest(store.directory(1))
+
+
+def damage_manifest(store: CheckpointStore, number: int) -> None:
+    store.directory(number).write_bytes("manifest.json", b"{}")
+
+
+def damage_bytes(store: CheckpointStore, number: int) -> None:
+    name = part_prefix(1, 0) + ".safetensors"
+    data = bytearray(store.directory(number).read_bytes(name))
+    data[-1] ^= 1
+    store.directory(number).write_bytes(name, bytes(data))
+
+
+def truncate(store: CheckpointStore, number: int) -> None:
+    store.directory(number).write_bytes(part_prefix(1, 0) + ".json", b"")
+
+
+def remove_file(store: CheckpointStore, number: int) -> None:
+    store.directory(number).delete_file(part_prefix(1, 0) + ".json")
+
+
+def swap_manifests(store: CheckpointStore, number: int) -> None:
+    store.directory(number).write_bytes("manifest.json", store.directory(1).read_bytes("manifest.json"))
+
+
+DAMAGES = [damage_manifest, damage_bytes, truncate, remove_file, swap_manifests]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    store: CheckpointStore, damage: Callable[[CheckpointStore, int], None]
+) -> None:
+    for number in (1, 2, 3):
+        commit(store, number)
+    write_part(store, 4)
+    damage(store, 3)
+    newest = store.newest()
+    assert newest.manifest is not None and newest.manifest.number == 2
+    (passed,) = newest.passed_over
+    assert passed.number == 3 and isinstance(passed.error, CheckpointCorruptError)
+    assert "checkpoint_000003/" in str(passed.error) and passed.path == store.path(3)
+
+
+def test_without_verification_flipped_bits_are_not_seen(store: CheckpointStore) -> None:
+    commit(store, 1)
+    damage_bytes(store, 1)
+    assert store.newest(verify=False).manifest is not None
+    assert store.newest().manifest is None
+    truncate(store, 1)
+    assert store.newest(verify=False).manifest is None
+
+
+def test_listing_tells_of_damaged_manifests(store: CheckpointStore) -> None:
+    commit(store, 1)
+    commit(store, 2)
+    damage_manifest(store, 1)
+    scan = store.scan()
+    assert numbers(scan.manifests) == [2] and [problem.number for problem in scan.problems] == [1]
+
+
+def test_storage_that_cannot_be_read_does_not_mean_there_is_nothing(local: CheckpointStore) -> None:
+    commit(local, 1)
+    path = Path(local.path(1)) / "manifest.json"
+    path.unlink()
+    path.mkdir()  # reading it fails, as on a broken disk
+    with pytest.raises(StorageError):
+        local.newest()
+
+
+def test_committing_again_replaces_the_manifest(store: CheckpointStore) -> None:
+    manifest = commit(store, 1)
+    commit(store, 1, parts=manifest.parts, metrics={"loss": 0.25})
+    assert store.read(1).metrics == {"loss": 0.25}
+    assert store.newest().manifest == store.read(1)
+
+
+def test_committing_removes_what_other_attempts_left(local: CheckpointStore) -> None:
+    write_part(local, 1, attempt=1)
+    folder = Path(local.path(1))
+    (folder / ".tmp-123-abc").touch()
+    (folder / "a0001-r00001").mkdir()
+    (folder / "a0001-r00001" / "user.bin").touch()
+    (folder / "notes.txt").touch()
+    commit(local, 1, attempt=2)
+    assert sorted(os.listdir(folder)) == ["a0002-r00000.json", "a0002-r00000.safetensors", "manifest.json", "notes.txt"]
+
+
+def test_an_older_attempt_writes_other_files(store: CheckpointStore) -> None:
+    manifest = commit(store, 1, attempt=2)
+    write_part(store, 1, attempt=1)
+    assert store.newest().manifest == manifest
+
+
+def test_deleting_a_checkpoint(store: CheckpointStore) -> None:
+    commit(store, 1)
+    commit(store, 2)
+    store.delete(1)
+    assert numbers(store.list()) == [2] and store.numbers() == [2]
+
+
+def test_a_half_deleted_checkpoint_is_none(local: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(local, 1)
+
+    def broken(*args: Any) -> None:
+        raise PermissionError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raysgd.checkpoint.local_files.shutil.rmtree", broken)
+        with pytest.raises(StorageError):
+            local.delete(1)
+    assert local.list() == [] and local.newest().manifest is None
+    assert local.sweep_uncommitted() == [1]
+
+
+def test_user_files_are_deleted_with_their_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(b"1")
+    parts = {0: store.directory(1).put_path(tmp_path / "m.bin", part_prefix(1, 0))}
+    commit(store, 1, parts=parts, is_files=True)
+    assert store.newest().manifest is not None
+    store.delete(1)
+    assert store.numbers() == []
+
+
+def test_uncommitted_folders_are_swept(store: CheckpointStore) -> None:
+    commit(store, 1)
+    for number in (2, 3, 4):
+        write_part(store, number)
+    store.storage.child("checkpoint_000005").write_bytes("thesis.docx", b"not ours")
+    assert store.sweep_uncommitted(keep={4}) == [2, 3]
+    assert store.numbers() == [1, 4, 5]
+
+
+def test_a_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "manifest.json").write_bytes(b"{}")
+    commit(local, 1)
+    os.symlink(outside, Path(local.storage.uri) / "checkpoint_000002")
+    assert numbers(local.list()) == [1]
+    newest = local.newest()
+    assert newest.manifest is not None and newest.manifest.number == 1
+    assert "symbolic link" in str(newest.passed_over[0].error)
+    assert local.sweep_uncommitted() == []
+    with pytest.raises(CheckpointCorruptError, match="symbolic link"):
+        local.delete(2)
+    assert (outside / "manifest.json").exists()
+
+
+def test_a_manifest_that_cannot_be_written_makes_no_checkpoint(local: CheckpointStore, tmp_path: Path) -> None:
+    parts = {0: write_part(local, 1)}
+    manifest = commit(local, 2, parts=parts)
+    (tmp_path / "blocked").touch()
+    blocked = CheckpointStore(Storage(None, str(tmp_path / "blocked"), retry=Retry(tries=1)))
+    with pytest.raises(StorageError, match=r"manifest\.json"):
+        blocked.commit(manifest)

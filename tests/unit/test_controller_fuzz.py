@@ -1,0 +1,400 @@
+"""Whatever ranks, storage and users do, and in whatever order it arrives: a run keeps its promises and comes to an end."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import commands as c
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.shelf import Start
+from raysgd.controller.states import Preparing
+from raysgd.result import Result
+from raysgd.session import events as e
+from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
+
+GIVEN = Start("/given", iteration=10, time_total_s=5.0)
+RANKS = st.integers(0, 2)  # taken modulo the number of ranks that are meant
+GONE = object()
+
+
+@dataclass
+class Rank:
+    """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
+
+    Attributes:
+        unwritten: Saves whose bytes are not on storage yet.
+        has_left: It has said its last word.
+        is_stuck: It does not notice that its attempt is over.
+    """
+
+    number: int
+    outbox: deque[Any] = field(default_factory=deque)
+    num_reports: int = 0
+    num_calls: int = 0
+    unwritten: list[int] = field(default_factory=list)
+    has_left: bool = False
+    is_told: bool = False
+    is_stuck: bool = False
+    died: str | None = None
+
+    def leave(self, last_word: e.WorkerEvent) -> None:
+        self.outbox += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
+        self.unwritten.clear()
+        self.outbox += [last_word, GONE]
+        self.has_left = True
+
+    def die(self, why: str, *, loses: bool) -> None:
+        if loses:
+            self.outbox.clear()
+        self.died, self.has_left = why, True
+        self.unwritten.clear()
+        self.outbox = deque(item for item in self.outbox if item is not GONE)
+        self.outbox.append(GONE)
+
+
+@dataclass
+class Attempt:
+    """What the controller has been told in one attempt."""
+
+    entered: c.Enter
+    ranks: list[Rank]
+    returned: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    saved: dict[int, dict[int, e.Saved]] = field(default_factory=dict)
+    safe: dict[int, set[int]] = field(default_factory=dict)
+    raised: dict[int, e.Failed] = field(default_factory=dict)
+
+
+class RunFuzz(RuleBasedStateMachine):
+    """Drives a `RunMachine` as workers, storage and users do, and checks each of its commands."""
+
+    @initialize(
+        num_ranks=st.integers(1, 3),
+        max_failures=st.integers(-1, 2),
+        on_write_error=st.sampled_from(["raise", "warn"]),
+        num_to_keep=st.sampled_from([None, 1, 2]),
+        start=st.sampled_from([Start(), GIVEN]),
+    )
+    def begin(self, num_ranks: int, max_failures: int, on_write_error: str, num_to_keep: int | None, start: Start) -> None:
+        self.max_failures = max_failures
+        self.num_to_keep = num_to_keep
+        self.on_write_error = on_write_error
+        self.start = start
+        self.attempts: list[Attempt] = []
+        self.merger = RoundMerger()
+        self.results: list[Result] = []
+        self.num_prepared = 0
+        self.in_flight: list[c.Commit] = []
+        self.numbers: list[int] = []  # of all commits, in their order
+        self.on_storage: set[int] = set()
+        self.deleted: set[int] = set()
+        self.happened: set[str] = set()
+        self.num_checked = 0
+        self.run = Stepper(
+            num_ranks,
+            start=start,
+            failure=FailureConfig(max_failures=max_failures),
+            checkpoint=CheckpointConfig(on_write_error=on_write_error, num_to_keep=num_to_keep),
+        )
+        self._check()
+
+    # -- what may happen ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: isinstance(self.run.machine.state, Preparing))
+    @rule()
+    def workers_are_up(self) -> None:
+        self.run.ready()
+        self._check()
+
+    @precondition(lambda self: isinstance(self.run.machine.state, Preparing))
+    @rule(can_retry=st.booleans())
+    def workers_cannot_be_had(self, can_retry: bool) -> None:
+        self.happened.add("died" if can_retry else "infeasible")
+        self.run.feed(c.GroupFailed("WorkerError" if can_retry else "InfeasibleError", "no workers", can_retry))
+        self._check()
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS, count=st.integers(1, 3))
+    def a_rank_reports(self, index: int, count: int) -> None:
+        rank = self._one_of(self._inside(), index)
+        rank.outbox.append(reports(rank.num_reports, count))
+        rank.num_reports += count
+
+    @precondition(lambda self: self._inside())
+    @rule(is_written=st.booleans())
+    def all_ranks_save(self, is_written: bool) -> None:
+        for rank in self._inside():
+            self._save(rank, is_written)
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS, is_written=st.booleans())
+    def one_rank_saves(self, index: int, is_written: bool) -> None:
+        self.happened.add("one-sided")
+        self._save(self._one_of(self._inside(), index), is_written)
+
+    @precondition(lambda self: self._writing())
+    @rule(index=RANKS, succeeds=st.sampled_from([True, True, True, False]))
+    def a_part_is_written(self, index: int, succeeds: bool) -> None:
+        rank = self._one_of(self._writing(), index)
+        call = rank.unwritten.pop(0)
+        if not succeeds:
+            self.happened.add("write failed")
+        rank.outbox.append(part(call) if succeeds else e.PartFailed(call, "disk full"))
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS)
+    def a_rank_returns(self, index: int) -> None:
+        self._one_of(self._inside(), index).leave(RETURNED)
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS, kind=st.sampled_from(["own", "collective", "setup"]))
+    def a_rank_raises(self, index: int, kind: str) -> None:
+        rank, at = self._one_of(self._inside(), index), self.run.now
+        self.happened.add(kind)
+        error = broken(at=at) if kind == "collective" else failed(f"of {rank.number}", at, in_setup=kind == "setup")
+        rank.leave(error)
+
+    @precondition(lambda self: self._alive())
+    @rule(index=RANKS, loses=st.booleans())
+    def a_process_dies(self, index: int, loses: bool) -> None:
+        self.happened.add("died")
+        self._one_of(self._alive(), index).die("killed", loses=loses)
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS)
+    def a_rank_gets_stuck(self, index: int) -> None:
+        self._one_of(self._inside(), index).is_stuck = True
+
+    @precondition(lambda self: any(rank.is_told and not rank.is_stuck for rank in self._inside()))
+    @rule(index=RANKS)
+    def a_rank_notices_that_its_attempt_is_over(self, index: int) -> None:
+        self._one_of([rank for rank in self._inside() if rank.is_told and not rank.is_stuck], index).leave(e.Ended())
+
+    @precondition(lambda self: self._talking())
+    @rule(index=RANKS, count=st.integers(1, 5))
+    def what_a_rank_said_arrives(self, index: int, count: int) -> None:
+        rank = self._one_of(self._talking(), index)
+        for _ in range(min(count, len(rank.outbox))):
+            self._deliver(rank)
+
+    @precondition(lambda self: len(self.attempts) > 1)
+    @rule(event=st.sampled_from([RETURNED, saved(), part(), failed(), reports(0), e.Ended()]))
+    def something_of_an_older_attempt_arrives(self, event: e.WorkerEvent) -> None:
+        assert self.run.say(0, event, attempt=self.run.attempt - 1) == []
+
+    @precondition(lambda self: self.in_flight)
+    @rule(succeeds=st.sampled_from([True, True, True, False]))
+    def storage_answers(self, succeeds: bool) -> None:
+        self._answer(succeeds)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.run.advance(0.03)
+        self._check()
+
+    @rule()
+    def much_time_passes(self) -> None:
+        self.run.advance(3)
+        self._check()
+
+    @rule(cancel=st.booleans())
+    def somebody_stops_the_run(self, cancel: bool) -> None:
+        self.happened.add("cancelled" if cancel else "stopped")
+        self.run.stop(cancel=cancel)
+        self._check()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Let everything that is pending happen; by then the run must be over."""
+        if not hasattr(self, "run"):
+            return
+        for _ in range(200):
+            if self.run.is_closed:
+                break
+            self._go_on()
+        assert self.run.is_closed, f"still {self.run.machine.state}"
+        self._check_outcome()
+
+    def _go_on(self) -> None:
+        if isinstance(self.run.machine.state, Preparing):
+            self.workers_are_up()
+        elif self._talking():
+            self._deliver(self._talking()[0])
+        elif self.in_flight:
+            self._answer(succeeds=True)
+        elif leaving := [rank for rank in self._inside() if not (rank.is_stuck and rank.is_told)]:
+            for rank in leaving:
+                rank.leave(e.Ended() if rank.is_told else RETURNED)
+        else:
+            self.much_time_passes()
+
+    def _check_outcome(self) -> None:
+        outcome, last = self.run.outcome, self.attempts[-1] if self.attempts else None
+        assert outcome is not None
+        if outcome.kind == "done":
+            assert last is not None and last.returned == {rank.number for rank in last.ranks}
+        elif outcome.kind in ("stopped", "cancelled"):
+            assert outcome.kind in self.happened or "ended" in self.happened
+        elif outcome.failed is not None:
+            assert last is not None and outcome.rank is not None
+            assert last.raised[outcome.rank] == outcome.failed
+            self._check_cause(last, outcome.failed)
+        elif outcome.error_type == "WorkerDiedError":
+            assert len(self.run.notes("failure")) == self.max_failures + 1 == outcome.failures
+        else:
+            needed = {"StorageError": "write failed", "CheckpointError": "one-sided", "InfeasibleError": "infeasible"}
+            assert needed[outcome.error_type or ""] in self.happened
+        if not self.happened:
+            assert outcome.kind == "done"
+
+    @staticmethod
+    def _check_cause(last: Attempt, cause: e.Failed) -> None:
+        own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
+        assert cause.in_collective is False or not own
+        assert all(cause.timestamp <= error.timestamp for error in own)
+
+    # -- what must hold at each command -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        new, self.num_checked = self.run.told[self.num_checked :], len(self.run.told)
+        for command in new:
+            assert not any(isinstance(earlier, c.Close) for earlier in self.run.told[: self.run.told.index(command)])
+            getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
+        assert len(self.run.all_of(c.TellOutcome)) <= 1
+        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1
+
+    def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
+        assert command.attempt == self.num_prepared + 1
+        self.num_prepared += 1
+        assert not self.in_flight
+        assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
+
+    def _check_Enter(self, command: c.Enter) -> None:  # noqa: N802
+        assert command.attempt == self.num_prepared
+        newest = max(self.on_storage, default=None)
+        if newest is None:
+            assert (command.checkpoint, command.iterations_before) == (self.start.uri, self.start.iteration)
+        else:
+            assert command.checkpoint == uri_of(newest)
+        assert command.first_number > max(self.numbers, default=0)
+        self.attempts.append(Attempt(command, [Rank(number) for number in range(self.run.num_ranks)]))
+
+    def _check_EndRanks(self, command: c.EndRanks) -> None:  # noqa: N802
+        assert command.attempt == self.run.attempt
+        for number in command.ranks:
+            assert number not in self.attempts[-1].gone
+            self.attempts[-1].ranks[number].is_told = True
+
+    def _check_KillRanks(self, command: c.KillRanks) -> None:  # noqa: N802
+        for number in command.ranks:
+            rank = self.attempts[-1].ranks[number]
+            assert rank.is_told and number not in self.attempts[-1].gone
+            rank.die("killed", loses=True)
+
+    def _check_Commit(self, command: c.Commit) -> None:  # noqa: N802
+        assert not command.amend
+        attempt, number = self.attempts[-1], command.manifest.number
+        call = number - attempt.entered.first_number
+        callers = attempt.saved.get(call, {})
+        assert command.manifest.attempt == attempt.entered.attempt
+        assert {rank.number for rank in attempt.ranks} - attempt.returned <= set(callers)
+        assert 0 in callers and set(callers) <= attempt.safe.get(call, set())
+        made_at = attempt.entered.iterations_before + callers[min(callers)].reports
+        assert command.manifest.iteration == made_at
+        assert number > max(self.numbers, default=0)
+        self.numbers.append(number)
+        self.in_flight.append(command)
+
+    def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
+        assert command.number in self.on_storage and command.number != max(self.on_storage)
+        self.on_storage.discard(command.number)
+        assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
+
+    def _check_Say(self, command: c.Say) -> None:  # noqa: N802
+        frame = Frame(0, command.kind, command.attempt, command.rank, command.data, command.rows)
+        before = self.results[-1] if self.results else None
+        for result in self.merger.feed(frame):
+            entered = self.attempts[-1].entered
+            is_first = before is None or before["attempt"] != result["attempt"]
+            number = entered.iterations_before if is_first else before["training_iteration"]  # type: ignore[index]
+            assert (result["training_iteration"], result["attempt"]) == (number + 1, entered.attempt)
+            self.results.append(result)
+            before = result
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> list[Rank]:
+        return self.attempts[-1].ranks if self.attempts else []
+
+    def _inside(self) -> list[Rank]:
+        return [rank for rank in self._ranks() if not rank.has_left]
+
+    def _alive(self) -> list[Rank]:
+        """Those whose process could still die before its stream has ended."""
+        return [rank for rank in self._ranks() if rank.died is None and (not rank.has_left or rank.outbox)]
+
+    def _writing(self) -> list[Rank]:
+        return [rank for rank in self._inside() if rank.unwritten]
+
+    def _talking(self) -> list[Rank]:
+        return [rank for rank in self._ranks() if rank.outbox]
+
+    @staticmethod
+    def _one_of(ranks: list[Rank], index: int) -> Rank:
+        return ranks[index % len(ranks)]
+
+    def _save(self, rank: Rank, is_written: bool) -> None:
+        call, rank.num_calls = rank.num_calls, rank.num_calls + 1
+        rank.outbox.append(saved(call, rank.num_reports))
+        if is_written and not rank.unwritten:
+            rank.outbox.append(part(call))
+        else:
+            rank.unwritten.append(call)
+
+    def _deliver(self, rank: Rank) -> None:
+        attempt, item = self.attempts[-1], rank.outbox.popleft()
+        if item is GONE:
+            attempt.gone.add(rank.number)
+            self.run.gone(rank.number, rank.died)
+        else:
+            self._note(attempt, rank.number, item)
+            self.run.say(rank.number, item)
+        self._check()
+
+    def _note(self, attempt: Attempt, number: int, event: e.WorkerEvent) -> None:
+        match event:
+            case e.Saved():
+                attempt.saved.setdefault(event.call, {})[number] = event
+            case e.PartSafe():
+                attempt.safe.setdefault(event.call, set()).add(number)
+            case e.Returned():
+                attempt.returned.add(number)
+            case e.Failed():
+                attempt.raised[number] = event
+
+    def _answer(self, succeeds: bool) -> None:
+        number = self.in_flight.pop(0).manifest.number
+        if succeeds:
+            self.on_storage.add(number)
+            manifest = next(
+                commit.manifest for commit in self.run.all_of(c.Commit) if commit.manifest.number == number
+            )
+            self.run.feed(c.Committed(manifest))
+        else:
+            self.happened.add("write failed")
+            self.run.feed(c.CommitFailed(number, "disk full"))
+        self._check()
+
+
+TestRunFuzz = RunFuzz.TestCase
+TestRunFuzz.settings = settings(max_examples=100, stateful_step_count=40)

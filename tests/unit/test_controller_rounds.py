@@ -1,0 +1,255 @@
+"""From reports of ranks to results: the same rounds however the reports arrive, through early ends and new attempts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.reducing import check_reduce, reduce_metrics
+from raysgd.controller.rounds import RoundMerger
+from raysgd.errors import ConfigError
+from raysgd.result import Result
+
+
+def attempt(number: int = 1, world_size: int = 2, iterations_before: int = 0, time_before_s: float = 0.0) -> Frame:
+    data = {
+        "attempt": number,
+        "world_size": world_size,
+        "iterations_before": iterations_before,
+        "time_before_s": time_before_s,
+    }
+    return Frame(0, frames.ATTEMPT, number, data=data)
+
+
+def reports(rank: int, first: int, count: int = 1, number: int = 1) -> Frame:
+    """Reports of a rank; report n was made at n + 1 seconds of training, and tells who made it."""
+    rows = [[100.0 + n + rank, float(n + 1), {"rank": rank, "n": n}] for n in range(first, first + count)]
+    return Frame(0, frames.REPORTS, number, rank, {"first": first, "count": count}, json.dumps(rows).encode())
+
+
+def done(rank: int, number: int = 1) -> Frame:
+    return Frame(0, frames.RANK_DONE, number, rank)
+
+
+def end(keep_rounds: int | None, number: int = 1) -> Frame:
+    return Frame(0, frames.ATTEMPT_END, number, data={"keep_rounds": keep_rounds})
+
+
+def merge(given: Iterable[Frame], reduce: dict[str, str] | None = None) -> list[Result]:
+    merger = RoundMerger(reduce)
+    return [result for frame in given for result in merger.feed(frame)]
+
+
+def rounds(results: list[Result]) -> list[tuple[int, tuple[int, ...], list[int]]]:
+    """Iteration, ranks, and the number of each rank's report, of each result."""
+    return [(r["training_iteration"], r.ranks, [worker["n"] for worker in r.workers]) for r in results]
+
+
+# -- one attempt -------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_emitted_once_every_running_rank_has_made_it() -> None:
+    merger = RoundMerger()
+    assert list(merger.feed(attempt())) == []
+    assert list(merger.feed(reports(0, 0, 2))) == []
+    assert rounds(list(merger.feed(reports(1, 0)))) == [(1, (0, 1), [0, 0])]
+    assert rounds(list(merger.feed(reports(1, 1)))) == [(2, (0, 1), [1, 1])]
+
+
+def test_a_result_is_rank_0s_metrics_and_the_automatic_keys() -> None:
+    (result,) = merge([attempt(), reports(1, 0), reports(0, 0)])
+    assert result == {
+        "rank": 0,
+        "n": 0,
+        "training_iteration": 1,
+        "timestamp": 100.0,
+        "time_this_iter_s": 1.0,
+        "time_total_s": 1.0,
+        "world_size": 2,
+        "attempt": 1,
+    }
+    assert result.workers == [{"rank": 0, "n": 0}, {"rank": 1, "n": 0}]
+
+
+def test_a_rank_that_has_returned_is_not_waited_for_and_takes_part_as_far_as_it_got() -> None:
+    given = [attempt(), reports(0, 0, 2), done(0), reports(1, 0, 4), done(1)]
+    assert rounds(merge(given)) == [(1, (0, 1), [0, 0]), (2, (0, 1), [1, 1]), (3, (1,), [2]), (4, (1,), [3])]
+
+
+def test_rounds_that_only_a_returned_rank_was_missing_come_with_its_end() -> None:
+    merger = RoundMerger()
+    for frame in (attempt(), reports(1, 0, 2)):
+        assert list(merger.feed(frame)) == []
+    assert rounds(list(merger.feed(done(0)))) == [(1, (1,), [0]), (2, (1,), [1])]
+
+
+def test_time_this_iter_is_since_the_report_before_of_the_same_rank() -> None:
+    given = [attempt(), reports(0, 0, 2), done(0), reports(1, 0, 4), done(1)]
+    assert [result["time_this_iter_s"] for result in merge(given)] == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_ranks_need_not_report_at_all() -> None:
+    assert merge([attempt(), done(0), done(1), end(None)]) == []
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[list[int], list[list[Frame]]]:
+    """How many reports each rank makes, and each rank's frames in their order."""
+    counts = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    streams: list[list[Frame]] = []
+    for rank, count in enumerate(counts):
+        cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=3))})
+        streams.append([reports(rank, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)])
+    return counts, streams
+
+
+def interleaved(streams: list[list[Frame]], draw: Any) -> list[Frame]:
+    """The frames of all streams in one sequence; each stream keeps its own order."""
+    left = [list(stream) for stream in streams]
+    merged: list[Frame] = []
+    while any(left):
+        index = draw(st.sampled_from([i for i, stream in enumerate(left) if stream]))
+        merged.append(left[index].pop(0))
+    return merged
+
+
+@given(arrivals(), st.data())
+def test_any_interleaving_of_batches_gives_the_same_rounds_in_order(
+    arrived: tuple[list[int], list[list[Frame]]], data: st.DataObject
+) -> None:
+    counts, streams = arrived
+    with_ends = [[*stream, done(rank)] for rank, stream in enumerate(streams)]
+    results = merge([attempt(world_size=len(counts)), *interleaved(with_ends, data.draw), end(None)])
+    expected = [
+        (n + 1, ranks, [n] * len(ranks))
+        for n in range(max(counts))
+        if (ranks := tuple(rank for rank, count in enumerate(counts) if count > n))
+    ]
+    assert rounds(results) == expected
+    assert [result["time_this_iter_s"] for result in results] == [1.0] * len(expected)
+
+
+@given(arrivals(), st.integers(0, 8), st.data())
+def test_an_attempt_that_ends_keeps_the_rounds_up_to_its_newest_checkpoint(
+    arrived: tuple[list[int], list[list[Frame]]], keep: int, data: st.DataObject
+) -> None:
+    counts, streams = arrived
+    results = merge([attempt(world_size=len(counts)), *interleaved(streams, data.draw), end(keep)])
+    num_rounds = max(min(counts), min(keep, max(counts)))
+    assert [result["training_iteration"] for result in results] == list(range(1, num_rounds + 1))
+    for n, result in enumerate(results):
+        assert result.ranks == tuple(rank for rank, count in enumerate(counts) if count > n)
+
+
+# -- several attempts --------------------------------------------------------------------------------------------------
+
+
+def test_iteration_and_time_go_on_from_the_checkpoint() -> None:
+    first = [attempt(1, 1), reports(0, 0, 3), end(2)]
+    second = [attempt(2, 1, iterations_before=2, time_before_s=2.0), reports(0, 2, 2, number=2), done(0, 2), end(None, 2)]
+    results = merge([*first, *second])
+    assert [(r["training_iteration"], r["attempt"]) for r in results] == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 2)]
+    assert [r["time_total_s"] for r in results] == [1, 2, 3, 3, 4]
+    assert [r["time_this_iter_s"] for r in results] == [1, 1, 1, 1, 1]
+
+
+def test_the_world_size_is_that_of_the_attempt() -> None:
+    results = merge([attempt(1, 2), reports(0, 0), reports(1, 0), end(1), attempt(2, 1, 1), reports(0, 0, number=2)])
+    assert [(r["world_size"], r.ranks) for r in results] == [(2, (0, 1)), (1, (0,))]
+
+
+def test_what_an_ended_attempt_left_takes_no_part_in_the_next() -> None:
+    given = [attempt(1), reports(0, 0, 5), end(0), attempt(2), reports(0, 0, number=2), reports(1, 0, number=2)]
+    (result,) = merge(given)
+    assert (result["attempt"], result.workers[0]["n"]) == (2, 0)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_reports_of_another_attempt_make_no_rounds(number: int) -> None:
+    given = [attempt(1, 1), end(0), attempt(2, 1), reports(0, 0, number=number), done(0, 2)]
+    assert merge(given) == []
+
+
+def test_reports_after_the_end_of_their_attempt_make_no_rounds() -> None:
+    assert merge([attempt(1, 1), end(0), reports(0, 0), done(0)]) == []
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_do_not_share_their_values() -> None:
+    (result,) = merge([attempt(), reports(0, 0), reports(1, 0)])
+    result["n"] = 7
+    assert result.workers[0]["n"] == 0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+def test_a_result_that_is_copied_or_sent_keeps_its_workers(duplicate: Any) -> None:
+    (result,) = merge([attempt(), reports(0, 0), reports(1, 0)])
+    other = duplicate(result)
+    assert (other, other.workers, other.ranks) == (result, result.workers, result.ranks)
+
+
+def test_reduce_makes_one_metric_of_all_ranks() -> None:
+    (result,) = merge([attempt(), reports(0, 0), reports(1, 0)], {"rank": "mean"})
+    assert (result["rank"], result["n"]) == (0.5, 0)
+    assert result["training_iteration"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("mean", [1, 2, 6], 3.0),
+        ("mean", [0.1] * 10, 0.1),
+        ("sum", [1, 2, 3], 6),
+        ("sum", [0.1] * 10, 1.0),
+        ("min", [3, 1, 2], 1),
+        ("max", [3, 1, 2], 3),
+        ("first", ["a", "b"], "a"),
+        ("last", ["a", "b"], "b"),
+    ],
+)
+def test_each_reduction(name: str, values: list[Any], expected: Any) -> None:
+    assert reduce_metrics([{"x": value} for value in values], {"x": name}) == {"x": expected}
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_nan_is_not_reduced_away(name: str, position: int) -> None:
+    values = [1.0, 2.0]
+    values[position] = math.nan
+    assert math.isnan(reduce_metrics([{"x": value} for value in values], {"x": name})["x"])
+
+
+def test_a_metric_that_rank_0_did_not_report_is_reduced_over_those_that_did() -> None:
+    assert reduce_metrics([{"a": 1}, {"x": 2}, {"x": 4}], {"x": "mean"}) == {"a": 1, "x": 3}
+
+
+def test_values_that_are_no_numbers_are_passed_over() -> None:
+    assert reduce_metrics([{"x": None}, {"x": 2}], {"x": "mean"}) == {"x": 2}
+    assert reduce_metrics([{"x": "a"}, {"x": "b"}], {"x": "mean"}) == {"x": "a"}
+
+
+def test_a_metric_nobody_reported_is_not_invented() -> None:
+    assert reduce_metrics([{"a": 1}], {"x": "mean"}) == {"a": 1}
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_no_reduction_is_none(given: Any) -> None:
+    assert check_reduce(given) == {}
+
+
+@pytest.mark.parametrize("given", [{"loss": "median"}, {"loss": None}, "mean", ["loss"], {"loss": ["mean"]}])
+def test_what_is_no_reduction_is_refused_with_those_there_are(given: Any) -> None:
+    with pytest.raises(ConfigError, match="mean, sum, min, max, last, first"):
+        check_reduce(given)
