@@ -16,6 +16,7 @@ from shutil import rmtree
 from typing import Any
 
 import psutil
+
 from bench.machine import ROOT
 
 #: Seconds one measure may take, and what a process may take beside its measures.
@@ -41,6 +42,7 @@ def measure(system: str, measures: Mapping[str, dict[str, Any]], folder: Path) -
     """Run measures on a system in one new process.
 
     Args:
+        system: Its name.
         measures: Their params, by name.
         folder: Empty; the process's own.
 
@@ -67,9 +69,7 @@ def measure(system: str, measures: Mapping[str, dict[str, Any]], folder: Path) -
     return lines + missing
 
 
-def run_module(
-    module: str, args: list[str], environment: Mapping[str, str], log: Path, limit_s: float
-) -> str | None:
+def run_module(module: str, args: list[str], environment: Mapping[str, str], log: Path, limit_s: float) -> str | None:
     """Run ``python -m module`` to its end; returns what went wrong with the process, if anything.
 
     The processes it started are ended with it: they inherit a mark in their environment.

@@ -15,7 +15,6 @@ import ray
 
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller import frames
-from raysgd.controller.host import CallbackHost
 from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.controller.run import Run
 from raysgd.errors import UsageError
@@ -191,6 +190,8 @@ class TrainerActor:
 
     def _follow_on_host(self, request: RunRequest, info: RunInfo) -> Any:
         if self._host is None:
+            from raysgd.controller.host import CallbackHost  # with the callbacks: not in the way of a cold start
+
             name = f"{self._settings.name}-callbacks"
             actor = ray.remote(CallbackHost).options(name=name, namespace=NAMESPACE, num_cpus=0)
             self._host = actor.remote(self._me)

@@ -10,7 +10,6 @@ from typing import Any
 
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.manifest import FileEntry, Manifest
-from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointError
@@ -42,6 +41,8 @@ class LocalSession(Session):
     ) -> None:
         if self._store is None:
             return
+        from raysgd.checkpoint.snapshot import StagingPool  # NumPy: every driver imports this module
+
         self._store.storage.make_dirs()
         number = max((manifest.number for manifest in self._store.list()), default=0) + 1
         done: list[WorkerEvent] = []

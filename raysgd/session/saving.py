@@ -11,11 +11,13 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysgd.checkpoint.snapshot import Snapshot, StagingPool, take_snapshot
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.snapshot import Snapshot, StagingPool
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class CheckpointWriter:
 
     def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
         """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use."""
+        from raysgd.checkpoint.snapshot import take_snapshot  # NumPy: the controller imports this module without it
+
         snapshot = take_snapshot(state, self._pool, trusted=trusted)
         self._start()
         self._jobs.put(_Job(call, snapshot, rank_state))

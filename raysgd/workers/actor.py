@@ -12,7 +12,6 @@ from typing import Any
 import ray
 
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
-from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded
@@ -46,7 +45,7 @@ class WorkerActor:
         self._baseline = Baseline()
         self._modules = ModuleWatch()
         self._backend: Any = None
-        self._pool: StagingPool | None = None
+        self._pool: Any = None
         self._attempt: Attempt | None = None
         self._instances = Instances()
         self._lock = threading.Lock()
@@ -147,6 +146,8 @@ class WorkerActor:
         member = order.member
         outbox = Outbox(order.flush_interval_s)
         if self._pool is None:
+            from raysgd.checkpoint.snapshot import StagingPool  # NumPy: the controller imports this module without it
+
             self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
         writer = CheckpointWriter(
             CheckpointStore(Storage.from_uri(run.checkpoints_uri)),

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from raysgd._util.redact import redact_text, secret_values
 from raysgd.backends.base import Backend
 from raysgd.callbacks.base import Callback, Stop
@@ -94,6 +92,8 @@ class Attempt:
             if batch:
                 yield batch
         if self._large_value is not None:
+            import numpy as np
+
             yield np.frombuffer(self._large_value, np.uint8)
 
     # -- other threads ----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ PLAIN_DTYPES = hnp.scalar_dtypes() | hnp.byte_string_dtypes(min_len=1) | hnp.uni
 DTYPES = PLAIN_DTYPES | hnp.array_dtypes(PLAIN_DTYPES)
 
 
-@hypothesis.settings(max_examples=150, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(max_examples=80, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(hnp.arrays(DTYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)))
 def test_any_array_comes_back(array: Any) -> None:
     loaded = round_trip({"pad": np.zeros(3, np.uint8), "x": array})["x"]

@@ -215,7 +215,7 @@ JSON = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(node=JSON)
 def test_whatever_the_tree_says_the_only_error_is_ours(node: Any) -> None:
     text = json.dumps({"format": "raysgd-state", "version": 1, "state": {"model": {"w": ["list"]}, "x": node}})

@@ -185,7 +185,7 @@ def test_without_verification_only_the_structure_is_checked(tmp_path: Path) -> N
     assert read_leaves(storage, entry, verify=False).get("a").data[-1] == 7
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(data=st.data())
 def test_any_change_of_a_header_is_read_right_or_corrupt(data: st.DataObject) -> None:
     file = bytearray(make_file(TWO, bytes(16)))

@@ -86,13 +86,13 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 TREES = st.recursive(SCALARS, containers, max_leaves=20)
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(TREES)
 def test_any_tree_comes_back(tree: Any) -> None:
     assert same(round_trip({"tree": tree})["tree"], tree)
 
 
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(TREES)
 def test_any_tree_comes_back_from_plain_json(tree: Any) -> None:
     assert same(decode_small(json.loads(json.dumps(encode_small(tree), allow_nan=False))), tree)

@@ -132,6 +132,8 @@ class RunFuzz(RuleBasedStateMachine):
     @precondition(lambda self: self._inside())
     @rule(is_written=st.booleans())
     def all_ranks_save(self, is_written: bool) -> None:
+        if len(self._inside()) < self.run.num_ranks:
+            self.happened.add("one-sided")  # the others will not make this call
         for rank in self._inside():
             self._save(rank, is_written)
 

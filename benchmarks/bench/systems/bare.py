@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import ray
-from bench.notes import NUM_WORKERS
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from bench.notes import NUM_WORKERS
+from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
 class Worker:
@@ -24,9 +25,7 @@ class Worker:
 
         return ray.util.get_node_ip_address()
 
-    def run(
-        self, rank: int, host: str, port: int, train_func: TrainFunc, config: dict[str, Any]
-    ) -> Iterator[Any]:
+    def run(self, rank: int, host: str, port: int, train_func: TrainFunc, config: dict[str, Any]) -> Iterator[Any]:
         import torch.distributed as dist
 
         store = dist.TCPStore(host, port, world_size=NUM_WORKERS, is_master=rank == 0)

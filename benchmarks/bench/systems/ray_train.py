@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from bench.notes import NUM_WORKERS
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 from ray.train import RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
+
+from bench.notes import NUM_WORKERS
+from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
 class Arrivals(UserCallback):

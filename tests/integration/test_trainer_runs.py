@@ -1,0 +1,613 @@
+"""What a user sees of a Trainer and its runs: values, streams of results, warm workers, resources.
+
+Most tests share one Trainer and its two processes; those of torch share another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import io
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raysgd
+from raysgd.callbacks import ProgressCallback
+from raysgd.errors import ConfigError, InfeasibleError, RunCancelledError, StartTimeoutError, UsageError
+from raysgd.result import AUTOMATIC_KEYS
+from support.cluster import ClusterState
+from support.poll import until
+from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, pids, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+RAY_INIT = {"num_cpus": 8, "resources": {"licence": 4}}
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def torch_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch") as trainer:
+        yield trainer
+
+
+def count_to(config: dict[str, Any]) -> int:
+    """Reports 0, 1, 2, ... on each rank."""
+    for step in range(config["n"]):
+        raysgd.report(step=step, rank=raysgd.world_rank())
+    return int(config["n"])
+
+
+def wait_for_file(config: dict[str, Any]) -> str:
+    """Reports once, then goes on until there is a file."""
+    raysgd.report(waits=True)
+    deadline = time.monotonic() + 60
+    while not os.path.exists(config["file"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return "went"
+
+
+# ------------------------------------------------------------------------------------------------------ what run returns
+
+
+def test_run_returns_what_rank_0_returned(trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> dict[str, Any]:
+        return {"rank": raysgd.world_rank(), "lr": config["lr"], "of": raysgd.world_size(), "in": raysgd.in_worker()}
+
+    found = trainer.run(train_func, {"lr": 0.5}, callbacks=quiet())
+    assert found == {"rank": 0, "lr": 0.5, "of": 2, "in": True}
+
+
+def test_returns_all_is_the_list_by_rank(trainer: raysgd.Trainer) -> None:
+    def ranks() -> tuple[int, ...]:
+        rank, local = raysgd.world_rank(), raysgd.local_rank()
+        return rank, local, raysgd.local_world_size(), raysgd.node_rank()
+
+    assert trainer.run(ranks, callbacks=quiet(), returns="all") == [(0, 0, 2, 0), (1, 1, 2, 0)]
+
+
+def test_a_large_value_arrives_whole(trainer: raysgd.Trainer) -> None:
+    found = trainer.run(lambda: bytes([raysgd.world_rank()]) * (1 << 20), callbacks=quiet(), returns="all")
+    assert [(value[0], len(value)) for value in found] == [(0, 1 << 20), (1, 1 << 20)]
+
+
+def plus(config: dict[str, Any], more: int = 1) -> Any:
+    return config.get("base", 0) + more
+
+
+class Recipe:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def train(self, config: dict[str, Any]) -> int:
+        return self.factor * int(config["base"])
+
+    def __call__(self, config: dict[str, Any]) -> str:
+        return "called"
+
+
+@pytest.mark.parametrize(
+    ("train_func", "config", "returned"),
+    [
+        (lambda: "no argument", None, "no argument"),
+        (lambda config: config, None, {}),
+        (plus, {"base": 1}, 2),
+        (functools.partial(plus, more=5), {"base": 1}, 6),
+        (functools.partial(plus, {"base": 10}), None, 11),
+        (Recipe(3).train, {"base": 2}, 6),
+        (Recipe(3), {}, "called"),
+        (lambda *args: args, {"a": 1}, ({"a": 1},)),
+    ],
+)
+def test_functions_that_can_be_a_train_func(
+    trainer: raysgd.Trainer, train_func: Callable[..., Any], config: Any, returned: Any
+) -> None:
+    assert trainer.run(train_func, config, callbacks=quiet()) == returned
+
+
+def test_what_a_worker_does_to_its_config_stays_there(trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> list[int]:
+        config["layers"].append(raysgd.world_rank())
+        config["new"] = 1
+        return list(config["layers"])
+
+    config = {"layers": [10]}
+    for _ in range(2):
+        assert trainer.run(train_func, config, callbacks=quiet(), returns="all") == [[10, 0], [10, 1]]
+    assert config == {"layers": [10]}
+
+
+def test_a_wrapped_model_comes_back_unwrapped(torch_trainer: raysgd.Trainer) -> None:
+    import torch
+
+    def train_func() -> dict[str, Any]:
+        model = raysgd.torch.prepare_model(torch.nn.Linear(3, 1))
+        plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 3)).backward()
+        return {"model": model, "nested": [plain], "weights": model.weight.detach()}
+
+    found = torch_trainer.run(train_func, callbacks=quiet())
+    assert type(found["model"]) is torch.nn.Linear
+    assert type(found["nested"][0]) is torch.nn.Linear
+    assert torch.equal(found["model"].weight, found["weights"])
+    assert list(found["model"].state_dict()) == ["weight", "bias"]
+
+
+# ------------------------------------------------------------------------------------------------------ results
+
+
+def test_results_come_with_the_automatic_keys_and_each_ranks_own(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        for step in range(3):
+            time.sleep(0.01)
+            raysgd.report(step=step, rank=raysgd.world_rank())
+
+    start = time.time()
+    results = list(trainer.run_generator(train_func, callbacks=quiet()))
+
+    assert [result["training_iteration"] for result in results] == [1, 2, 3]
+    for step, result in enumerate(results):
+        assert set(result) == {"step", "rank"} | AUTOMATIC_KEYS
+        assert (result["step"], result["rank"]) == (step, 0)
+        assert (result["world_size"], result["attempt"]) == (2, 1)
+        assert result.workers == [{"step": step, "rank": 0}, {"step": step, "rank": 1}]
+        assert result.ranks == (0, 1)
+        assert start < result["timestamp"] < time.time()
+        assert result["time_this_iter_s"] >= 0.01
+    assert results[2]["time_total_s"] == pytest.approx(sum(result["time_this_iter_s"] for result in results))
+
+
+def test_reduce_makes_a_metric_of_all_ranks(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        rank = raysgd.world_rank()
+        raysgd.report(loss=1.0 + rank, seen=10 * (rank + 1), best=rank, first=rank, last=rank, own=rank)
+
+    reduce = {"loss": "mean", "seen": "sum", "best": "max", "first": "first", "last": "last", "absent": "min"}
+    (result,) = trainer.run_generator(train_func, reduce=reduce, callbacks=quiet())
+    reported = {key: value for key, value in result.items() if key not in AUTOMATIC_KEYS}
+    assert reported == {"loss": 1.5, "seen": 30, "best": 1, "first": 0, "last": 1, "own": 0}
+    assert result.workers[1]["loss"] == 2.0
+
+
+def test_a_rank_that_returns_early_drops_out_of_the_rounds(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        for step in range(2 + 3 * raysgd.world_rank()):
+            raysgd.report(step=step, rank=raysgd.world_rank())
+
+    results = list(trainer.run_generator(train_func, callbacks=quiet()))
+    assert [(result["step"], result["rank"], result.ranks) for result in results] == [
+        (0, 0, (0, 1)),
+        (1, 0, (0, 1)),
+        (2, 1, (1,)),
+        (3, 1, (1,)),
+        (4, 1, (1,)),
+    ]
+
+
+def test_five_thousand_reports(trainer: raysgd.Trainer) -> None:
+    class Counter(raysgd.Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_result(self, result: raysgd.Result) -> None:
+            self.steps.append(result["step"])
+
+    counter = Counter()
+    assert trainer.run(count_to, {"n": 5000}, callbacks=[*quiet(), counter]) == 5000
+    assert counter.steps == list(range(5000))
+    metrics = latest_run(trainer).metrics
+    assert list(metrics["training_iteration"]) == list(range(1, 5001))
+
+
+def test_metrics_of_all_kinds_arrive_as_plain_values(torch_trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        import numpy as np
+        import torch
+
+        value = torch.tensor(1.5, requires_grad=True)
+        raysgd.report(
+            {"nested": {"a": [1, 2.5, None, "text", True]}, "nan": math.nan},
+            numpy=np.float32(0.5),
+            count=np.int64(3),
+            torch=value,
+        )
+        with torch.no_grad():
+            value += 1  # what was reported was copied
+
+    (result,) = torch_trainer.run_generator(train_func, callbacks=quiet())
+    assert math.isnan(result.pop("nan"))
+    reported = {key: value for key, value in result.items() if key not in AUTOMATIC_KEYS}
+    assert reported == {"nested": {"a": [1, 2.5, None, "text", True]}, "numpy": 0.5, "count": 3, "torch": 1.5}
+    assert type(result["torch"]) is float and type(result["count"]) is int
+
+
+# ------------------------------------------------------------------------------------------------------ streams
+
+
+def test_a_stream_is_iterated_while_the_run_goes_on(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
+    assert next(stream)["waits"] is True
+    assert not stream.is_finished()
+    assert "running" in repr(stream)
+    (tmp_path / "go").write_text("")
+    assert list(stream) == []
+    assert stream.is_finished()
+    assert stream.get_returns() == stream.get_returns() == "went"
+    assert str(trainer.run_dir) in repr(stream)
+
+
+def test_is_finished_only_after_the_last_result_was_taken(trainer: raysgd.Trainer) -> None:
+    stream = trainer.run_generator(count_to, {"n": 2}, callbacks=quiet())
+    assert stream.get_returns() == 2
+    assert not stream.is_finished()
+    assert [result["step"] for result in stream] == [0, 1]
+    assert stream.is_finished()
+
+
+async def test_async_iteration_leaves_the_loop_free(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    async def let_it_go() -> None:
+        await asyncio.sleep(0.05)
+        (tmp_path / "go").write_text("")
+
+    stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
+    task = asyncio.create_task(let_it_go())  # runs only if waiting for results does not block the loop
+    assert [result["waits"] async for result in stream] == [True]
+    await task
+    assert stream.is_finished()
+
+
+async def test_run_inside_a_running_loop_as_in_a_notebook(trainer: raysgd.Trainer) -> None:
+    assert trainer.run(count_to, {"n": 3}, callbacks=quiet()) == 3
+    assert [result["step"] for result in trainer.run_generator(count_to, {"n": 3}, callbacks=quiet())] == [0, 1, 2]
+
+
+def test_cancel(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        step = 0
+        while True:
+            raysgd.report(step=step)
+            time.sleep(0.001)
+            step += 1
+
+    before = pids(trainer)
+    stream = trainer.run_generator(train_func, callbacks=quiet())
+    next(stream)
+    stream.cancel()
+    for _ in stream:
+        pass
+    assert stream.is_finished()
+    with pytest.raises(RunCancelledError, match="the run was cancelled"):
+        stream.get_returns()
+    assert latest_run(trainer).outcome == "cancelled"
+    assert pids(trainer) == before
+
+
+def test_a_run_that_is_cancelled_can_save_its_work(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        raysgd.report(started=True)
+        try:
+            while True:
+                raysgd.barrier()
+        finally:
+            Path(config["folder"], f"left{raysgd.world_rank()}").write_text("")
+
+    stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet())
+    next(stream)
+    stream.cancel()
+    assert stream.wait_closed(PATIENCE_S)
+    assert sorted(os.listdir(tmp_path)) == ["left0", "left1"]
+
+
+def test_leaving_a_stream_does_not_stop_the_training(trainer: raysgd.Trainer) -> None:
+    stream = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
+    next(stream)
+    del stream
+    gc.collect()
+    assert until(lambda: latest_run(trainer).outcome == "done", PATIENCE_S)
+    assert len(latest_run(trainer).metrics) == 20_000
+
+
+def test_a_slow_reader_loses_nothing(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = raysgd.ResultStream.__init__.__kwdefaults__
+    assert "buffer_bytes" in defaults
+    monkeypatch.setitem(defaults, "buffer_bytes", 20_000)
+    stream = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
+    steps = []
+    for result in stream:
+        steps.append(result["step"])
+        if len(steps) in (1, 100, 5000):
+            time.sleep(0.2)
+    assert steps == list(range(20_000))
+    assert stream.get_returns() == 20_000
+
+
+def test_a_reader_that_starts_late_reads_from_the_files_of_the_run(
+    trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_func() -> None:
+        for step in range(2000):
+            raysgd.report(step=step, pad="x" * 20_000)  # in all 80 MB, more than the controller keeps in memory
+
+    monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 20_000)
+    stream = trainer.run_generator(train_func, callbacks=quiet())
+    assert stream.wait_closed(PATIENCE_S)
+    assert [result["step"] for result in stream] == list(range(2000))
+
+
+def test_what_a_run_returned_can_be_asked_for_after_the_next_run(trainer: raysgd.Trainer) -> None:
+    first = trainer.run_generator(lambda: [1] * 100_000, callbacks=quiet())
+    assert list(first) == []
+    second = trainer.run_generator(count_to, {"n": 1}, callbacks=quiet())
+    assert second.get_returns() == 1
+    assert first.get_returns() == [1] * 100_000
+
+
+def test_results_that_are_gone_say_so(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 10_000)
+    first = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
+    assert first.get_returns() == 20_000
+    trainer.run(count_to, {"n": 1}, callbacks=quiet())
+    with pytest.raises(UsageError, match="can no longer be read: the Trainer has done another run since"):
+        list(first)
+
+
+# ------------------------------------------------------------------------------------------------------ warm workers
+
+
+def test_a_second_run_is_in_the_same_processes(trainer: raysgd.Trainer) -> None:
+    first = pids(trainer)
+    assert len(set(first)) == 2 and os.getpid() not in first
+    assert pids(trainer) == first
+
+
+def test_each_run_begins_with_a_clean_process(trainer: raysgd.Trainer) -> None:
+    def make_a_mess() -> None:
+        os.environ["LEFT_BY_A_RUN"] = "1"
+        os.environ.pop("PATH", None)
+        os.chdir("/")
+        sys.path.insert(0, "/left/by/a/run")
+
+    def look() -> dict[str, Any]:
+        return {"env": os.environ.get("LEFT_BY_A_RUN"), "path": os.environ.get("PATH"), "cwd": os.getcwd(),
+                "sys.path": "/left/by/a/run" in sys.path}  # fmt: skip
+
+    before = trainer.run(look, callbacks=quiet())
+    trainer.run(make_a_mess, callbacks=quiet())
+    assert trainer.run(look, callbacks=quiet()) == before
+    assert before["env"] is None and before["sys.path"] is False and before["cwd"] != "/"
+
+
+def test_runs_without_a_seed_draw_other_numbers(trainer: raysgd.Trainer) -> None:
+    def draw() -> tuple[float, float]:
+        import numpy as np
+
+        return random.random(), float(np.random.random())
+
+    draws = [
+        numbers for _ in range(2) for rank in trainer.run(draw, callbacks=quiet(), returns="all") for numbers in rank
+    ]
+    assert len(set(draws)) == 8
+
+
+def test_each_run_begins_with_torchs_defaults(torch_trainer: raysgd.Trainer) -> None:
+    import torch
+
+    def make_a_mess() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(3)
+        torch.set_grad_enabled(False)
+
+    def look() -> tuple[Any, ...]:
+        return str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(), os.getpid()
+
+    before = torch_trainer.run(look, callbacks=quiet())
+    torch_trainer.run(make_a_mess, callbacks=quiet())
+    assert torch_trainer.run(look, callbacks=quiet()) == before
+    assert before[0] == "torch.float32" and before[2] is True
+
+
+def test_edited_modules_replace_the_workers_that_loaded_them(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> tuple[str, int]:
+        sys.path.insert(0, config["folder"])
+        import a_module_of_the_users
+
+        return a_module_of_the_users.VALUE, os.getpid()
+
+    config = {"folder": str(tmp_path)}
+    module = tmp_path / "a_module_of_the_users.py"
+    module.write_text("VALUE = 'old'\n")
+    shown = io.StringIO()
+    display = [ProgressCallback(mode="lines", file=shown)]
+
+    old, old_pid = trainer.run(train_func, config, callbacks=display)
+    again, again_pid = trainer.run(train_func, config, callbacks=display)
+    assert (old, again) == ("old", "old")
+    assert old_pid == again_pid
+    assert "replaced" not in shown.getvalue()
+
+    module.write_text("VALUE = 'edited since'\n")
+    new, new_pid = trainer.run(train_func, config, callbacks=display)
+    assert new == "edited since"
+    assert new_pid != old_pid
+    assert "replaced 2 warm workers: a_module_of_the_users changed since they loaded it" in shown.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------ life
+
+
+def test_a_trainer_gives_everything_back(ray_cluster: Any, tmp_path: Path) -> None:
+    before = ClusterState.now()
+    with make_trainer(tmp_path) as trainer:
+        processes = pids(trainer)
+        assert before.leftovers(timeout_s=0)
+    assert before.leftovers() == []
+    assert are_gone(processes)
+
+
+def test_a_trainer_that_is_dropped_in_the_middle_of_a_run(ray_cluster: Any, tmp_path: Path) -> None:
+    before = ClusterState.now()
+    with make_trainer(tmp_path) as trainer:
+        processes = pids(trainer)
+        stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "never")}, callbacks=quiet())
+        next(stream)
+    assert before.leftovers() == []
+    assert are_gone(processes)
+    with pytest.raises(RunCancelledError):
+        stream.get_returns()
+
+
+def test_two_trainers_side_by_side(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1, seed=1) as other:
+        streams = [
+            one.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
+            for one in (trainer, other)
+        ]
+        assert [next(stream)["world_size"] for stream in streams] == [2, 1]
+        (tmp_path / "go").write_text("")
+        assert [stream.get_returns() for stream in streams] == ["went", "went"]
+        assert not set(pids(trainer)) & set(pids(other))
+        assert trainer.run_dir != other.run_dir
+    assert trainer.run(count_to, {"n": 1}, callbacks=quiet()) == 1
+
+
+def test_runs_get_folders_of_their_own(trainer: raysgd.Trainer) -> None:
+    folders = []
+    for _ in range(2):
+        trainer.run(count_to, {"n": 1}, callbacks=quiet())
+        folders.append(Path(str(trainer.run_dir)))
+    first, second = folders
+    assert first.parent == second.parent
+    assert int(second.name.removeprefix("run_")) == int(first.name.removeprefix("run_")) + 1
+
+
+# ------------------------------------------------------------------------------------------------------ resources
+
+
+def test_what_is_taken_is_what_was_asked_for(ray_cluster: Any, tmp_path: Path) -> None:
+    before = ray.available_resources()
+    asked = {"licence": 1.5}
+    with make_trainer(tmp_path, 2, cpus_per_worker=0.5, resources_per_worker=asked) as trainer:
+        pids(trainer)
+        free = ray.available_resources()
+        assert before["CPU"] - free["CPU"] == pytest.approx(1.0)
+        assert before["licence"] - free["licence"] == pytest.approx(3.0)
+    assert asked == {"licence": 1.5}
+    assert until(lambda: ray.available_resources().get("CPU") == before["CPU"], PATIENCE_S)
+    assert ray.available_resources()["licence"] == before["licence"]
+
+
+def test_the_resource_table(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, cpus_per_worker=2, resources_per_worker={"licence": 1}) as trainer:
+        lines = repr(trainer).splitlines()
+        assert lines[0] == "Trainer: 2 x none worker (2 CPU + 1 licence)"
+        assert lines[2].split() == ["worker", "node", "CPU", "GPU", "licence"]
+        assert lines[4].split() == ["0", "-", "2", "0", "1"]
+        assert lines[-1].split() == "total of the cluster 4 of 8 0 of 0 2 of 4".split()
+
+        pids(trainer)
+        node = f"{os.uname().nodename} ({ray.util.get_node_ip_address()})"
+        assert repr(trainer).splitlines()[5].split() == ["1", *node.split(), "2", "0", "1"]
+        html = trainer._repr_html_()
+        assert html.count(f"<td>{node}</td>") == 2 and "<th>4 of 8</th>" in html
+
+
+def test_more_than_the_cluster_has_fails_at_once_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 8, cpus_per_worker=2) as trainer:
+        with pytest.raises(InfeasibleError, match="needs 8 x 2 CPU = 16, the cluster has 8"):
+            trainer.run(os.getpid, callbacks=quiet())
+        with pytest.raises(InfeasibleError, match="needs 8 x 2 CPU = 16, the cluster has 8"):
+            trainer.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"gpus_per_worker": 1}, "needs 2 x 1 GPU = 2, the cluster has 0"),
+        ({"resources_per_worker": {"tpu": 4}}, "needs 2 x 4 tpu = 8, the cluster has 0"),
+        ({"placement_strategy": "STRICT_SPREAD"}, "STRICT_SPREAD needs 2 nodes"),
+    ],
+)
+def test_what_no_node_can_hold(ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with make_trainer(tmp_path, 2, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
+        trainer.run(os.getpid, callbacks=quiet())
+
+
+def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(start_timeout_s=1.5)
+    with make_trainer(tmp_path, 8, failure=failure) as trainer, Holder(licence=0, cpus=3):
+        with pytest.raises(StartTimeoutError, match=r"within 1\.5 s: needs 8 x 1 CPU = 8, free now are \d"):
+            trainer.run(os.getpid, callbacks=quiet())
+
+
+class Holder:
+    """Holds resources of the cluster for a while, as another job would."""
+
+    def __init__(self, *, licence: float, cpus: float) -> None:
+        self._bundle = {"CPU": cpus, "licence": licence} if licence else {"CPU": cpus}
+
+    def __enter__(self) -> None:
+        self._group = ray.util.placement_group([self._bundle])
+        ray.get(self._group.ready(), timeout=PATIENCE_S)
+
+    def __exit__(self, *exc: object) -> None:
+        ray.util.remove_placement_group(self._group)
+
+
+@pytest.mark.parametrize("strategy", ["SPREAD", "STRICT_PACK"])
+def test_placement_strategies(ray_cluster: Any, tmp_path: Path, strategy: str) -> None:
+    with make_trainer(tmp_path, 2, placement_strategy=strategy, cpus_per_worker=0.25) as trainer:
+        assert len(set(pids(trainer))) == 2
+        strategies = {table["strategy"] for table in ray.util.placement_group_table().values()
+                      if table["state"] == "CREATED"}  # fmt: skip
+        assert strategy in strategies
+
+
+def test_environment_of_the_workers(ray_cluster: Any, tmp_path: Path) -> None:
+    env = {"env_vars": {"FLAVOUR": "mint"}}
+    with make_trainer(tmp_path, 1, runtime_env=env) as trainer:
+        for _ in range(2):
+            assert trainer.run(lambda: os.environ.pop("FLAVOUR"), callbacks=quiet()) == "mint"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_workers": True}, "num_workers=True is a bool; give an int >= 1"),
+        ({"num_workers": 2.0}, r"num_workers=2\.0 is a float"),
+        ({"num_workers": "2"}, "num_workers='2' is a str"),
+        ({"num_workers": 0}, "num_workers=0 is too small"),
+        ({"num_workers": -1}, "num_workers=-1 is too small"),
+        ({"num_workers": (8, 4)}, "has its minimum above its maximum"),
+        ({"num_workers": (1, 2, 3)}, r"has 3 entries; give \(min, max\)"),
+        ({"num_workers": (1, 2)}, "elastic training is not in this version"),
+        ({"cpus_per_worker": -1}, "cpus_per_worker=-1 is out of range"),
+        ({"cpus_per_worker": 2, "resources_per_worker": {"CPU": 4}}, "say that by cpus_per_worker=4 alone"),
+        ({"gpus_per_worker": 1.5}, "above 1 must be whole"),
+        ({"resources_per_worker": ["licence"]}, "is no dict"),
+        ({"placement_strategy": "STRICT"}, "placement_strategy='STRICT' is not known"),
+        ({"backend": "tensorflow"}, "backend='tensorflow' is not in this version"),
+        ({"backend": "torhc"}, r"did you mean 'torch'\?"),
+        ({"backend": "torch", "backend_args": {"timeout": 1}}, r"no field 'timeout' \(did you mean 'timeout_s'\?\)"),
+        ({"seed": -1}, "seed=-1 is too small"),
+        ({"run": "name"}, r"run='name' is a str; give a RunConfig\(...\)"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        raysgd.Trainer(**settings)
