@@ -1,6 +1,6 @@
 """Train a small GPT, letter by letter, on the source code of Python's own standard library, on two workers.
 
-    python examples/03_char_lm.py [--workers 2] [--steps 240] [--resume PATH]
+    python examples/03_char_lm.py [--workers 2] [--steps 400] [--resume PATH]
 
 The loss on modules it has not seen falls from 4.6 nats a letter (knowing nothing) below 2.0 within a minute or two on
 two CPU cores; then it writes a few lines of its own. Interrupt it whenever you like: it tells where its last checkpoint
@@ -137,12 +137,12 @@ def write(model: nn.Module, beginning: str, num_letters: int = 400) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to go on from")
     parser.add_argument("--goal", type=float, help="fail unless the loss on unseen modules ends below this")
     args = parser.parse_args()
 
-    config = {"steps": args.steps, "batch_size": 64 // args.workers, "lr": 4e-3, "report_every": 20}
+    config = {"steps": args.steps, "batch_size": 32 // args.workers, "lr": 4e-3, "report_every": 20}
     reduce = {"loss": "mean", "unseen_loss": "mean", "letters_per_s": "sum"}
     keep = raysgd.CheckpointConfig(num_to_keep=2)
     with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint=keep) as trainer:

@@ -83,7 +83,7 @@ class EarlyStoppingCallback(Callback):
             self._best, self._best_iteration, self._waited = self._sign * value, iteration, 0
             return
         self._waited += 1
-        if self._waited >= self._patience:
+        if self._waited == self._patience:  # once: what still comes while the run winds down is no news
             best = f"its best was {short(self._sign * self._best)} at iteration {self._best_iteration}"
             best = best if self._best_iteration else "it was never finite"
             raise Stop(f"{self._metric} has not improved for {self._waited} results; {best}, now {iteration}.")

@@ -112,7 +112,7 @@ class ProgressState:
                 self._checkpoint, self._checkpoint_at = dict(data), self._clock()
             elif event.kind == "attempt_start":
                 self._begin_attempt(data)
-            elif event.kind == "stop":
+            elif event.kind == "stop" and self._state != "stopping":
                 self._state = "stopping"
                 self._notes.append(stop_text(data))
             elif event.kind == "failure":

@@ -52,9 +52,8 @@ def as_count(value: Json) -> int:
 
 
 def encode_int(value: int) -> Json:
-    return (
-        value if -_SMALL_INT <= value < _SMALL_INT else ["int", hex(value)]
-    )  # hex: decimal digits are limited by Python
+    # Large ones in hex: Python limits how many decimal digits it converts.
+    return value if -_SMALL_INT <= value < _SMALL_INT else ["int", hex(value)]
 
 
 def encode_float(value: float) -> Json:

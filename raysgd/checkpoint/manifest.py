@@ -35,7 +35,7 @@ class Manifest:
     """A committed checkpoint.
 
     Attributes:
-        number: Counts the checkpoints of a run from 0.
+        number: Of the checkpoint in its run.
         attempt: The attempt that made it.
         iteration: ``training_iteration`` when it was made.
         time_total_s: Of training, likewise.
@@ -122,8 +122,9 @@ class Manifest:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """A manifest's JSON, closed by a checksum of all before it: of all files this one has no entry elsewhere."""
-    head = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
+    """A manifest's JSON, one field a line, closed by a checksum of all before it: no other file tells of this one."""
+    lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in document.items()]
+    head = ("{\n" + ",\n".join(lines)).encode()
     return head + _SEAL % zlib.crc32(head)
 
 

@@ -74,8 +74,11 @@ class StagingPool:
         """
         if num_buffers < 1 or max_pending_bytes < 1:
             raise ConfigError(f"StagingPool({num_buffers=}, {max_pending_bytes=}) holds nothing; give values >= 1.")
-        self._free = [StagingBuffer() for _ in range(num_buffers)]
-        self._busy: list[StagingBuffer] = []
+        self._num_buffers = num_buffers
+        self._free: list[StagingBuffer] = []
+        # Weak: an exception injected into the training thread can lose a buffer between two lines; the pool then makes
+        # another one.
+        self._busy: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         self._closed = False
@@ -95,9 +98,7 @@ class StagingPool:
                 # Woken by release and close. The timeout is for an exception injected into this thread, which lands
                 # only when the thread runs Python code.
                 self._changed.wait(_WAKE_S)
-            buffer = self._best_fit(num_bytes)
-            self._free.remove(buffer)
-            self._busy.append(buffer)
+            buffer = self._take(self._best_fit(num_bytes))
             buffer.num_bytes = num_bytes
         try:
             buffer.reserve(num_bytes, pinned=pinned)
@@ -110,7 +111,7 @@ class StagingPool:
         """Give a buffer back; views on it are invalid from here on. Twice is as once."""
         with self._changed:
             if buffer in self._busy:
-                self._busy.remove(buffer)
+                self._busy.discard(buffer)
                 buffer.num_bytes = 0
                 self._free.append(buffer)
                 self._changed.notify_all()
@@ -152,22 +153,32 @@ class StagingPool:
             raise CheckpointError(
                 "the staging buffers were closed: the attempt is over, so nothing more is saved in it"
             )
-        fits = not self._busy or self._pending() + num_bytes <= self._max_pending_bytes
-        return bool(self._free) and fits
+        num_busy = len(self._busy)
+        return num_busy < self._num_buffers and (not num_busy or self._fits(num_bytes))
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._pending() + num_bytes <= self._max_pending_bytes
+
+    def _take(self, buffer: StagingBuffer) -> StagingBuffer:
+        self._free.remove(buffer)
+        self._busy.add(buffer)
+        return buffer
 
     def _best_fit(self, num_bytes: int) -> StagingBuffer:
         """The smallest buffer that is large enough, else the largest, which has least to grow."""
+        self._complete()
         enough = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
         return min(enough, key=_capacity) if enough else max(self._free, key=_capacity)
 
     def _take_small(self, num_bytes: int) -> StagingBuffer | None:
         with self._changed:
+            self._complete()
             small = [buffer for buffer in self._free if buffer.capacity < num_bytes]
-            if not small or self._closed or self._pending() + num_bytes > self._max_pending_bytes:
-                return None
-            self._free.remove(small[0])
-            self._busy.append(small[0])
-            return small[0]
+            return self._take(small[0]) if small and not self._closed and self._fits(num_bytes) else None
+
+    def _complete(self) -> None:
+        """Make the buffers that do not exist yet, or were lost."""
+        self._free += [StagingBuffer() for _ in range(self._num_buffers - len(self._busy) - len(self._free))]
 
 
 def _capacity(buffer: StagingBuffer) -> int:

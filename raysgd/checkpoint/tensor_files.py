@@ -1,7 +1,7 @@
 """Reading the tensors of a part, from storage or from memory, each into memory of its own.
 
-Not views on one large buffer: that would live as long as the last tensor of it, and a tensor at an odd address makes some
-BLAS kernels sum in another order, so that a resumed run would not be bit-identical. Runs in workers and drivers.
+Not views on one large buffer: that would live as long as the last tensor of it, and a tensor at an odd address makes
+some BLAS kernels sum in another order, so that a resumed run would not be bit-identical. Runs in workers and drivers.
 """
 
 from __future__ import annotations

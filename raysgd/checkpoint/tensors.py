@@ -28,7 +28,7 @@ ITEM_BYTES = {
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 LENGTH_BYTES = 8  # at the start of a file: the header's length
-_ALIGNMENT = 64  # of the data's start in the file: tensors are views on the read buffer, and vector loads like it
+_ALIGNMENT = 64  # of the data's start: elements lie aligned in the staging buffer, and for who maps the file
 _METADATA = "__metadata__"
 _MAX_NDIM = 64  # of torch and of NumPy
 _MAX_LENGTH = 1 << 62

@@ -163,9 +163,8 @@ def _sparse_node(encoder: Any, tensor: Any, layout: str, parts: list[Any], coale
 def _decode_sparse(decoder: Any, node: Json) -> Any:
     _, layout, shape, coalesced, requires_grad, *nodes = node
     parts = [decoder.decode(part) for part in nodes]
-    if (
-        layout == "sparse_coo"
-    ):  # invariants are checked: indices from a damaged file would be followed into foreign memory
+    # Invariants are checked: indices from a damaged file would be followed into foreign memory.
+    if layout == "sparse_coo":
         tensor = torch().sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=True)
     elif layout in _COMPRESSED:
         kind = getattr(torch(), layout)
@@ -180,10 +179,9 @@ def _decode_generator(decoder: Any, node: Json) -> Any:
     try:
         generator = torch().Generator(device=_decode_device(decoder, node))
     except RuntimeError as error:
-        text = (
-            f"{decoder.where()} is a generator of {node[1]}, which is not here ({error}); its state comes as a tensor"
-        )
-        warnings.warn(text.splitlines()[0], stacklevel=2)
+        why = str(error).partition("\n")[0]
+        text = f"{decoder.where()} is a generator of {node[1]}, which is not here; its state comes as a tensor ({why})"
+        warnings.warn(text, stacklevel=2)
         return state
     generator.set_state(state)
     return generator

@@ -90,9 +90,8 @@ class Encoder:
         """The pickled ``value``, or the error that says why it is refused."""
         place = self.where()
         if not self._trusted:
-            raise UnsafeStateError(
-                f"{place} {why}. Or pass trusted=True to save_checkpoint and load_checkpoint.", path=place
-            )
+            text = f"{place} {why}. Or pass trusted=True to save_checkpoint and load_checkpoint."
+            raise UnsafeStateError(text, path=place)
         try:
             data = _pickler().dumps(value)
         except Exception as error:
@@ -126,9 +125,7 @@ class Encoder:
         if len(self.path) > MAX_DEPTH:
             raise CheckpointError(f"{self.where()} {_TOO_DEEP}")
         if self._num_values > MAX_VALUES:
-            raise CheckpointError(
-                f"the state has more than {MAX_VALUES:,} values; save numbers as arrays, not as lists"
-            )
+            raise CheckpointError(f"the state has more than {MAX_VALUES:,} values; save numbers as arrays, not lists")
 
 
 class Decoder:
@@ -195,16 +192,13 @@ def show_path(root: str, path: list[Any]) -> str:
 
 
 def _encode_pickled(encoder: Encoder, value: Any) -> Json:
-    return encoder.unsafe(
-        value, f"is {_describe(value)}, which only pickle can hold: save plain data or a state_dict()"
-    )
+    why = f"is {_describe(value)}, which only pickle can hold: save plain data or a state_dict()"
+    return encoder.unsafe(value, why)
 
 
 def _refuse_pickle(decoder: Decoder, node: Json) -> Any:
     place = decoder.where()
-    text = (
-        f"{place} was saved by pickle, which can run code when it is loaded; pass trusted=True if you trust its writer"
-    )
+    text = f"{place} was saved by pickle, which can run code when loaded; pass trusted=True if you trust its writer"
     raise UnsafeStateError(text, path=place)
 
 

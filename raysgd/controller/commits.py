@@ -38,7 +38,7 @@ class CheckpointCollector:
         self._num_reports = [0] * world_size
         self._left: set[int] = set()
         self._first_save_after: int | None = None  # reports
-        self._scores: dict[int, dict[int, dict[str, Any]]] = {}
+        self._scores: dict[int, dict[int, bytes | None]] = {}
 
     def reported(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
@@ -78,14 +78,15 @@ class CheckpointCollector:
         """Whether no save is on its way."""
         return not any(pending.calls for pending in self._pending.values())
 
-    def scored(self, rank: int, event: Scored) -> tuple[int, dict[str, Any]] | None:
-        """A rank's report that a checkpoint belongs to; when all have it: the checkpoint's number and the metrics."""
-        by_rank = self._scores.setdefault(event.call, {})
-        by_rank[rank] = json.loads(event.metrics)
-        if set(range(self._world_size)) - self._left - set(by_rank):
-            return None
-        del self._scores[event.call]
-        return self._first_number + event.call, reduce_metrics([by_rank[r] for r in sorted(by_rank)], self._reduce)
+    def scored(self, rank: int, event: Scored) -> None:
+        """``rank`` made the report that its call belongs to."""
+        self._scores.setdefault(event.call, {})[rank] = event.metrics
+
+    def complete_scores(self) -> list[tuple[int, dict[str, Any] | None]]:
+        """Of the checkpoints whose round is complete the number and its metrics (None: it has its own); each once."""
+        running = set(range(self._world_size)) - self._left
+        ready = [call for call, by_rank in sorted(self._scores.items()) if running <= set(by_rank)]
+        return [(self._first_number + call, self._reduced(self._scores.pop(call))) for call in ready]
 
     def _is_complete(self, pending: _Pending) -> bool:
         if not pending.calls:
@@ -99,14 +100,13 @@ class CheckpointCollector:
 
     def _manifest(self, call: int, pending: _Pending) -> Manifest:
         first = pending.calls[min(pending.calls)]
-        metrics = [json.loads(c.metrics) for _, c in sorted(pending.calls.items()) if c.metrics is not None]
         return Manifest(
             number=self._first_number + call,
             attempt=self._attempt,
             iteration=self._iterations_before + first.reports,
             time_total_s=first.time_total_s,
             world_size=self._world_size,
-            metrics=reduce_metrics(metrics, self._reduce) if metrics else {},
+            metrics=self._reduced({rank: saved.metrics for rank, saved in pending.calls.items()}) or {},
             all_ranks=first.all_ranks,
             is_files=first.is_files,
             trusted=first.trusted,
@@ -116,6 +116,10 @@ class CheckpointCollector:
             },
             rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
         )
+
+    def _reduced(self, by_rank: dict[int, bytes | None]) -> dict[str, Any] | None:
+        metrics = [json.loads(given) for _, given in sorted(by_rank.items()) if given is not None]
+        return reduce_metrics(metrics, self._reduce) if metrics else None
 
     def _disagreement(self, call: int, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):

@@ -84,7 +84,7 @@ class CheckpointDesk:
         elif isinstance(said, PartSafe):
             self._collector.part_safe(rank, said)
         else:
-            self._score(self._collector.scored(rank, said))
+            self._collector.scored(rank, said)
         self._commit_complete()
         return rule
 
@@ -125,12 +125,11 @@ class CheckpointDesk:
             self._last_number = max(self._last_number, manifest.number)
             self._in_flight[manifest.number] = manifest
             self._out(Commit(manifest))
-
-    def _score(self, scored: tuple[int, dict[str, Any]] | None) -> None:
-        manifest = None if scored is None else self._shelf.score(*scored)
-        if manifest is not None:
-            self._out(Commit(manifest, amend=True))
-            self._out(Say(frames.CHECKPOINT_SCORED, manifest.attempt, data=self._describe(manifest)))
+        for number, metrics in self._collector.complete_scores():
+            scored = self._shelf.score(number, metrics)
+            if scored is not None:
+                self._out(Commit(scored, amend=True))
+                self._out(Say(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
 
     def _describe(self, manifest: Manifest) -> dict[str, Any]:
         return {

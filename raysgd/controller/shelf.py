@@ -27,7 +27,7 @@ class Shelf:
         self._start = start
         self._retention = retention
         self._manifests: dict[int, Manifest] = {}
-        self._scores: dict[int, dict[str, Any]] = {}
+        self._scores: dict[int, dict[str, Any] | None] = {}
 
     @property
     def newest(self) -> Manifest | None:
@@ -43,10 +43,11 @@ class Shelf:
             del self._manifests[number]
         return manifest, doomed
 
-    def score(self, number: int, metrics: dict[str, Any]) -> Manifest | None:
+    def score(self, number: int, metrics: dict[str, Any] | None) -> Manifest | None:
         """A checkpoint belongs to the round with these metrics; the manifest that says so, or None if it is not here.
 
-        A score may come before its checkpoint is committed; it is kept until then.
+        With None it belongs to that round and keeps its own metrics. A score may come before its checkpoint is
+        committed; it is kept until then.
         """
         known = self._manifests.get(number)
         if known is None:
@@ -63,6 +64,7 @@ class Shelf:
         return Start(uri_of(newest.number), newest.iteration, newest.time_total_s, newest.number)
 
     @staticmethod
-    def _amended(manifest: Manifest, metrics: dict[str, Any]) -> Manifest:
+    def _amended(manifest: Manifest, metrics: dict[str, Any] | None) -> Manifest:
         """The checkpoint belongs to the round after it, which is counted with it: resuming goes on after that round."""
+        metrics = manifest.metrics if metrics is None else metrics
         return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1)

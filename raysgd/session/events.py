@@ -56,10 +56,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Scored:
-    """The first report after save ``call`` in a loop that saves first: the round that checkpoint belongs to."""
+    """The first report after save ``call`` in a loop that saves first: the round that checkpoint belongs to.
+
+    Attributes:
+        metrics: JSON of what was reported; None where the save was given ``metrics=`` of its own.
+    """
 
     call: int
-    metrics: bytes
+    metrics: bytes | None
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class WorkerSession(Session):
         self._meetings: dict[str, int] = {}
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
-        self._unscored_call: int | None = None
+        self._unscored: tuple[int, bool] | None = None  # a save whose round is to come; whether that scores it
         self._ended: AttemptEnded | None = None
         self._is_closed = False
         self._gate = StopGate()
@@ -93,7 +93,7 @@ class WorkerSession(Session):
         self._outbox.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
         self._num_reports += 1
         self._last_metrics = copied
-        if self._unscored_call is not None:
+        if self._unscored is not None:
             self._score(copied)
         for hook in self._on_report:
             hook(copied)
@@ -120,8 +120,8 @@ class WorkerSession(Session):
         else:
             self._writer.save(call, state, rank_state, trusted=trusted)
         self._outbox.put(saved)  # only now: a state that cannot be saved has raised, and makes no checkpoint
-        if metrics is None and self._saves_first:
-            self._unscored_call = call
+        if self._saves_first:
+            self._unscored = call, metrics is None
 
     def load_checkpoint(self, path: Any, *, trusted: bool) -> Any:
         self._check_live()
@@ -207,9 +207,9 @@ class WorkerSession(Session):
         )
 
     def _score(self, metrics: dict[str, Any]) -> None:
-        assert self._unscored_call is not None
-        self._outbox.put(Scored(self._unscored_call, _encode(metrics)))
-        self._unscored_call = None
+        assert self._unscored is not None
+        (call, is_score), self._unscored = self._unscored, None
+        self._outbox.put(Scored(call, _encode(metrics) if is_score else None))
 
     def _meet(self, what: str, payload: bytes | None) -> bytes | None:
         self._check_live()

@@ -28,7 +28,7 @@ from raysgd.workers.actor import NUM_THREADS, WorkerActor
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
 from raysgd.workers.placement import explain_busy
-from raysgd.workers.ranks import assign_ranks
+from raysgd.workers.ranks import assign_ranks, visible_gpus
 
 NAMESPACE = "raysgd"
 #: Batches a worker may be ahead of the controller before its stream waits.
@@ -191,22 +191,13 @@ class WorkerGroup:
 
     async def _prepare(self) -> list[Readiness]:
         workers = self._all()
-        orders = [PrepareOrder(self._backend, *self._gpus_of(worker)) for worker in workers]
+        infos = [worker.info for worker in workers if worker.info is not None]
+        orders = [PrepareOrder(self._backend, *gpus) for gpus in visible_gpus(infos, shared=self._shares_gpus)]
         readiness = await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
         for worker, ready in zip(workers, readiness, strict=True):
             if ready.error is not None:
                 raise WorkerError(f"{ready.error} (worker on {worker.info.node if worker.info else 'an unknown node'})")
         return readiness
-
-    def _gpus_of(self, worker: Worker) -> tuple[tuple[int, ...], int]:
-        """The GPUs ``worker`` shall see, and the index among them of its own first one."""
-        assert worker.info is not None
-        own = worker.info.gpu_ids
-        if not own or not self._shares_gpus:
-            return own, 0
-        neighbours = [w.info for w in self._all() if w.info is not None and w.info.node_id == worker.info.node_id]
-        seen = tuple(sorted({gpu for info in neighbours for gpu in info.gpu_ids}))
-        return seen, seen.index(own[0])
 
     async def _gather(self, refs: Sequence[Any]) -> list[Any]:
         try:

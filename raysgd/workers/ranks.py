@@ -1,10 +1,11 @@
-"""Who gets which rank. Pure."""
+"""Who gets which rank, and who sees which GPUs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from raysgd.session.base import Identity
+from raysgd.workers.orders import WorkerInfo
 
 
 def assign_ranks(nodes: Sequence[str]) -> list[Identity]:
@@ -32,3 +33,18 @@ def assign_ranks(nodes: Sequence[str]) -> list[Identity]:
         )
         counts[node] += 1
     return [identities[i] for i in range(len(nodes))]
+
+
+def visible_gpus(workers: Sequence[WorkerInfo], *, shared: bool) -> list[tuple[tuple[int, ...], int]]:
+    """The GPUs each worker shall see, and the index among them of its own first one.
+
+    Args:
+        workers: Where each worker is and which GPUs are its own.
+        shared: Let the workers of a node see each other's GPUs, which nccl needs to talk between them directly.
+    """
+    seen = []
+    for worker in workers:
+        near = [other for other in workers if other.node_id == worker.node_id] if shared else [worker]
+        gpus = tuple(sorted({gpu for other in near for gpu in other.gpu_ids}))
+        seen.append((gpus, gpus.index(worker.gpu_ids[0]) if worker.gpu_ids else 0))
+    return seen

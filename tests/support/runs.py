@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import psutil
+import ray
 
 import raysgd
 from raysgd.callbacks import ProgressCallback
@@ -22,6 +23,7 @@ def travels_by_value(module: str) -> None:
     """Let the functions and classes of a test module reach the workers, which can import neither it nor ``support``."""
     for name in (module, "support.poll", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[name])
+        ray.cloudpickle.register_pickle_by_value(sys.modules[name])  # for what the controller sees, such as backends
 
 
 def quiet() -> list[raysgd.Callback]:

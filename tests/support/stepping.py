@@ -45,7 +45,9 @@ def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = N
         "saves_first": False,
         **flags,
     }
-    return e.Saved(call=call, reports=reports, metrics=None if metrics is None else json.dumps(metrics).encode(), **fields)
+    return e.Saved(
+        call=call, reports=reports, metrics=None if metrics is None else json.dumps(metrics).encode(), **fields
+    )
 
 
 def part(call: int = 0, *files: str) -> e.PartSafe:
@@ -53,9 +55,7 @@ def part(call: int = 0, *files: str) -> e.PartSafe:
     return e.PartSafe(call, tuple((name, 10, 1) for name in files))
 
 
-def failed(
-    text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool
-) -> e.Failed:
+def failed(text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool) -> e.Failed:
     """An exception that train_func raised at ``at``; ``in_collective`` or ``in_setup`` where it was that."""
     return e.Failed(b"pickle of " + text.encode(), type_name, text, f"Traceback: {text}", at, **flags)
 

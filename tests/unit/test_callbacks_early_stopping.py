@@ -57,6 +57,13 @@ def test_the_reason_says_what_was_best_and_when() -> None:
     assert stops[3].reason == reason
 
 
+def test_it_asks_once() -> None:
+    runner = CallbackRunner([EarlyStoppingCallback("loss", patience=2)], print)
+    runner.start(make_info(Path("run")))
+    stops = [runner.result(make_result(iteration, loss=1.0)) for iteration in range(1, 10)]
+    assert [iteration for iteration, stop in enumerate(stops, start=1) if stop is not None] == [3]
+
+
 def test_rounds_made_again_do_not_count_twice() -> None:
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
     runner.start(make_info(Path("run")))

@@ -108,6 +108,7 @@ def test_workers_that_a_smaller_attempt_does_not_have_are_gone(run: Run) -> None
 
 def test_a_run_that_is_to_end_says_why(run: Run) -> None:
     run.event("stop", why="loss has not improved\nfor 3 results")
+    run.event("stop", why="another reason")
     assert run.row("stopping")
     assert "! stopping: loss has not improved for 3 results" in run.text()
 

@@ -203,10 +203,10 @@ JSON = st.recursive(
         | st.builds(
             lambda tag, rest: [tag, *rest],
             st.sampled_from(
-                "same list tuple dict set deque odict state_dict counter defaultdict bytes bytes.leaf bytearray int float "
-                "complex str slice range datetime date timedelta path random pickle np.array np.scalar np.str np.dtype np.bits "
-                "np.random_state np.generator torch.tensor torch.parameter torch.sparse torch.size torch.dtype torch.device "
-                "torch.generator inline".split()
+                "same list tuple dict set deque odict state_dict counter defaultdict bytes bytes.leaf bytearray int "
+                "float complex str slice range datetime date timedelta path random pickle np.array np.scalar np.str "
+                "np.dtype np.bits np.random_state np.generator torch.tensor torch.parameter torch.sparse torch.size "
+                "torch.dtype torch.device torch.generator inline".split()
             ),
             st.lists(inner | st.sampled_from(["model.w", "raw", "float32", "cpu", "PCG64", "sparse_coo"]), max_size=5),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -64,18 +65,19 @@ def test_buffers_grow() -> None:
 
 def test_acquiring_waits_while_all_are_in_use() -> None:
     pool = StagingPool(num_buffers=2)
-    first, _ = pool.acquire(1), pool.acquire(1)
+    first, second = pool.acquire(1), pool.acquire(1)
     thread, results = in_thread(lambda: pool.acquire(1))
     assert is_blocked(thread)
     pool.release(first)
     thread.join(5)
-    assert results == [first]
+    assert results == [first] and results != [second]
 
 
 def test_pending_bytes_are_bounded() -> None:
     pool = StagingPool(num_buffers=3, max_pending_bytes=100)
     first = pool.acquire(80)
-    assert pool.acquire(20).num_bytes == 20 and pool.pending_bytes == 100
+    second = pool.acquire(20)
+    assert second.num_bytes == 20 and pool.pending_bytes == 100
     thread, results = in_thread(lambda: pool.acquire(10))
     assert is_blocked(thread)
     pool.release(first)
@@ -98,7 +100,17 @@ def test_releasing_twice_is_as_once() -> None:
     buffer = pool.acquire(10)
     pool.release(buffer)
     pool.release(buffer)
-    assert pool.acquire(10) is not pool.acquire(10)
+    first, second = pool.acquire(10), pool.acquire(10)
+    assert first is not second
+
+
+def test_a_buffer_that_was_lost_is_replaced() -> None:
+    pool = StagingPool(num_buffers=1)
+    for _ in range(3):
+        buffer = pool.acquire(10)
+        del buffer  # as when an exception lands just after it was acquired
+        gc.collect()
+    assert pool.pending_bytes == 0
 
 
 def test_closing_frees_those_who_wait() -> None:
@@ -152,13 +164,15 @@ def test_spare_buffers_are_readied() -> None:
 
 def test_spare_buffers_are_not_readied_beyond_the_bound_or_for_little() -> None:
     pool = StagingPool(num_buffers=2, max_pending_bytes=30 << 20)
-    pool.acquire(20 << 20)
+    held = pool.acquire(20 << 20)
     pool.prefault(20 << 20)
+    pool.release(held)
+    held = pool.acquire(20 << 20)
+    assert pool.acquire(1).capacity < 20 << 20, "the other one has not grown"
     other = StagingPool(num_buffers=2)
-    small = other.acquire(1 << 20)
-    other.prefault(1 << 20)
-    other.release(small)
-    assert other.acquire(1) is small, "the other one has no memory"
+    small = other.acquire(10 << 20)
+    other.prefault(10 << 20)
+    assert other.acquire(1).capacity < small.capacity
 
 
 @pytest.mark.parametrize("arguments", [{"num_buffers": 0}, {"max_pending_bytes": 0}])

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.shelf import Start
@@ -31,6 +30,7 @@ class Rank:
     """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
 
     Attributes:
+        unscored: A save whose round is to come, in a loop that saves before it reports.
         unwritten: Saves whose bytes are not on storage yet.
         has_left: It has said its last word.
         is_stuck: It does not notice that its attempt is over.
@@ -40,6 +40,8 @@ class Rank:
     outbox: deque[Any] = field(default_factory=deque)
     num_reports: int = 0
     num_calls: int = 0
+    saves_first: bool = False
+    unscored: int | None = None
     unwritten: list[int] = field(default_factory=list)
     has_left: bool = False
     is_told: bool = False
@@ -84,7 +86,9 @@ class RunFuzz(RuleBasedStateMachine):
         num_to_keep=st.sampled_from([None, 1, 2]),
         start=st.sampled_from([Start(), GIVEN]),
     )
-    def begin(self, num_ranks: int, max_failures: int, on_write_error: str, num_to_keep: int | None, start: Start) -> None:
+    def begin(
+        self, num_ranks: int, max_failures: int, on_write_error: str, num_to_keep: int | None, start: Start
+    ) -> None:
         self.max_failures = max_failures
         self.num_to_keep = num_to_keep
         self.on_write_error = on_write_error
@@ -95,8 +99,8 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_prepared = 0
         self.in_flight: list[c.Commit] = []
         self.numbers: list[int] = []  # of all commits, in their order
-        self.on_storage: set[int] = set()
-        self.deleted: set[int] = set()
+        self.on_storage: dict[int, int] = {}  # iteration by number
+        self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.num_checked = 0
         self.run = Stepper(
@@ -128,6 +132,9 @@ class RunFuzz(RuleBasedStateMachine):
         rank = self._one_of(self._inside(), index)
         rank.outbox.append(reports(rank.num_reports, count))
         rank.num_reports += count
+        if rank.unscored is not None:
+            rank.outbox.append(e.Scored(rank.unscored, b'{"loss": 1}'))
+            rank.unscored = None
 
     @precondition(lambda self: self._inside())
     @rule(is_written=st.booleans())
@@ -220,7 +227,7 @@ class RunFuzz(RuleBasedStateMachine):
         """Let everything that is pending happen; by then the run must be over."""
         if not hasattr(self, "run"):
             return
-        for _ in range(200):
+        for _ in range(2000):
             if self.run.is_closed:
                 break
             self._go_on()
@@ -287,7 +294,7 @@ class RunFuzz(RuleBasedStateMachine):
         if newest is None:
             assert (command.checkpoint, command.iterations_before) == (self.start.uri, self.start.iteration)
         else:
-            assert command.checkpoint == uri_of(newest)
+            assert (command.checkpoint, command.iterations_before) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(Attempt(command, [Rank(number) for number in range(self.run.num_ranks)]))
 
@@ -304,8 +311,13 @@ class RunFuzz(RuleBasedStateMachine):
             rank.die("killed", loses=True)
 
     def _check_Commit(self, command: c.Commit) -> None:  # noqa: N802
-        assert not command.amend
         attempt, number = self.attempts[-1], command.manifest.number
+        if command.amend:
+            assert number not in self.amended
+            self.amended.add(number)
+            self.on_storage[number] += 1
+            assert command.manifest.iteration == self.on_storage[number]
+            return
         call = number - attempt.entered.first_number
         callers = attempt.saved.get(call, {})
         assert command.manifest.attempt == attempt.entered.attempt
@@ -319,7 +331,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
         assert command.number in self.on_storage and command.number != max(self.on_storage)
-        self.on_storage.discard(command.number)
+        del self.on_storage[command.number]
         assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
 
     def _check_Say(self, command: c.Say) -> None:  # noqa: N802
@@ -357,6 +369,10 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _save(self, rank: Rank, is_written: bool) -> None:
         call, rank.num_calls = rank.num_calls, rank.num_calls + 1
+        if call == 0:
+            rank.saves_first = rank.num_reports == 0
+        if rank.saves_first:
+            rank.unscored = call
         rank.outbox.append(saved(call, rank.num_reports))
         if is_written and not rank.unwritten:
             rank.outbox.append(part(call))
@@ -385,16 +401,13 @@ class RunFuzz(RuleBasedStateMachine):
                 attempt.raised[number] = event
 
     def _answer(self, succeeds: bool) -> None:
-        number = self.in_flight.pop(0).manifest.number
+        manifest = self.in_flight.pop(0).manifest
         if succeeds:
-            self.on_storage.add(number)
-            manifest = next(
-                commit.manifest for commit in self.run.all_of(c.Commit) if commit.manifest.number == number
-            )
+            self.on_storage[manifest.number] = manifest.iteration
             self.run.feed(c.Committed(manifest))
         else:
             self.happened.add("write failed")
-            self.run.feed(c.CommitFailed(number, "disk full"))
+            self.run.feed(c.CommitFailed(manifest.number, "disk full"))
         self._check()
 
 

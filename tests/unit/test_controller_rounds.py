@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -109,7 +110,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[int], list[list[Frame]]]:
     streams: list[list[Frame]] = []
     for rank, count in enumerate(counts):
         cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=3))})
-        streams.append([reports(rank, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)])
+        streams.append([reports(rank, a, b - a) for a, b in itertools.pairwise(cuts)])
     return counts, streams
 
 
@@ -156,7 +157,12 @@ def test_an_attempt_that_ends_keeps_the_rounds_up_to_its_newest_checkpoint(
 
 def test_iteration_and_time_go_on_from_the_checkpoint() -> None:
     first = [attempt(1, 1), reports(0, 0, 3), end(2)]
-    second = [attempt(2, 1, iterations_before=2, time_before_s=2.0), reports(0, 2, 2, number=2), done(0, 2), end(None, 2)]
+    second = [
+        attempt(2, 1, iterations_before=2, time_before_s=2.0),
+        reports(0, 2, 2, number=2),
+        done(0, 2),
+        end(None, 2),
+    ]
     results = merge([*first, *second])
     assert [(r["training_iteration"], r["attempt"]) for r in results] == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 2)]
     assert [r["time_total_s"] for r in results] == [1, 2, 3, 3, 4]

@@ -1,0 +1,189 @@
+"""The controller's loop with simulated workers: ``python -m bench.scale_simulated WORKERS SECONDS OUT FOLDER``.
+
+A process of its own holds a `Run` with a fake fleet, one reader of its frames, and nothing else. The fake workers report
+at 10 Hz and send a batch when a real one would: at once after a pause, and otherwise once per ``flush_interval_s``. What
+they cost by themselves is measured first, without a controller, and subtracted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.stats import quantile
+from raysgd.backends.base import Member
+from raysgd.checkpoint.storage import Storage
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import frames
+from raysgd.controller.requests import RunRequest
+from raysgd.controller.run import Run, stream_interval_s
+from raysgd.result import RunInfo
+from raysgd.session.base import Identity
+from raysgd.session.events import Reports, Returned
+from raysgd.workers.orders import AttemptOrder, WorkerInfo
+
+HZ = 10
+_ROW = '[%r,%r,{"loss":0.123456789,"accuracy":0.987654321,"step":%d}]'
+
+
+class FakeFleet:
+    """Workers that are not there; the seam is `raysgd.controller.run.Fleet`."""
+
+    def __init__(self, num_workers: int, num_reports: int) -> None:
+        self.size = num_workers
+        self._num_reports = num_reports
+        #: When each report was made, by rank.
+        self.made: list[list[float]] = [[] for _ in range(num_workers)]
+        self.num_items = 0
+
+    async def get_ready(self) -> list[str]:
+        return []
+
+    async def check_storage(self, storage: Storage) -> None:
+        return None
+
+    async def open_rendezvous(self) -> str:
+        return ""
+
+    def info(self, slot: int) -> WorkerInfo:
+        return WorkerInfo("node", "127.0.0.1", "simulated", 0)
+
+    def identity(self, slot: int) -> Identity:
+        return Identity(slot, self.size, slot, self.size, 0)
+
+    def member(self, slot: int, rendezvous: str) -> Member:
+        return Member(slot, self.size, slot, self.size, 0, rendezvous, "127.0.0.1", False)
+
+    async def run(self, slot: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        made = self.made[slot]
+        begin = loop.time() + slot / self.size / HZ  # not all at the same moment
+        flushed_at, sent = float("-inf"), 0
+        while sent < self._num_reports:
+            due = begin + sent / HZ
+            await asyncio.sleep(max(due, flushed_at + order.flush_interval_s) - loop.time())
+            flushed_at = loop.time()
+            ready = min(self._num_reports, int((flushed_at - begin) * HZ) + 1)
+            now, zero = time.time(), flushed_at
+            rows = []
+            for number in range(sent, ready):
+                made.append(now - (zero - begin - number / HZ))
+                rows.append(_ROW % (made[-1], number / HZ, number))
+            yield [Reports(sent, ready - sent, ("[" + ",".join(rows) + "]").encode())]
+            self.num_items += 1
+            sent = ready
+        yield [Returned(b"", 0)]
+
+    def end(self, slot: int, attempt: int, why: str) -> None:
+        return None
+
+    async def ask_to_stop(self, attempt: int) -> None:
+        return None
+
+    async def leave(self) -> None:
+        return None
+
+    def kill(self, slot: int) -> None:
+        return None
+
+
+async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
+    """CPU seconds that the fakes take with nobody behind them."""
+    fleet = FakeFleet(num_workers, num_reports)
+
+    async def drain(slot: int) -> None:
+        order = AttemptOrder(1, fleet.member(slot, ""), None, 1, 0, 0.0, stream_interval_s(num_workers))
+        async for _ in fleet.run(slot, None, order):
+            pass
+
+    return await _cpu_of(lambda: _all([drain(slot) for slot in range(num_workers)]))
+
+
+async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict[str, Any]:
+    """A run of the fakes, with a reader as a driver has one."""
+    fleet = FakeFleet(num_workers, num_reports)
+    run = Run(
+        RunRequest("run", folder, b"", {}),
+        RunInfo("run", folder, {}, num_workers, "none"),
+        fleet,
+        Storage.from_uri(folder),
+        failure=FailureConfig(),
+        checkpoint=CheckpointConfig(),
+        share=lambda order: order,
+    )
+    latencies: list[float] = []
+    num_seen = 0
+
+    async def read() -> None:
+        nonlocal num_seen
+        async for batch in run.log.read(0):
+            now = time.time()
+            for frame in batch:
+                if frame.kind == frames.REPORTS:
+                    first, count = frame.data["first"], frame.data["count"]
+                    num_seen += count
+                    if frame.rank in (0, num_workers - 1):  # two of them tell enough
+                        latencies.extend(now - made for made in fleet.made[frame.rank][first : first + count])
+
+    process = psutil.Process()
+    memory = process.memory_info().rss
+    begun = time.monotonic()
+    cpu = await _cpu_of(lambda: _all([run.execute(), read()]))
+    took = time.monotonic() - begun
+    expected = num_workers * num_reports
+    if num_seen != expected:
+        raise RuntimeError(f"{num_seen} of {expected} reports came out")
+    return {
+        "cpu_s": cpu,
+        "took_s": took,
+        "reports": num_seen,
+        "items": fleet.num_items,
+        "memory_growth_mib": (process.memory_info().rss - memory) / 2**20,
+        "latencies": latencies,
+    }
+
+
+async def measure(num_workers: int, seconds: float, folder: str) -> dict[str, Any]:
+    num_reports = max(2, round(seconds * HZ))
+    fakes_s = await cost_of_the_fakes(num_workers, num_reports)
+    run = await cost_of_a_run(num_workers, num_reports, folder)
+    net = max(run["cpu_s"] - fakes_s, 0.0)
+    return {
+        "workers": num_workers,
+        "seconds": run["took_s"],
+        "reports_per_s": run["reports"] / run["took_s"],
+        "items_per_s": run["items"] / run["took_s"],
+        "cpu_s": net,
+        "cpu_of_the_fakes_s": fakes_s,
+        "cpu_share": net / run["took_s"],
+        "cpu_per_report_s": net / run["reports"],
+        "memory_growth_mib": run["memory_growth_mib"],
+        "latency_p50_s": quantile(run["latencies"], 0.5),
+        "latency_p99_s": quantile(run["latencies"], 0.99),
+    }
+
+
+async def _cpu_of(work: Callable[[], Coroutine[Any, Any, None]]) -> float:
+    start = time.process_time()
+    await work()
+    return time.process_time() - start
+
+
+async def _all(work: list[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*work)
+
+
+def main(num_workers: str, seconds: str, out: str, folder: str) -> None:
+    found = asyncio.run(measure(int(num_workers), float(seconds), folder))
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,119 @@
+"""What a Trainer asks of the cluster, how it shows it, and what it says when it cannot have it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raysgd
+from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError
+from support.cluster import ClusterState
+from support.runs import PATIENCE_S, are_gone, make_trainer, pids, quiet, travels_by_value
+
+travels_by_value(__name__)
+
+RAY_INIT = {"num_cpus": 8, "resources": {"licence": 4}}
+
+
+def test_what_is_taken_is_what_was_asked_for_and_is_given_back(ray_cluster: Any, tmp_path: Path) -> None:
+    before, state = ray.available_resources(), ClusterState.now()
+    asked = {"licence": 1.5}
+    settings: dict[str, Any] = {"cpus_per_worker": 0.5, "resources_per_worker": asked}
+    with make_trainer(tmp_path, 2, placement_strategy="STRICT_PACK", **settings) as trainer:
+        lines = repr(trainer).splitlines()
+        assert lines[0] == "Trainer: 2 x none worker (0.5 CPU + 1.5 licence)"
+        assert lines[2].split() == ["worker", "node", "CPU", "GPU", "licence"]
+        assert lines[4].split() == ["0", "-", "0.5", "0", "1.5"]
+        assert lines[-1].split() == "total of the cluster 1 of 8 0 of 0 3 of 4".split()
+
+        processes = pids(trainer)
+        free = ray.available_resources()
+        assert before["CPU"] - free["CPU"] == pytest.approx(1.0)
+        assert before["licence"] - free["licence"] == pytest.approx(3.0)
+        assert "STRICT_PACK" in strategies_in_use()
+
+        node = f"{os.uname().nodename} ({ray.util.get_node_ip_address()})"
+        assert repr(trainer).splitlines()[5].split() == ["1", *node.split(), "0.5", "0", "1.5"]
+        html = trainer._repr_html_()
+        assert html.count(f"<td>{node}</td>") == 2 and "<th>1 of 8</th>" in html
+    assert asked == {"licence": 1.5}
+    assert state.leftovers() == []
+    assert are_gone(processes)
+
+
+def test_environment_of_the_workers_and_spread_placement(ray_cluster: Any, tmp_path: Path) -> None:
+    env = {"env_vars": {"FLAVOUR": "mint"}}
+    with make_trainer(tmp_path, 1, runtime_env=env, placement_strategy="SPREAD", cpus_per_worker=0) as trainer:
+        for _ in range(2):
+            assert trainer.run(lambda: os.environ.pop("FLAVOUR"), callbacks=quiet()) == "mint"
+        assert "SPREAD" in strategies_in_use()
+
+
+def strategies_in_use() -> set[str]:
+    return {table["strategy"] for table in ray.util.placement_group_table().values() if table["state"] == "CREATED"}
+
+
+def test_more_than_the_cluster_has_fails_at_once_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 8, cpus_per_worker=2) as trainer:
+        with pytest.raises(InfeasibleError, match="needs 8 x 2 CPU = 16, the cluster has 8"):
+            trainer.run(os.getpid, callbacks=quiet())
+        with pytest.raises(InfeasibleError, match="needs 8 x 2 CPU = 16, the cluster has 8"):
+            trainer.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"gpus_per_worker": 1}, "needs 2 x 1 GPU = 2, the cluster has 0"),
+        ({"resources_per_worker": {"tpu": 4}}, "needs 2 x 4 tpu = 8, the cluster has 0"),
+        ({"placement_strategy": "STRICT_SPREAD"}, "STRICT_SPREAD needs 2 nodes"),
+    ],
+)
+def test_what_no_node_can_hold(ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with make_trainer(tmp_path, 2, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
+        trainer.run(os.getpid, callbacks=quiet())
+
+
+def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path: Path) -> None:
+    others = ray.util.placement_group([{"licence": 3}])
+    ray.get(others.ready(), timeout=PATIENCE_S)
+    settings: dict[str, Any] = {"cpus_per_worker": 0, "resources_per_worker": {"licence": 1}}
+    try:
+        with make_trainer(tmp_path, 2, failure=raysgd.FailureConfig(start_timeout_s=1.5), **settings) as trainer:
+            says = r"within 1\.5 s: needs 2 x 1 licence = 2, free now are 1.*Free resources, or raise"
+            with pytest.raises(StartTimeoutError, match=says):
+                trainer.run(os.getpid, callbacks=quiet())
+    finally:
+        ray.util.remove_placement_group(others)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_workers": True}, "num_workers=True is a bool; give an int >= 1"),
+        ({"num_workers": 2.0}, r"num_workers=2\.0 is a float"),
+        ({"num_workers": "2"}, "num_workers='2' is a str"),
+        ({"num_workers": 0}, "num_workers=0 is too small"),
+        ({"num_workers": -1}, "num_workers=-1 is too small"),
+        ({"num_workers": (8, 4)}, "has its minimum above its maximum"),
+        ({"num_workers": (1, 2, 3)}, r"has 3 entries; give \(min, max\)"),
+        ({"num_workers": (1, 2)}, "elastic training is not in this version"),
+        ({"cpus_per_worker": -1}, "cpus_per_worker=-1 is out of range"),
+        ({"cpus_per_worker": 2, "resources_per_worker": {"CPU": 4}}, "say that by cpus_per_worker=4 alone"),
+        ({"gpus_per_worker": 1.5}, "above 1 must be whole"),
+        ({"resources_per_worker": ["licence"]}, "is no dict"),
+        ({"placement_strategy": "STRICT"}, "placement_strategy='STRICT' is not known"),
+        ({"backend": "tensorflow"}, "backend='tensorflow' is not in this version"),
+        ({"backend": "torhc"}, r"did you mean 'torch'\?"),
+        ({"backend": "torch", "backend_args": {"timeout": 1}}, r"no field 'timeout' \(did you mean 'timeout_s'\?\)"),
+        ({"seed": -1}, "seed=-1 is too small"),
+        ({"run": "name"}, r"run='name' is a str; give a RunConfig\(...\)"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        raysgd.Trainer(**settings)
