@@ -34,7 +34,7 @@ class StagingBuffer:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._memory: ByteArray = np.empty(0, np.uint8)
-        self._pinned = False
+        self._is_for_gpu = False
 
     @property
     def view(self) -> ByteArray:
@@ -47,11 +47,13 @@ class StagingBuffer:
 
     def reserve(self, num_bytes: int, *, pinned: bool) -> None:
         """Make room; what was in the buffer is lost if it grows."""
-        if num_bytes > self.capacity or (pinned and not self._pinned):
+        if num_bytes > self.capacity or (pinned and not self._is_for_gpu):
             self._memory = np.empty(0, np.uint8)  # freed before the new one is made
             # A little more than asked for: the next state's JSON may be a few digits longer.
             self._memory = np.empty(-(-(num_bytes + num_bytes // 64) // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
-            self._pinned = pinned and _pin(self._memory)
+            self._is_for_gpu = pinned
+            if pinned:  # where it does not work the copies are slower, that is all
+                _pin(self._memory)
         self.num_bytes = num_bytes
 
     def touch(self) -> None:
@@ -82,6 +84,7 @@ class StagingPool:
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         self._closed = False
+        self._pinned = False
 
     def acquire(self, num_bytes: int, *, pinned: bool = False) -> StagingBuffer:
         """A buffer of at least ``num_bytes``; waits while all are in use.
@@ -100,6 +103,7 @@ class StagingPool:
                 self._changed.wait(_WAKE_S)
             buffer = self._take(self._best_fit(num_bytes))
             buffer.num_bytes = num_bytes
+            self._pinned = pinned
         try:
             buffer.reserve(num_bytes, pinned=pinned)
         except BaseException:
@@ -123,7 +127,7 @@ class StagingPool:
         """
         while num_bytes >= _MIN_PREFAULT_BYTES and (buffer := self._take_small(num_bytes)) is not None:
             try:
-                buffer.reserve(num_bytes, pinned=False)
+                buffer.reserve(num_bytes, pinned=self._pinned)
                 buffer.touch()
             finally:
                 self.release(buffer)
@@ -185,20 +189,18 @@ def _capacity(buffer: StagingBuffer) -> int:
     return buffer.capacity
 
 
-def _pin(memory: ByteArray) -> bool:
-    """Page-lock memory for CUDA; False where that does not work.
+def _pin(memory: ByteArray) -> None:
+    """Page-lock memory for CUDA, if possible.
 
     Registered, not allocated by torch: its pinned allocator rounds up to a power of two.
     """
     torch: Any = importlib.import_module("torch")
     if not memory.size or not torch.cuda.is_available():
-        return False
+        return
     address = memory.__array_interface__["data"][0]
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, memory.size, 0)) != 0:
-        return False
-    weakref.finalize(memory, _unpin, runtime, address)
-    return True
+    if int(runtime.cudaHostRegister(address, memory.size, 0)) == 0:
+        weakref.finalize(memory, _unpin, runtime, address)
 
 
 def _unpin(runtime: Any, address: int) -> None:

@@ -102,7 +102,7 @@ class Storage:
         return self._run("read", name, lambda path: self._read(path, max_bytes))
 
     def read_with(self, name: str, function: Callable[[BinaryIO], T]) -> T:
-        """What ``function`` makes of the opened file; called again, from the start, where reading fails for a moment."""
+        """What ``function`` makes of the opened file; it is called again where reading fails for a moment."""
         return self._run("read", name, lambda path: self._read_with(path, function))
 
     def open_input(self, name: str) -> BinaryIO:

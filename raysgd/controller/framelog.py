@@ -51,7 +51,7 @@ class FrameLog:
             self._recent_bytes -= oldest.size_bytes
             if oldest.kind != frames.REPORTS:
                 self._kept.append(oldest)
-        self._is_closed = frame.kind == frames.RUN_CLOSED
+        self._is_closed = self._is_closed or frame.kind == frames.RUN_CLOSED
         self._grown.set()
 
     async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
@@ -59,7 +59,7 @@ class FrameLog:
         loop = asyncio.get_running_loop()
         flushed_at = float("-inf")
         while True:
-            if seq >= self._next_seq:
+            while seq >= self._next_seq:
                 if self._is_closed:
                     return
                 self._grown.clear()

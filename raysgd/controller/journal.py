@@ -11,7 +11,9 @@ A line of a metrics file is one batch of one rank, as its worker encoded it::
 from __future__ import annotations
 
 import json
+import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ class LogFile:
     def __init__(self, storage: Storage, name: str) -> None:
         self.name = name
         self._storage = storage
-        self._pending: list[bytes] = []
+        self._pending: deque[bytes] = deque()
+        self._unwritten: list[bytes] = []
         self._written: list[bytes] = []
         self.size_bytes = 0
 
@@ -39,16 +42,27 @@ class LogFile:
         self.size_bytes += len(line)
 
     def flush(self) -> None:
-        """Blocks; called by one thread at a time."""
-        pending, self._pending = self._pending, []
-        if not pending:
+        """Blocks; called by one thread at a time. What could not be written is tried again with the next flush."""
+        for _ in range(len(self._pending)):  # one by one, since another thread appends meanwhile
+            self._unwritten.append(self._pending.popleft())
+        if not self._unwritten:
             return
         if self._storage.is_local:
-            with open(Path(self._storage.uri) / self.name, "ab") as file:
-                file.write(b"".join(pending))
+            self._append(b"".join(self._unwritten))
         else:
-            self._written += pending
-            self._storage.write_bytes(self.name, b"".join(self._written))
+            self._storage.write_bytes(self.name, b"".join([*self._written, *self._unwritten]))
+            self._written += self._unwritten
+        self._unwritten = []
+
+    def _append(self, data: bytes) -> None:
+        with open(Path(self._storage.uri) / self.name, "ab", buffering=0) as file:
+            end, view = file.seek(0, os.SEEK_END), memoryview(data)
+            try:
+                while view:
+                    view = view[file.write(view) :]
+            except OSError:  # a full disk; all of it is written again
+                file.truncate(end)
+                raise
 
 
 class Journal:
@@ -77,7 +91,8 @@ class Journal:
         """Blocks; safe to call from any thread."""
         with self._lock:
             while self._closed:
-                self._closed.pop(0).flush()
+                self._closed[0].flush()
+                self._closed.pop(0)
             if self._metrics is not None:
                 self._metrics.flush()
             self._events.flush()
@@ -89,7 +104,8 @@ class Journal:
             is_last = index + 1 == len(self._segments)
             if first >= before or (not is_last and self._segments[index + 1][0] <= seq):
                 continue
-            for line in self._storage.read_bytes(name).splitlines():
+            data = self._storage.read_bytes(name)
+            for line in data[: data.rfind(b"\n") + 1].splitlines():  # a flush may be writing the last one
                 frame = report_frame(line)
                 if seq <= frame.seq < before:
                     yield frame

@@ -88,6 +88,7 @@ class Run:
         self._slots: dict[int, int] = {}
         self._rendezvous = ""
         self._attempt = 0
+        self._is_described = False
         self._inputs: deque[c.Input] = deque()
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -207,7 +208,8 @@ class Run:
         self._attempt = attempt
         self._meetings = Meetings(len(self._slots))
         nodes = [self._describe_worker(rank) for rank in range(len(self._slots))]
-        if attempt == 1:
+        if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
+            self._is_described = True
             self._spawn(self._in_writer(self._journal.write_run, self._description()))
         self._feed(c.GroupReady(tuple(nodes)))
 
