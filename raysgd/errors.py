@@ -176,7 +176,8 @@ class WorkerTraceback(Exception):
         self.followed = followed
 
     def __str__(self) -> str:
-        lines = [f"in the worker of rank {self.rank} on {self.node}:", self.traceback.rstrip()]
+        place = f"the worker of rank {self.rank} on {self.node}" if self.rank is not None else self.node
+        lines = [f"in {place}:", self.traceback.rstrip()]
         if self.followed:
             lines.append("errors that followed on other ranks:")
             lines += [f"  rank {rank}: {error}" for rank, error in self.followed]

@@ -19,6 +19,7 @@ from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.controller.run import Run
 from raysgd.errors import UsageError
 from raysgd.result import RunInfo
+from raysgd.session.events import Failed
 from raysgd.workers.group import NAMESPACE, WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
 
@@ -79,9 +80,9 @@ class TrainerActor:
             return batch
         return []
 
-    async def stop(self, run_id: str, why: str, cancel: bool) -> None:
+    async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
         """End a run early: in peace, or at once."""
-        (await self._announced(run_id)).stop(why, cancel=cancel)
+        (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
 
     async def values(self, run_id: str, num_ranks: int) -> list[Any]:
         """What train_func returned on the first ranks: pickles, and where they are large references to them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.controller.states import Outcome
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import Failed, WorkerEvent
 
 # -- in -------------------------------------------------------------------------------------------------------------
 
@@ -63,10 +63,11 @@ class CommitFailed:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """End early and in peace (``cancel=False``), or at once."""
+    """End early and in peace (``cancel=False``), or at once; ``failed`` is the error of a callback that says so."""
 
     why: str
     cancel: bool
+    failed: Failed | None = None
 
 
 @dataclass(frozen=True)

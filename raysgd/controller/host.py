@@ -6,6 +6,8 @@ never be. One per Trainer, started with the first run that needs it.
 
 from __future__ import annotations
 
+import time
+import traceback
 from typing import Any
 
 import cloudpickle
@@ -15,6 +17,7 @@ from raysgd._util.console import tell
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller.reader import CallbackReader
 from raysgd.result import RunInfo
+from raysgd.session.events import Failed
 
 
 class CallbackHost:
@@ -32,7 +35,7 @@ class CallbackHost:
         callbacks = cloudpickle.loads(blob)
 
         def stop(why: str, error: BaseException | None) -> None:
-            self._controller.stop.remote(run_id, why, error is not None)
+            self._controller.stop.remote(run_id, why, error is not None, None if error is None else _failed(error))
 
         runner = CallbackRunner(callbacks, tell)
         reader = CallbackReader(runner, info, reduce, stop)
@@ -41,3 +44,18 @@ class CallbackHost:
             for frame in ray.get(ref):
                 reader.feed(frame)
         reader.end(None)
+
+
+def _failed(error: BaseException) -> Failed:
+    """The error of a critical callback, as a rank's would travel."""
+    try:
+        data: bytes | None = cloudpickle.dumps(error)
+    except Exception:  # a lock or a file in it; its text and type still arrive
+        data = None
+    return Failed(
+        exception=data,
+        type_name=f"{type(error).__module__}.{type(error).__qualname__}",
+        summary=traceback.format_exception_only(error)[-1].strip(),
+        traceback="".join(traceback.format_exception(error)),
+        timestamp=time.time(),
+    )

@@ -282,6 +282,8 @@ class RunMachine:
 
     def _stop_asked(self, given: c.StopAsked) -> None:
         outcome = Outcome("cancelled" if given.cancel else "stopped", message=given.why)
+        if given.failed is not None:
+            outcome = Outcome("error", failed=given.failed, node="the process of the controller's callbacks")
         if isinstance(self.state, Preparing):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:

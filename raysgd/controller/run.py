@@ -97,6 +97,7 @@ class Run:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
+        self._is_journal_broken = False
         self.before_close: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     @property
@@ -117,14 +118,14 @@ class Run:
         flusher.cancel()
         if self.before_close is not None:
             await self.before_close()
-        await loop.run_in_executor(self._writer, self._journal.flush)  # what is told to be over can be read
+        await self._flush(self._writer)  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
-        await loop.run_in_executor(self._writer, self._journal.flush)
+        await self._flush(self._writer)
         self._writer.shutdown(wait=False)
 
-    def stop(self, why: str, *, cancel: bool) -> None:
-        """End the run early: in peace, or at once."""
-        self._feed(c.StopAsked(why, cancel))
+    def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
+        """End the run early: in peace, or at once, which may be for the error of a callback."""
+        self._feed(c.StopAsked(why, cancel, failed))
 
     def value(self, rank: int) -> Any:
         """What train_func returned on ``rank``: a pickle, a reference to one, or None."""
@@ -306,7 +307,16 @@ class Run:
     async def _flush_regularly(self) -> None:
         while True:
             await asyncio.sleep(_FLUSH_S)
-            await asyncio.get_running_loop().run_in_executor(None, self._journal.flush)
+            await self._flush(None)
+
+    async def _flush(self, executor: ThreadPoolExecutor | None) -> None:
+        """A journal that cannot be written is no reason to end a run, nor to leave its readers waiting for the end."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(executor, self._journal.flush)
+        except OSError as error:
+            if not self._is_journal_broken:
+                self._is_journal_broken = True
+                self._note(c.Note("warning", {"message": f"the run's files cannot be written: {error}"}))
 
 
 def stream_interval_s(num_streams: int) -> float:

@@ -85,9 +85,16 @@ class RunFuzz(RuleBasedStateMachine):
         on_write_error=st.sampled_from(["raise", "warn"]),
         num_to_keep=st.sampled_from([None, 1, 2]),
         start=st.sampled_from([Start(), GIVEN]),
+        are_up=st.integers(0, 7),
     )
     def begin(
-        self, num_ranks: int, max_failures: int, on_write_error: str, num_to_keep: int | None, start: Start
+        self,
+        num_ranks: int,
+        max_failures: int,
+        on_write_error: str,
+        num_to_keep: int | None,
+        start: Start,
+        are_up: int,
     ) -> None:
         self.max_failures = max_failures
         self.num_to_keep = num_to_keep
@@ -103,6 +110,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.num_checked = 0
+        self.is_over = False
         self.run = Stepper(
             num_ranks,
             start=start,
@@ -110,6 +118,8 @@ class RunFuzz(RuleBasedStateMachine):
             checkpoint=CheckpointConfig(on_write_error=on_write_error, num_to_keep=num_to_keep),
         )
         self._check()
+        if are_up:
+            self.workers_are_up()
 
     # -- what may happen ----------------------------------------------------------------------------------------------
 
@@ -120,7 +130,7 @@ class RunFuzz(RuleBasedStateMachine):
         self._check()
 
     @precondition(lambda self: isinstance(self.run.machine.state, Preparing))
-    @rule(can_retry=st.booleans())
+    @rule(can_retry=st.sampled_from([True, True, True, False]))
     def workers_cannot_be_had(self, can_retry: bool) -> None:
         self.happened.add("died" if can_retry else "infeasible")
         self.run.feed(c.GroupFailed("WorkerError" if can_retry else "InfeasibleError", "no workers", can_retry))
@@ -215,8 +225,10 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.advance(3)
         self._check()
 
-    @rule(cancel=st.booleans())
-    def somebody_stops_the_run(self, cancel: bool) -> None:
+    @rule(cancel=st.booleans(), luck=st.integers(0, 7))
+    def somebody_stops_the_run(self, cancel: bool, luck: int) -> None:
+        if luck:
+            return
         self.happened.add("cancelled" if cancel else "stopped")
         self.run.stop(cancel=cancel)
         self._check()
@@ -277,7 +289,8 @@ class RunFuzz(RuleBasedStateMachine):
     def _check(self) -> None:
         new, self.num_checked = self.run.told[self.num_checked :], len(self.run.told)
         for command in new:
-            assert not any(isinstance(earlier, c.Close) for earlier in self.run.told[: self.run.told.index(command)])
+            assert not self.is_over
+            self.is_over = isinstance(command, c.Close)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.TellOutcome)) <= 1
         assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1
