@@ -1,0 +1,389 @@
+"""Checkpoints through a Trainer: what is saved, what a run starts from, which are kept, what storage that fails does."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ReshardError,
+    StorageError,
+    UnsafeStateError,
+)
+from support.runs import events_of, latest_run, make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def picky_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    """One worker; keeps the two checkpoints with the highest accuracy."""
+    keeps = raysgd.CheckpointConfig(num_to_keep=2, score_attribute="accuracy")
+    with make_trainer(tmp_path_factory.mktemp("runs"), 1, checkpoint=keeps) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def torch_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs"), 3, "torch", seed=3, deterministic=True) as trainer:
+        yield trainer
+
+
+def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
+    checkpoint = trainer.get_last_checkpoint()
+    assert checkpoint is not None
+    return checkpoint
+
+
+def on_storage(trainer: raysgd.Trainer) -> list[str]:
+    return sorted(os.listdir(Path(str(trainer.run_dir)) / "checkpoints"))
+
+
+def save_and_report(config: dict[str, Any]) -> Any:
+    """Saves and reports ``config["steps"]``, or goes on where it was; returns what it started from."""
+    state = raysgd.load_checkpoint()
+    start = 0 if state is None else state["step"] + 1
+    for step in range(start, config["steps"]):
+        raysgd.report(step=step)
+        raysgd.save_checkpoint({"step": step, "from": raysgd.world_rank()})
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------ what is saved
+
+
+def test_the_state_of_rank_0_is_saved_and_all_ranks_get_it(trainer: raysgd.Trainer) -> None:
+    def train_func() -> Any:
+        rank = raysgd.world_rank()
+        before = raysgd.load_checkpoint()
+        raysgd.save_checkpoint({"from": rank, "weights": [0.5, math.inf]} if rank == 0 else None)
+        while (state := raysgd.load_checkpoint()) is None:  # it is committed behind the training
+            time.sleep(0.01)
+        return before, state
+
+    returned = trainer.run(train_func, callbacks=quiet(), returns="all")
+    saved = {"from": 0, "weights": [0.5, math.inf]}
+    assert returned == [(None, saved), (None, saved)]
+    assert last_of(trainer).load() == saved
+
+
+def test_a_run_that_saves_nothing_has_no_checkpoint(trainer: raysgd.Trainer) -> None:
+    trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
+    assert trainer.get_last_checkpoint() is not None
+    trainer.run(save_and_report, {"steps": 0}, callbacks=quiet())
+    assert trainer.get_last_checkpoint() is None and trainer.get_best_checkpoint() is None
+
+
+def test_a_state_can_be_changed_as_soon_as_it_is_saved(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        import numpy as np
+
+        weights = np.zeros(1 << 20)
+        for step in range(3):
+            weights += 1
+            raysgd.save_checkpoint({"step": step, "weights": weights})
+
+    trainer.run(train_func, callbacks=quiet())
+    for checkpoint in latest_run(trainer).checkpoints:
+        state = checkpoint.load()
+        assert set(state["weights"]) == {state["step"] + 1.0}
+    assert len(latest_run(trainer).checkpoints) == 3
+
+
+def test_each_rank_saves_and_gets_its_own_part(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def save() -> None:
+        raysgd.save_checkpoint({"part of": raysgd.world_rank()}, all_ranks=True)
+
+    trainer.run(save, callbacks=quiet())
+    checkpoint = last_of(trainer)
+    assert [checkpoint.load(rank=rank) for rank in (0, 1)] == [{"part of": 0}, {"part of": 1}]
+    found = trainer.run(raysgd.load_checkpoint, checkpoint=checkpoint, callbacks=quiet(), returns="all")
+    assert found == [{"part of": 0}, {"part of": 1}]
+    with make_trainer(tmp_path, 1) as alone, pytest.raises(ReshardError, match="by 2 ranks and cannot be split over 1"):
+        alone.run(raysgd.load_checkpoint, checkpoint=checkpoint, callbacks=quiet())
+
+
+def test_files_of_the_users_own(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def save(config: dict[str, Any]) -> None:
+        folder = Path(config["folder"])
+        if raysgd.world_rank() == 0:
+            (folder / "deep").mkdir(parents=True)
+            (folder / "model.bin").write_bytes(b"weights")
+            (folder / "deep" / "vocabulary.txt").write_text("words")
+        raysgd.save_checkpoint(folder if raysgd.world_rank() == 0 else None, files=True)
+        if raysgd.world_rank() == 0:
+            shutil.rmtree(folder)
+
+    def load() -> tuple[bytes, str]:
+        folder = Path(raysgd.load_checkpoint())
+        return (folder / "model.bin").read_bytes(), (folder / "deep" / "vocabulary.txt").read_text()
+
+    trainer.run(save, {"folder": str(tmp_path / "of the user")}, callbacks=quiet())
+    checkpoint = last_of(trainer)
+    found = trainer.run(load, checkpoint=checkpoint, callbacks=quiet(), returns="all")
+    assert found == [(b"weights", "words")] * 2
+    assert (Path(checkpoint.load()) / "model.bin").read_bytes() == b"weights"
+
+
+def test_what_only_pickle_can_hold_is_named_and_refused(trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        state = {"step": 1, "scheduler": {"fn": [lambda step: step + 1]}}
+        raysgd.save_checkpoint(state, trusted=config["trusted"])
+
+    with pytest.raises(UnsafeStateError, match=r"state\['scheduler'\]\['fn'\]\[0\] is a function") as caught:
+        trainer.run(train_func, {"trusted": False}, callbacks=quiet())
+    assert caught.value.path == "state['scheduler']['fn'][0]"
+    assert trainer.get_last_checkpoint() is None
+
+    trainer.run(train_func, {"trusted": True}, callbacks=quiet())
+    checkpoint = last_of(trainer)
+    with pytest.raises(UnsafeStateError, match="trusted=True"):
+        checkpoint.load()
+    assert checkpoint.load(trusted=True)["scheduler"]["fn"][0](1) == 2
+    with pytest.raises(UnsafeStateError, match="trusted=True"):
+        trainer.run(raysgd.load_checkpoint, checkpoint=checkpoint, callbacks=quiet())
+
+
+@pytest.mark.parametrize("other", ["reports", "returns", "saves once more"])
+def test_every_rank_calls_it_equally_often(trainer: raysgd.Trainer, other: str) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        is_other = raysgd.world_rank() == 1
+        for step in range(5):
+            if not is_other or config["other"] == "saves once more":
+                raysgd.save_checkpoint({"step": step})
+            if not (is_other and config["other"] == "returns"):
+                raysgd.report(step=step)
+        if is_other and config["other"] == "saves once more":
+            raysgd.save_checkpoint({"step": 5})
+
+    with pytest.raises(
+        CheckpointError, match=r"called by some ranks only \(rank 0: \d, rank 1: \d\)\. Every rank calls"
+    ):
+        trainer.run(train_func, {"other": other}, callbacks=quiet())
+
+
+def test_rank_0_gives_a_state(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(CheckpointError, match=r"save_checkpoint\(None\) on rank 0"):
+        trainer.run(lambda: raysgd.save_checkpoint(None), callbacks=quiet())
+
+
+# ------------------------------------------------------------------------------------------------------ where it starts
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "path", "Path", "state"])
+def test_a_run_goes_on_from_a_checkpoint(trainer: raysgd.Trainer, kind: str) -> None:
+    trainer.run(save_and_report, {"steps": 3}, callbacks=quiet())
+    saved = last_of(trainer)
+    assert saved.iteration == 3 and saved.metrics["step"] == 2
+    path = str(saved.path)
+    given = {"checkpoint": saved, "path": path, "Path": Path(path), "state": {"step": 2, "from": 0}}[kind]
+
+    stream = trainer.run_generator(save_and_report, {"steps": 5}, checkpoint=given, callbacks=quiet())
+    results = list(stream)
+    assert stream.get_returns() == {"step": 2, "from": 0}
+    assert [result["step"] for result in results] == [3, 4]
+    before = 0 if kind == "state" else 3
+    assert [result["training_iteration"] - before for result in results] == [1, 2]
+    assert results[0]["time_total_s"] >= (0 if kind == "state" else saved.time_total_s)
+    assert last_of(trainer).iteration == before + 2
+    assert last_of(trainer).load()["step"] == 4
+
+
+def test_a_checkpoint_that_is_not_there(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
+        trainer.run(save_and_report, {"steps": 1}, checkpoint=tmp_path, callbacks=quiet())
+    trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean .*checkpoint_000001\?"):
+        trainer.run(save_and_report, {"steps": 1}, checkpoint=trainer.run_dir, callbacks=quiet())
+
+
+def test_a_checkpoint_that_was_damaged(trainer: raysgd.Trainer) -> None:
+    trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
+    checkpoint = last_of(trainer)
+    (part,) = Path(str(checkpoint.path)).glob("*-r00000.json")
+    part.write_bytes(part.read_bytes().replace(b'"step"', b'"stop"'))
+    with pytest.raises(CheckpointCorruptError, match=part.name):
+        trainer.run(save_and_report, {"steps": 2}, checkpoint=checkpoint, callbacks=quiet())
+    with pytest.raises(CheckpointCorruptError, match=part.name):
+        checkpoint.load()
+
+
+# ------------------------------------------------------------------------------------------------------ which are kept
+
+
+def save_scored(config: dict[str, Any]) -> None:
+    for step, accuracy in enumerate(config["accuracies"]):
+        if config["order"] == "report first":
+            raysgd.report(step=step, accuracy=accuracy)
+            raysgd.save_checkpoint({"step": step})
+        elif config["order"] == "save first":
+            raysgd.save_checkpoint({"step": step})
+            raysgd.report(step=step, accuracy=accuracy)
+        else:
+            raysgd.report(step=step, accuracy=0.5)
+            raysgd.save_checkpoint({"step": step}, metrics={"accuracy": accuracy})
+
+
+@pytest.mark.parametrize("order", ["report first", "save first", "metrics given"])
+def test_the_best_and_the_newest_are_kept(picky_trainer: raysgd.Trainer, order: str) -> None:
+    accuracies = [0.1, 0.9, math.nan, 0.8, 0.2]
+    picky_trainer.run(save_scored, {"accuracies": accuracies, "order": order}, callbacks=quiet())
+    assert on_storage(picky_trainer) == ["checkpoint_000002", "checkpoint_000004", "checkpoint_000005"]
+    last, best = last_of(picky_trainer), picky_trainer.get_best_checkpoint()
+    assert best is not None
+    assert (last.load()["step"], last.metrics["accuracy"]) == (4, 0.2)
+    assert (best.load()["step"], best.metrics["accuracy"]) == (1, 0.9)
+    worst = picky_trainer.get_best_checkpoint("accuracy", "min")
+    assert worst is not None and worst.load()["step"] == 4
+    assert picky_trainer.get_best_checkpoint("no such metric") is None
+    assert [event["number"] for event in events_of(picky_trainer, "checkpoint_deleted")] == [1, 3]
+    read = {
+        checkpoint.load()["step"]: checkpoint.metrics["accuracy"]
+        for checkpoint in latest_run(picky_trainer).checkpoints
+    }
+    assert read == {1: 0.9, 3: 0.8, 4: 0.2}
+
+
+def test_each_run_keeps_its_own(picky_trainer: raysgd.Trainer) -> None:
+    config = {"order": "report first"}
+    picky_trainer.run(save_scored, config | {"accuracies": [0.9, 0.95]}, callbacks=quiet())
+    first = str(picky_trainer.run_dir)
+    picky_trainer.run(save_scored, config | {"accuracies": [0.1, 0.3, 0.2]}, callbacks=quiet())
+    best = picky_trainer.get_best_checkpoint()
+    assert best is not None and best.metrics["accuracy"] == 0.3
+    assert str(best.path).startswith(str(picky_trainer.run_dir)) and picky_trainer.run_dir != first
+    assert on_storage(picky_trainer) == ["checkpoint_000002", "checkpoint_000003"]
+    assert sorted(os.listdir(Path(first) / "checkpoints")) == ["checkpoint_000001", "checkpoint_000002"]
+
+
+def test_one_that_is_kept_by_age_is_the_newest(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1, checkpoint=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
+        trainer.run(save_and_report, {"steps": 3}, callbacks=quiet())
+        assert on_storage(trainer) == ["checkpoint_000003"]
+        assert last_of(trainer).load()["step"] == 2
+        best = trainer.get_best_checkpoint()
+        assert best == last_of(trainer)
+
+
+# ------------------------------------------------------------------------------------------------------ storage that fails
+
+
+def lose_the_storage(config: dict[str, Any]) -> str:
+    """Saves once, then again after its folder has become a file."""
+    (run_dir,) = Path(config["storage"]).glob("*/run_*")
+    for step in range(2):
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        while raysgd.load_checkpoint() is None:
+            time.sleep(0.01)
+        if step == 0:
+            (run_dir / "checkpoints").rename(run_dir / "moved")
+            (run_dir / "checkpoints").write_text("in the way")
+    return "trained to the end"
+
+
+def test_a_write_that_fails_ends_the_run(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1) as trainer:
+        with pytest.raises(StorageError, match="checkpoint 2 could not be written: .*checkpoints/checkpoint_000002"):
+            trainer.run(lose_the_storage, {"storage": str(tmp_path)}, callbacks=quiet())
+        assert latest_run(trainer).outcome == "error"
+
+
+def test_a_write_that_fails_is_only_told(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1, checkpoint=raysgd.CheckpointConfig(on_write_error="warn")) as trainer:
+        config = {"storage": str(tmp_path)}
+        assert trainer.run(lose_the_storage, config, callbacks=quiet()) == "trained to the end"
+        told = [warning["message"] for warning in events_of(trainer, "warning")]
+        assert any("checkpoint 2 could not be written" in message for message in told)
+        assert len(latest_run(trainer).metrics) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ torch
+
+
+def train_epochs(config: dict[str, Any]) -> str:
+    """As in the guide: build, load, prepare, train. Draws in the model, in the loader and by itself."""
+    import torch
+    from torch import nn
+
+    data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(24, 1), torch.arange(24.0).sin())
+    model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+    start = 0
+    if state := raysgd.load_checkpoint():
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        start = state["epoch"] + 1
+    model = raysgd.torch.prepare_model(model)
+    loader = raysgd.torch.prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+    loader.set_epoch(start)
+    for epoch in range(start, config["epochs"]):
+        for x, y in loader:
+            loss = (model(x + 0.1 * torch.randn_like(x)).squeeze(1) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        state = {"epoch": epoch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+        raysgd.save_checkpoint(state)
+        raysgd.report(epoch=epoch, loss=loss)
+        while epoch == config.get("waits_in"):
+            raysgd.barrier()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def test_repeated_and_resumed_runs_are_equal_bit_for_bit(torch_trainer: raysgd.Trainer) -> None:
+    undisturbed = torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet())
+    first = torch_trainer.run_dir
+    assert torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet(), returns="all") == [undisturbed] * 3
+    assert not raysgd.compare_runs(str(first), str(torch_trainer.run_dir))
+
+    stream = torch_trainer.run_generator(train_epochs, {"epochs": 5, "waits_in": 2}, callbacks=quiet())
+    next(result for result in stream if result["epoch"] == 2)
+    stream.cancel()
+    checkpoint = last_of(torch_trainer)
+    assert checkpoint.load()["epoch"] in (1, 2)
+
+    resumed = torch_trainer.run(train_epochs, {"epochs": 5}, checkpoint=checkpoint, callbacks=quiet())
+    assert resumed == undisturbed
+    assert list(latest_run(torch_trainer).metrics["training_iteration"])[-1] == 5
+    assert torch_trainer.run(train_epochs, {"epochs": 4}, callbacks=quiet()) != undisturbed
+
+
+def test_a_wrapped_model_an_optimizer_and_a_scheduler_are_saved_as_plain_ones(torch_trainer: raysgd.Trainer) -> None:
+    import torch
+    from torch import nn
+
+    torch_trainer.run(train_epochs, {"epochs": 2}, callbacks=quiet())
+    state = last_of(torch_trainer).load()
+    assert list(state["model"]) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+    model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    assert optimizer.state[next(iter(model.parameters()))]["step"] == 4  # 24 rows, 3 ranks, 4 a batch, 2 epochs
+    assert scheduler.get_last_lr() == pytest.approx([0.007])
