@@ -16,6 +16,7 @@ CORE = [
     "rich>=13.7",
     "psutil>=5.9",
     "cloudpickle>=3.0",
+    "orjson>=3.10",
 ]
 
 EXTRAS = {

@@ -5,11 +5,11 @@ A round is the i-th report of each rank, emitted once every rank that is still r
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from raysgd._util.fast_json import decode
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.reducing import Reduce, reduce_metrics
@@ -36,7 +36,7 @@ class RoundMerger:
         """The results that ``frame`` completes."""
         if frame.kind == frames.REPORTS:
             if frame.attempt == self._attempt:
-                self._rows[frame.rank].extend(json.loads(frame.rows))
+                self._rows[frame.rank].extend(decode(frame.rows))
                 yield from self._complete()
         elif frame.kind == frames.ATTEMPT:
             self._begin(frame)

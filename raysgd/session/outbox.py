@@ -7,12 +7,12 @@ append to a C queue. Draining flushes at once after an idle gap; under load at m
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
 from typing import Any
 
+from raysgd._util.fast_json import encode
 from raysgd.session.events import Reports, WorkerEvent
 from raysgd.session.metrics import Deferred, read_deferred
 
@@ -89,10 +89,10 @@ class Outbox:
 def encode_rows(rows: list[Row]) -> bytes:
     """Rows as JSON; NaN and infinities as Python's json writes them."""
     try:
-        return json.dumps(rows, separators=(",", ":"), check_circular=False).encode()
+        return encode(rows)
     except TypeError:  # a Deferred among them: json has no cheaper way to tell
         plain = [(timestamp, total, read_deferred(metrics)) for timestamp, total, metrics in rows]
-        return json.dumps(plain, separators=(",", ":"), check_circular=False).encode()
+        return encode(plain)
 
 
 __all__ = ["Deferred", "Outbox", "Row", "encode_rows"]

@@ -17,14 +17,15 @@ UNITS = {"call_s": "s", "paced_call_s": "s"}
 IS_FRESH = False
 REPEAT = 2
 
-#: Calls per block, blocks, calls with a pause before. A system that blocks for seconds gets few.
-_SIZES = {"raysgd": (100, 200, 1000), "ray_train": (1, 4, 2), "ray_train_tuned": (1, 30, 10)}
+#: Calls per block, blocks, calls with a pause before. A system whose call blocks gets few, and no pauses: they would
+#: only hide a part of the blocking.
+_SIZES = {"raysgd": (100, 200, 1000), "ray_train": (1, 4, 0), "ray_train_tuned": (1, 30, 0)}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
     block, blocks, paced = _SIZES[system]
     if quick:
-        blocks, paced = max(2, blocks // 10), max(1, paced // 10)
+        blocks, paced = max(2, blocks // 10), paced // 10
     return {"block": block, "blocks": blocks, "paced": paced}
 
 

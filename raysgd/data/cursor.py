@@ -1,0 +1,124 @@
+"""The cursor of one dataset in one run: the one thing that knows where training stands in it. Worker side.
+
+A batch is consumed when it is handed to the loop body. The epoch ends when its iterator is exhausted or closed, as by
+``break``; until then the position may be (epoch, everything consumed), and a run that goes on from there finds an empty
+rest of that epoch first. Used from the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysgd.data.ledger import EpochOrder, Shuffle, layout
+from raysgd.data.position import Position
+from raysgd.errors import CheckpointError, ConfigError, UsageError
+
+
+class Cursor:
+    """The position in a dataset; at most one `Pass` moves it at a time.
+
+    Args:
+        name: The dataset's, for messages.
+        block_rows: Rows in each of its blocks.
+        seed: For the order of the epochs that begin here. One that was begun before keeps the seed it was begun with.
+        position: Where to go on.
+
+    Raises:
+        CheckpointError: The position is inside an epoch of another number of rows.
+    """
+
+    def __init__(self, name: str, block_rows: Sequence[int], seed: int, position: Position) -> None:
+        self.name = name
+        self._block_rows = block_rows
+        self._num_rows = sum(block_rows)
+        self._seed = seed
+        self._position = position
+        self._live: Pass | None = None
+        if position.consumed and position.num_rows != self._num_rows:
+            raise CheckpointError(
+                f"the checkpoint stands in the middle of dataset {name!r} ({position} of {position.num_rows}), which has "
+                f"{self._num_rows} rows now. Give the same dataset to go on with, or start from the checkpoint's state "
+                "alone: run(checkpoint=checkpoint.load())."
+            )
+
+    @property
+    def position(self) -> Position:
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    def order(self, shuffle: Shuffle) -> EpochOrder:
+        """The order of the current epoch."""
+        at = self._position
+        return EpochOrder(
+            self._block_rows, seed=at.seed if at.consumed else self._seed, epoch=at.epoch, shuffle=shuffle
+        )
+
+    def begin(self, shuffle: Shuffle) -> Pass:
+        """Begin, or go on with, the current epoch; a pass that is still under way ends its own epoch first.
+
+        Raises:
+            ConfigError: A part of this epoch was consumed in another order.
+        """
+        if self._live is not None:
+            self._live.end()
+        at = self._position
+        if at.consumed and (at.shuffle, at.layout) != (shuffle, layout(self._block_rows, shuffle)):
+            raise ConfigError(
+                f"dataset {self.name!r} goes on inside an epoch ({at}) whose order is that of shuffle={at.shuffle!r}"
+                + (" over other blocks of rows" if at.shuffle == shuffle else f", not of shuffle={shuffle!r}")
+                + ": some rows would come twice and others never. Read this epoch to its end as it was begun."
+            )
+        self._live = Pass(self, shuffle)
+        return self._live
+
+    def _move(self, consumed: int, shuffle: Shuffle) -> None:
+        at = self._position
+        self._position = Position(
+            epoch=at.epoch,
+            consumed=consumed,
+            num_rows=self._num_rows,
+            seed=at.seed if at.consumed else self._seed,
+            shuffle=shuffle,
+            layout=at.layout if at.consumed else layout(self._block_rows, shuffle),
+        )
+
+    def _leave(self, ends_epoch: bool) -> None:
+        self._live = None
+        if ends_epoch:
+            self._position = Position(epoch=self.epoch + 1)
+
+
+class Pass:
+    """One walk through what is left of an epoch. It ends by itself when another begins."""
+
+    def __init__(self, cursor: Cursor, shuffle: Shuffle) -> None:
+        self._cursor = cursor
+        self._shuffle = shuffle
+        self.start = cursor.position.consumed
+        self.order = cursor.order(shuffle)
+
+    def check_live(self) -> None:
+        """Raise, if another iteration over the dataset has begun."""
+        if self._cursor._live is not self:
+            name = self._cursor.name
+            raise UsageError(
+                f"another iteration over dataset {name!r} began, which ended the epoch of this one: a dataset has one "
+                "position. To read the same rows in two loops at a time give them to run under two names."
+            )
+
+    def consume(self, stop: int) -> None:
+        """Everything before this place was handed out, by all ranks together."""
+        self._cursor._move(stop, self._shuffle)
+
+    def end(self) -> None:
+        """The epoch is over, whether or not all of it was consumed."""
+        if self._cursor._live is self:
+            self._cursor._leave(ends_epoch=True)
+
+    def abandon(self) -> None:
+        """What comes next could not be read: the position stays, and a new pass tries again from there."""
+        if self._cursor._live is self:
+            self._cursor._leave(ends_epoch=False)

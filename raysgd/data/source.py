@@ -1,0 +1,164 @@
+"""`resolve_datasets`: what was given to ``run(dataset=...)`` becomes a plan, its rows go into the object store.
+
+Driver side. Types of Ray, pandas and torch are told by the names of their classes, so that none of them is imported for
+a dataset that has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from raysgd.data.blocks import arrow_blocks, blocks_of_arrays, blocks_of_rows, table_of_frame
+from raysgd.data.plan import LONE, DatasetPlan, Source
+from raysgd.errors import ConfigError, SerializationError
+
+Put = Callable[[Any], Any]
+
+_ALLOWED = (
+    "a pyarrow Table or RecordBatch, a pandas DataFrame, a dict of equally long NumPy arrays or torch tensors, a list of "
+    "dicts, a map-style torch Dataset or anything else with __len__ and __getitem__, a ray.data.Dataset; a dict of such "
+    "by name; or for cross-validation a tuple of such or of (train, validation) pairs"
+)
+
+
+def resolve_datasets(given: Any, put: Put) -> DatasetPlan:
+    """Describe the datasets of a run.
+
+    The index of a DataFrame is left out: only its columns are data. A `ray.data.Dataset` is executed here, once, with
+    the order of its rows preserved. One object given in several places is stored once.
+
+    Args:
+        given: One dataset, a dict of them by name, a tuple for cross-validation, or None for none.
+        put: Stores one object for the workers and returns what they fetch it by: `ray.put`; the identity in a world of
+            one.
+
+    Raises:
+        ConfigError: It is nothing that can be a dataset; the message names it and what can.
+        SerializationError: A map-style dataset does not pickle.
+    """
+    resolver = _Resolver(put)
+    if given is None:
+        return DatasetPlan()
+    if isinstance(given, tuple) and not hasattr(given, "_fields"):
+        return resolver.folds(given)
+    if isinstance(given, Mapping) and not _is_columns(given):
+        return resolver.named(given)
+    return DatasetPlan({LONE: resolver.source(LONE, given)})
+
+
+@dataclass
+class _Resolver:
+    put: Put
+    done: dict[int, tuple[Any, Source]] = field(default_factory=dict)  # holds the object, lest its id be used again
+
+    def named(self, given: Mapping[Any, Any]) -> DatasetPlan:
+        if not given:
+            raise ConfigError(f"dataset={{}} names no dataset; give {_ALLOWED}.")
+        for name in given:
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"dataset has the name {name!r}; names are strings that are not empty.")
+        return DatasetPlan({name: self.source(name, one) for name, one in given.items()})
+
+    def folds(self, given: tuple[Any, ...]) -> DatasetPlan:
+        if not given:
+            raise ConfigError("dataset=() has no fold; give a tuple of datasets or of (train, validation) pairs.")
+        sources: dict[str, Source] = {}
+        folds: list[str | tuple[str, str]] = []
+        for number, fold in enumerate(given):
+            if not isinstance(fold, tuple):
+                sources[str(number)] = self.source(str(number), fold)
+                folds.append(str(number))
+                continue
+            if len(fold) != 2:
+                raise ConfigError(f"dataset[{number}] is a tuple of {len(fold)}; a fold is a (train, validation) pair.")
+            pair = (f"{number}/train", f"{number}/validation")
+            sources |= {name: self.source(name, one) for name, one in zip(pair, fold, strict=True)}
+            folds.append(pair)
+        return DatasetPlan(sources, tuple(folds))
+
+    def source(self, name: str, given: Any) -> Source:
+        if id(given) not in self.done:
+            self.done[id(given)] = given, self._resolve(name, given)
+        return self.done[id(given)][1]
+
+    def _resolve(self, name: str, given: Any) -> Source:
+        if _is(given, "ray.data", "Dataset"):
+            return _from_ray(name, given)
+        if _is(given, "pyarrow", "Table") or _is(given, "pyarrow", "RecordBatch"):
+            return self._store("arrow", arrow_blocks(name, given))
+        if _is(given, "pandas", "DataFrame"):
+            return self._store("arrow", arrow_blocks(name, table_of_frame(name, given)))
+        if isinstance(given, Mapping) and _is_columns(given):
+            return self._store("arrays", blocks_of_arrays(name, given))
+        if isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given):
+            return self._store("arrays", blocks_of_rows(name, given))
+        _check_items(name, given)
+        return self._items(name, given)
+
+    def _store(self, kind: Any, blocks: list[tuple[Any, int]]) -> Source:
+        return Source(kind, tuple(self.put(block) for block, _ in blocks), tuple(rows for _, rows in blocks))
+
+    def _items(self, name: str, given: Any) -> Source:
+        try:
+            return self._store("items", [(given, len(given))])
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise SerializationError(
+                f"dataset {name!r}, a {type(given).__name__}, cannot be sent to the workers: {error}. A map-style "
+                "dataset travels pickled: open files and connections in its __getitem__, at first use.",
+                path=f"dataset[{name!r}]",
+            ) from error
+
+
+def _from_ray(name: str, dataset: Any) -> Source:
+    options = dataset.context.execution_options
+    before, options.preserve_order = options.preserve_order, True
+    try:
+        done = dataset.materialize()
+    finally:
+        options.preserve_order = before
+    rows = [entry.metadata.num_rows for bundle in done.iter_internal_ref_bundles() for entry in bundle.blocks]
+    refs = done.to_arrow_refs()
+    if len(refs) != len(rows):
+        raise ConfigError(f"dataset {name!r}: Ray Data gave {len(refs)} blocks but the sizes of {len(rows)}.")
+    full = [(ref, count) for ref, count in zip(refs, rows, strict=True) if count]
+    return Source("arrow", tuple(ref for ref, _ in full), tuple(count for _, count in full))
+
+
+def _check_items(name: str, given: Any) -> None:
+    what = f"dataset {name!r} is a {type(given).__name__}"
+    if isinstance(given, (str, bytes, PathLike)):
+        raise ConfigError(
+            f"{what}; paths are not read yet. Open it: pyarrow.parquet.read_table or ray.data.read_parquet."
+        )
+    if _is_array(given):
+        raise ConfigError(f"{what}, which gives its column no name; give {{'x': array}}.")
+    if _is(given, "torch", "IterableDataset"):
+        raise ConfigError(f"{what}, an iterable torch Dataset, which cannot be split; give a map-style one.")
+    is_readable = all(hasattr(type(given), method) for method in ("__len__", "__getitem__"))
+    if not is_readable or isinstance(given, (Mapping, tuple)):
+        raise ConfigError(f"{what}, which cannot be read. Give {_ALLOWED}.")
+
+
+def _is_columns(given: Mapping[Any, Any]) -> bool:
+    """Whether a dict is one dataset, a column for each array, rather than several datasets by name."""
+    arrays = [key for key, value in given.items() if _is_array(value)]
+    if arrays and len(arrays) < len(given):
+        other = next(key for key in given if key not in arrays)
+        raise ConfigError(
+            f"dataset has an array under {arrays[0]!r} and a {type(given[other]).__name__} under {other!r}; give arrays only, "
+            "the columns of one dataset, or datasets only, by name."
+        )
+    return bool(arrays)
+
+
+def _is_array(value: Any) -> bool:
+    return _is(value, "numpy", "ndarray") or _is(value, "torch", "Tensor")
+
+
+def _is(value: Any, package: str, name: str) -> bool:
+    """Whether ``value`` is an instance of the class ``name`` of ``package``, or of one below it."""
+    return any(cls.__name__ == name and f"{cls.__module__}.".startswith(f"{package}.") for cls in type(value).__mro__)

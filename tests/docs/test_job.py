@@ -1,0 +1,83 @@
+"""``examples/job_script.py`` is submitted to a cluster as its docstring says, with ``ray job submit``.
+
+The cluster is one of its own, with the dashboard, which takes the jobs; it is started as a child and ended by its pid.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raysgd
+from support.poll import until
+from support.project import ROOT
+
+BIN = Path(sys.executable).parent
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster of one node, by the address that takes jobs."""
+    gcs, dashboard, client = _free_port(), _free_port(), _free_port()
+    options = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--num-cpus=4"]
+    # Short, as the names of Ray's sockets are made of it.
+    folder = tmp_path_factory.mktemp("r", numbered=True)
+    log = folder / "ray_start.log"
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_ADDRESS": ""}
+    with open(log, "wb") as output:
+        head = subprocess.Popen(
+            [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}", *options],
+            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+    try:
+        up = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 90)
+        assert up and head.poll() is None, log.read_text()[-4000:]
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.wait(30)
+
+
+def _submit(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", "examples", "--", "python"]
+    environment = {**os.environ, "RAY_ADDRESS": ""}
+    return subprocess.run(
+        [*command, "job_script.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_job_script_runs_as_a_job(jobs_address: str, tmp_path: Path) -> None:
+    done = _submit(jobs_address, "--epochs", "2", "--storage", str(tmp_path))
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    (run_dir,) = re.findall(r"run directory: (\S+)", done.stdout)
+    assert run_dir.startswith(str(tmp_path))
+    assert raysgd.load_run(run_dir).metrics["epoch"].tolist() == [0, 1]
+
+    (checkpoint,) = re.findall(r"checkpoint:    (\S+)", done.stdout)
+    done = _submit(jobs_address, "--epochs", "3", "--storage", str(tmp_path), "--resume", checkpoint)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    (run_dir,) = re.findall(r"run directory: (\S+)", done.stdout)
+    assert raysgd.load_run(run_dir).metrics["training_iteration"].tolist() == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_job_whose_train_func_fails_has_failed(jobs_address: str) -> None:
+    done = _submit(jobs_address, "--epochs", "2", "--resume", "/nowhere")
+    assert done.returncode != 0
+    assert "there is no checkpoint at /nowhere" in done.stdout + done.stderr

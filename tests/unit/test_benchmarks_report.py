@@ -1,0 +1,171 @@
+"""The benchmarks' figures and page: from samples to statistics, rows, and what the page says of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.project import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from bench import results, rows, stats, table  # noqa: E402
+from bench.measures import NAMES, load_measure  # noqa: E402
+from bench.schedule import make_turns  # noqa: E402
+
+MACHINE = {
+    "cores": 2,
+    "processor": "a processor",
+    "memory_gib": 8.0,
+    "system": "Linux 6",
+    "versions": {"ray": "2.60.0"},
+}
+COLD = next(row for row in rows.ROWS if row.key == "cold")
+RATE = next(row for row in rows.ROWS if row.key == "rate")
+
+
+def make_document(measure: str, samples: dict[str, dict[str, list[float]]]) -> results.Document:
+    document = results.new_document(MACHINE)
+    results.begin_measure(document, measure, "A title", {}, quick=False)
+    for system, series in samples.items():
+        results.add_samples(document, measure, system, {}, {"series": series})
+    return document
+
+
+def fill(row: rows.Row, **samples: list[float]) -> dict[str, Any]:
+    document = make_document(row.measure, {system: {row.series: values} for system, values in samples.items()})
+    return rows.fill_row(row, document["measures"][row.measure])
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0, 1), (0.25, 1.75), (0.5, 2.5), (1, 4)])
+def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None:
+    assert stats.quantile([4, 1, 3, 2], share) == expected
+
+
+def test_a_quantile_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        stats.quantile([], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(123456.789, 123460), (0.00012345678, 0.00012346), (0, 0), (-1.5, -1.5)]
+)
+def test_rounding_keeps_five_digits(value: float, expected: float) -> None:
+    assert stats.rounded(value) == expected
+
+
+@pytest.mark.parametrize(("costs", "expected"), [([1, 8, 64], 1), ([1, 3, 4096], 2), ([5, 5, 5], 0)])
+def test_growth_is_the_exponent(costs: list[float], expected: float) -> None:
+    assert stats.growth([1, 8, 64], costs) == pytest.approx(expected)
+
+
+# -- the document -------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_all_repetitions_are_pooled() -> None:
+    document = make_document("start", {"raysgd": {"cold_s": [3.0]}})
+    results.add_samples(document, "start", "raysgd", {}, {"series": {"cold_s": [1.0, 2.0]}})
+    series = document["measures"]["start"]["systems"]["raysgd"]["series"]["cold_s"]
+    assert (series["n"], series["median"], series["samples"]) == (3, 2.0, [3.0, 1.0, 2.0])
+
+
+def test_a_saved_document_is_read_back_on_the_same_machine_only(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "results.json"
+    document = make_document("start", {"raysgd": {"cold_s": [1.0, -2.5e-7]}})
+    results.save(document, path)
+    assert results.load(path, MACHINE) == document
+    assert "[1.0, -2.5e-07]" in path.read_text()
+    assert results.load(path, {**MACHINE, "cores": 64})["measures"] == {}
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_relative_to_others_needs_all_of_them() -> None:
+    met = fill(COLD, ray_train=[10.0], bare=[4.0], raysgd=[4.5, 4.6])
+    assert met["met"] is True
+    assert met["limits"] == [5.0, 4.8]
+    assert met["target"] == "≤ 0.5x Ray Train, ≤ 1.2x bare actors"
+    assert fill(COLD, ray_train=[10.0], bare=[3.0], raysgd=[4.5])["met"] is False
+    assert fill(COLD, ray_train=[10.0], raysgd=[4.5])["met"] is None
+
+
+def test_the_factor_counts_what_is_better_as_more() -> None:
+    assert fill(COLD, ray_train=[10.0], raysgd=[4.0])["times_better_than_ray_train"] == 2.5
+    assert fill(RATE, ray_train=[1.0], raysgd=[150_000.0])["times_better_than_ray_train"] == 150_000
+    assert fill(RATE, raysgd=[150_000.0])["met"] is True
+    assert fill(RATE, raysgd=[99_000.0])["met"] is False
+
+
+def test_every_row_tells_a_series_that_its_measure_gives() -> None:
+    assert {
+        (row.measure, row.series) for row in rows.ROWS if row.series not in load_measure(row.measure).UNITS
+    } == set()
+    assert {row.measure for row in rows.ROWS} == set(NAMES)
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_measure_is_told_and_the_others_stand() -> None:
+    document = make_document("start", {"raysgd": {"cold_s": [4.0]}, "bare": {"cold_s": [3.9]}})
+    results.add_samples(document, "start", "ray_train", {}, {"error": "RuntimeError: a | b"})
+    line = next(line for line in table.render_page(document).splitlines() if line.startswith("| cold"))
+    assert "failed: RuntimeError: a / b" in line
+    assert "bare actors 3.9 s" in line
+    assert "**4 s**" in line
+    assert line.endswith("| - |")
+
+
+def test_a_missed_target_stands_out() -> None:
+    document = make_document("exception", {"raysgd": {"seconds": [0.5]}, "ray_train": {"seconds": [2.0]}})
+    line = next(line for line in table.render_page(document).splitlines() if line.startswith("| exception"))
+    assert "| 4x | ≤ 0.3 s | **no** |" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0017234, "0.00172"), (1876543, "1,880,000"), (99.96, "100"), (0, "0"), (2e-6, "0.000002")],
+)
+def test_numbers_have_three_digits_that_matter(value: float, expected: str) -> None:
+    assert table.number(value) == expected
+
+
+def test_scale_is_told_with_its_verdict_and_its_failures() -> None:
+    point = {
+        "workers": 8, "reports_per_s": 80.0, "items_per_s": 80.0, "cpu_share": 0.01, "cpu_per_report_s": 1.3e-4,
+        "memory_growth_mib": 0.3, "latency_p50_s": 0.004, "latency_p99_s": 0.04,
+    }  # fmt: skip
+    document = results.new_document(MACHINE)
+    document["scale"] = {"simulated": [point, {"workers": 512, "error": "it broke"}], "verdict": "It grows."}
+    page = table.render_page(document)
+    assert "| 8 | 80 | 80 | 1 % | 130 us | 0.3 MiB | 4 ms | 40 ms |" in page
+    assert "| 512 | failed: it broke |" in page
+    assert "It grows." in page
+
+
+# -- turns --------------------------------------------------------------------------------------------------------
+
+
+def test_systems_take_turns_and_warm_measures_share_a_process() -> None:
+    turns = make_turns([load_measure("rate"), load_measure("start"), load_measure("latency")], quick=False, repeat=2)
+    warm = [turn for turn in turns if turn.measures == ("rate", "latency")]
+    assert [turn.system for turn in warm[:3]] == ["ray_train", "ray_train_tuned", "raysgd"]
+    assert [turn.system for turn in warm[3:]] == ["ray_train_tuned", "raysgd", "ray_train"]
+    alone = [turn.system for turn in turns if turn.measures == ("start",)]
+    assert len(alone) == 2 * len(set(alone)) == 10
+
+
+def test_sizes_are_plain_data_and_smaller_when_quick() -> None:
+    for name in NAMES:
+        measure = load_measure(name)
+        for system in measure.SYSTEMS:
+            full, quick = measure.params(system, quick=False), measure.params(system, quick=True)
+            assert json.loads(json.dumps(full)).keys() == quick.keys()
