@@ -152,10 +152,10 @@ def main() -> None:
         finally:
             if last := trainer.get_last_checkpoint():
                 print(f"to go on from here: --resume {last.path}")
-        loss = last.metrics["unseen_loss"]
-    print(f"loss on unseen modules: {loss:.3f} nats a letter")
     print(f"what it writes:\n\n{write(model, 'def ')}\n")
-    if args.goal is not None and loss >= args.goal:
+    loss = last.metrics["unseen_loss"] if last else math.nan  # resumed where it had ended: no step was made
+    print(f"loss on unseen modules: {loss:.3f} nats a letter")
+    if args.goal is not None and not loss < args.goal:
         raise SystemExit(f"{loss:.3f} is not below the goal of {args.goal}")
 
 

@@ -2,7 +2,7 @@
 
 Measured on rows of two metrics: encoding 0.14 us a row instead of 1.9, decoding 0.42 instead of 1.7. orjson writes NaN and the
 infinities as null and refuses integers beyond 64 bits; both go through Python's json, whose ``NaN`` and ``Infinity`` are
-outside of standard JSON but come back as what they were.
+outside of standard JSON but come back as what they were. Such integers come back as floats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given, with lists for tuples."""
+    """What `encode` was given, with lists for tuples and floats for integers beyond 64 bits."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 REDACTED = "***"
@@ -29,6 +29,17 @@ def redact(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [redact(item) for item in value]
     return value
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line with the values of options that have secret names replaced: ``--token=x`` and ``--token x``."""
+    shown: list[str] = []
+    is_value = False
+    for argument in arguments:
+        is_option = argument.startswith("-")
+        shown.append(REDACTED if is_value and not is_option else redact_text(argument))
+        is_value = is_option and is_secret_name(argument.lstrip("-"))
+    return shown
 
 
 def secret_values(value: Any) -> set[str]:

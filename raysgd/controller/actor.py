@@ -61,7 +61,7 @@ class TrainerActor:
                 return
             announced.set_result(run)
             if request.host_callbacks is not None:
-                run.before_close = self._follow_on_host(request, info)
+                run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
             self._forget_all_but(request.run_id)
 
@@ -83,6 +83,10 @@ class TrainerActor:
     async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
         """End a run early: in peace, or at once."""
         (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
+
+    async def warn(self, run_id: str, message: str) -> None:
+        """Make a warning an event of a run."""
+        (await self._announced(run_id)).warn(message)
 
     async def values(self, run_id: str, num_ranks: int) -> list[Any]:
         """What train_func returned on the first ranks: pickles, and where they are large references to them."""
@@ -189,7 +193,7 @@ class TrainerActor:
         )
         return run, info
 
-    def _follow_on_host(self, request: RunRequest, info: RunInfo) -> Any:
+    def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
         if self._host is None:
             from raysgd.controller.host import CallbackHost  # with the callbacks: not in the way of a cold start
 
@@ -198,9 +202,17 @@ class TrainerActor:
             self._host = actor.remote(self._me)
         done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
 
-        async def wait() -> None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                await done
+        async def wait() -> Failed | None:
+            try:
+                return await done  # type: ignore[no-any-return]
+            except ray.exceptions.RayTaskError as error:
+                run.warn(
+                    f"the callbacks on the controller's side got no calls: {type(error.cause).__name__}: {error.cause}"
+                )
+            except ray.exceptions.RayError as error:
+                self._host = None
+                run.warn(f"the process of the controller's callbacks is gone: {error}")
+            return None
 
         return wait
 

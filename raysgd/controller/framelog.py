@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from raysgd._util.pacing import Pacer
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
@@ -18,6 +19,8 @@ from raysgd.controller.journal import Journal
 MEMORY_BYTES = 64 << 20
 #: What one item of a reader's stream holds at most.
 ITEM_BYTES = 4 << 20
+#: Items a reader gets at once after a pause.
+BURST = 4
 
 
 class FrameLog:
@@ -57,18 +60,18 @@ class FrameLog:
     async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
         """Frames from ``seq`` on, as they come, until the run is closed."""
         loop = asyncio.get_running_loop()
-        flushed_at = float("-inf")
+        pacer = Pacer(self._min_interval_s, BURST)
         while True:
             while seq >= self._next_seq:
                 if self._is_closed:
                     return
                 self._grown.clear()
                 await self._grown.wait()
-            if (wait_s := flushed_at + self._min_interval_s - loop.time()) > 0 and not self._is_closed:
+            if (wait_s := pacer.wait_s(loop.time())) > 0 and not self._is_closed:
                 await asyncio.sleep(wait_s)
             batch = await self._batch(seq)
             seq = batch[-1].seq + 1
-            flushed_at = loop.time()
+            pacer.spend(loop.time())
             yield batch
 
     async def _batch(self, seq: int) -> list[Frame]:

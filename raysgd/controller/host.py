@@ -13,7 +13,6 @@ from typing import Any
 import cloudpickle
 import ray
 
-from raysgd._util.console import tell
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller.reader import CallbackReader
 from raysgd.result import RunInfo
@@ -30,20 +29,24 @@ class CallbackHost:
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
-    def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> None:
-        """Run the callbacks of one run; returns when they had their end."""
+    def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> Failed | None:
+        """Run the callbacks of one run; returns when they had their end, with the error of a critical one."""
         callbacks = cloudpickle.loads(blob)
 
         def stop(why: str, error: BaseException | None) -> None:
             self._controller.stop.remote(run_id, why, error is not None, None if error is None else _failed(error))
 
-        runner = CallbackRunner(callbacks, tell)
+        def warn(text: str) -> None:
+            ray.get(self._controller.warn.remote(run_id, text))
+
+        runner = CallbackRunner(callbacks, warn)
         reader = CallbackReader(runner, info, reduce, stop)
         stream = self._controller.stream.options(num_returns="streaming").remote(run_id, 0, True)
         for ref in stream:
             for frame in ray.get(ref):
                 reader.feed(frame)
         reader.end(None)
+        return None if reader.critical is None else _failed(reader.critical)
 
 
 def _failed(error: BaseException) -> Failed:

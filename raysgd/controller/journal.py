@@ -10,6 +10,7 @@ A line of a metrics file is one batch of one rank, as its worker encoded it::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -61,7 +62,8 @@ class LogFile:
                 while view:
                     view = view[file.write(view) :]
             except OSError:  # a full disk; all of it is written again
-                file.truncate(end)
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
                 raise
 
 

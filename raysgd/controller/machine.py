@@ -23,6 +23,9 @@ GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
 
+#: Stands for the node where an error was raised by a callback on the controller's side.
+CALLBACK_NODE = "the process of the controller's callbacks"
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -48,6 +51,11 @@ class RunMachine:
         self._is_told = False
         self._commands: list[c.Command] = []
         self._desk = CheckpointDesk(plan.checkpoint, plan.start, plan.reduce, uri_of=uri_of, out=self._out)
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the run is over without an error."""
+        return isinstance(self.state, Closed) and self.state.outcome.kind in ("done", "stopped")
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -283,12 +291,12 @@ class RunMachine:
     def _stop_asked(self, given: c.StopAsked) -> None:
         outcome = Outcome("cancelled" if given.cancel else "stopped", message=given.why)
         if given.failed is not None:
-            outcome = Outcome("error", failed=given.failed, node="the process of the controller's callbacks")
+            outcome = Outcome("error", failed=given.failed, node=CALLBACK_NODE)
         if isinstance(self.state, Preparing):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:
             self._end_attempt(self.state, given.why, outcome)
-        elif isinstance(self.state, Running):
+        elif isinstance(self.state, Running) and not self._is_stopping:
             self._is_stopping = True
             self._out(c.Note("stop", {"why": given.why}))
             self._out(c.AskToStop(self.state.attempt))

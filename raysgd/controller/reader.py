@@ -22,6 +22,7 @@ class CallbackReader:
 
     Args:
         stop: Called with a reason when a callback wants the run to end, and with the error of a critical one.
+        error_of: The error that a run's outcome means; where one is raised to the user, that very one.
     """
 
     def __init__(
@@ -30,14 +31,22 @@ class CallbackReader:
         info: RunInfo,
         reduce: Reduce,
         stop: Callable[[str, BaseException | None], None],
+        *,
+        error_of: Callable[[dict[str, Any]], BaseException | None] = outcome_error,
     ) -> None:
         self._runner = runner
         self._info = info
         self._merger = RoundMerger(reduce)
         self._stop = stop
+        self._error_of = error_of
         self._is_started = False
         self._is_ended = False
         self._critical: BaseException | None = None
+
+    @property
+    def critical(self) -> BaseException | None:
+        """The error of a critical callback, if there was one."""
+        return self._critical
 
     def feed(self, frame: Frame) -> None:
         """Take the next frame."""
@@ -64,7 +73,7 @@ class CallbackReader:
             data = frame.data
             return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
         if frame.kind == frames.RUN_END:
-            self.end(outcome_error(frame.data))
+            self.end(self._error_of(frame.data))
             return None
         wanted: Stop | None = None
         for result in self._merger.feed(frame):

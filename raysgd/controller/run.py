@@ -19,10 +19,11 @@ from raysgd.controller import frames
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
-from raysgd.controller.machine import RunMachine, RunPlan
+from raysgd.controller.machine import CALLBACK_NODE, RunMachine, RunPlan
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
 from raysgd.controller.requests import RunRequest
+from raysgd.controller.states import Outcome
 from raysgd.errors import RaySGDError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
@@ -31,7 +32,7 @@ from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerInfo
 
 #: CPU seconds a streamed item costs the controller, and the share of one core streams may take of it, each way.
 _ITEM_COST_S = 0.001
-_STREAM_SHARE = 0.12
+_STREAM_SHARE = 0.11
 _MAX_INTERVAL_S = 2.0
 _FLUSH_S = 0.5
 
@@ -98,7 +99,7 @@ class Run:
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
         self._is_journal_broken = False
-        self.before_close: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -117,7 +118,7 @@ class Run:
         await self._closed.wait()
         flusher.cancel()
         if self.before_close is not None:
-            await self.before_close()
+            self._tell_late(await self.before_close())
         await self._flush(self._writer)  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
         await self._flush(self._writer)
@@ -126,6 +127,10 @@ class Run:
     def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
         """End the run early: in peace, or at once, which may be for the error of a callback."""
         self._feed(c.StopAsked(why, cancel, failed))
+
+    def warn(self, message: str) -> None:
+        """Something the user should know, from outside the run."""
+        self._note(c.Note("warning", {"message": message}))
 
     def value(self, rank: int) -> Any:
         """What train_func returned on ``rank``: a pickle, a reference to one, or None."""
@@ -292,6 +297,11 @@ class Run:
 
     async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+
+    def _tell_late(self, failed: e.Failed | None) -> None:
+        """A critical callback failed when training had ended well: then the run did not."""
+        if failed is not None and self._machine.has_ended_well:
+            self._act(c.TellOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
     def _say(self, say: c.Say) -> None:
         self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))

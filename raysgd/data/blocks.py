@@ -39,7 +39,7 @@ def table_of_frame(name: str, frame: Any) -> Any:
         is_numpy = isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf"
         try:
             columns.append(pa.array(series.to_numpy(), from_pandas=False) if is_numpy else pa.Array.from_pandas(series))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        except (pa.ArrowException, TypeError, OverflowError) as error:
             raise ConfigError(f"{column_of(name, column)} cannot be an Arrow column: {error}") from error
     return pa.Table.from_arrays(columns, names=names)
 
@@ -102,18 +102,19 @@ def _array(name: str, column: str, value: Any) -> NDArray[Any]:
             ) from error
     if value.ndim == 0:
         raise ConfigError(f"{column_of(name, column)} is a single number; its first axis must be that of the rows.")
-    plain = np.asarray(value)  # a mask or another subclass would not travel as what it is
     if isinstance(value, np.ma.MaskedArray):
         raise ConfigError(f"{column_of(name, column)} is a masked array; fill it: array.filled(value).")
+    plain = np.asarray(value)
     return plain if plain.dtype.isnative else plain.astype(plain.dtype.newbyteorder("="))
 
 
 def _common_length(name: str, arrays: Arrays) -> int:
     lengths = {column: len(array) for column, array in arrays.items()}
     if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{column!r} {length}" for column, length in lengths.items())
         raise ConfigError(
-            f"dataset {name!r} has columns of different lengths: {', '.join(f'{c!r} {n}' for c, n in lengths.items())}; a dict of "
-            "arrays is one dataset with a column for each. For several give a dict of such dicts."
+            f"dataset {name!r} has columns of different lengths: {told}. A dict of arrays is one dataset with a column for "
+            "each; for several datasets give a dict of such dicts."
         )
     return next(iter(lengths.values()))
 
@@ -127,5 +128,6 @@ def _stack(values: list[Any]) -> NDArray[Any]:
     if stacked.ndim and stacked.dtype.kind not in "USO":
         return stacked
     objects = np.empty(len(values), object)
-    objects[:] = [np.asarray(value) if isinstance(value, (list, tuple)) else value for value in values]
+    for index, value in enumerate(values):
+        objects[index] = np.asarray(value) if isinstance(value, (list, tuple)) else value
     return objects

@@ -22,7 +22,7 @@ from raysgd.data.mixing import permutation
 
 Shuffle = Literal[False, "window", "full"]
 SHUFFLES: tuple[Shuffle, ...] = (False, "window", "full")
-#: Indices in the order in which they are wanted; a range where they are regular, so that rows can be sliced.
+#: Indices in the order in which they are wanted; a range, of step 1, where they follow each other: a slice.
 Indices: TypeAlias = range | NDArray[np.int64]
 
 #: Rows that are mixed with each other under ``shuffle="window"``.
@@ -139,7 +139,8 @@ class Deal:
         """The steps from ``start`` on, as ``(this rank's rows, where the step ends)``, some thousand rows at a time."""
         at_once = max(1, LOOKAHEAD_ROWS * self.world_size // self.global_batch)
         while self.has_step(start):
-            shares, stops = [], []
+            shares: list[range] = []
+            stops: list[int] = []
             while self.has_step(start) and len(shares) < at_once:
                 shares.append(self.share(start))
                 start = self.stop(start)

@@ -58,7 +58,7 @@ def _is_position(value: Any) -> bool:
     numbers = [value[key] for key in _NUMBERS if key in value]
     if any(type(number) is not int for number in numbers) or min(value["epoch"], value["consumed"]) < 0:
         return False
-    return value["consumed"] <= value.get("num_rows", 0)
+    return bool(value["consumed"] <= value.get("num_rows", 0))
 
 
 def check_agreement(positions: Mapping[int, Mapping[str, Any]]) -> None:

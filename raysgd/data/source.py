@@ -43,7 +43,7 @@ def resolve_datasets(given: Any, put: Put) -> DatasetPlan:
     resolver = _Resolver(put)
     if given is None:
         return DatasetPlan()
-    if isinstance(given, tuple) and not hasattr(given, "_fields"):
+    if isinstance(given, tuple):
         return resolver.folds(given)
     if isinstance(given, Mapping) and not _is_columns(given):
         return resolver.named(given)

@@ -38,7 +38,7 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         MetricError: A key raysgd sets by itself, or a value that is no metric, or more than 1 MiB in all.
     """
     copied = {}
-    size = 0
+    size = 16 * len(metrics)  # about a name and a number each; looking at every name would cost the common case
     for key, value in metrics.items():
         if type(value) not in _PLAIN:
             value, cost = _copy(str(key), value, 0)
@@ -113,7 +113,7 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
         return None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return (_copy_torch(torch, value),)
+        return None if value.is_complex() else (_copy_torch(torch, value),)
     if module == "numpy" and hasattr(value, "item"):
         item = value.item()
         return (item,) if type(item) in _PLAIN or type(item) is str else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from raysgd._util.fast_json import encode
@@ -27,9 +28,10 @@ _WAKE = object()
 class Outbox:
     """Events on their way out, in the order in which they were put."""
 
-    def __init__(self, flush_interval_s: float) -> None:
+    def __init__(self, flush_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._flush_interval_s = flush_interval_s
+        self._clock = clock
         self._urgent = threading.Event()
         self._last_flush = float("-inf")
         self._num_reports = 0
@@ -57,13 +59,13 @@ class Outbox:
             items = [self._queue.get(timeout=timeout_s)]
         except queue.Empty:
             return []
-        wait_s = self._last_flush + self._flush_interval_s - time.monotonic()
+        wait_s = self._last_flush + self._flush_interval_s - self._clock()
         if wait_s > 0:
             self._urgent.wait(wait_s)
         self._urgent.clear()
         for _ in range(self._queue.qsize()):  # what is there now, not what keeps arriving
             items.append(self._queue.get())
-        self._last_flush = time.monotonic()
+        self._last_flush = self._clock()
         return self._batched(items)
 
     def _batched(self, items: list[Any]) -> list[WorkerEvent]:

@@ -18,6 +18,7 @@ class StopGate:
         self._changed = threading.Condition()
         self._num_looks = 0
         self._is_held = False
+        self._is_open = False
         self._from_look: int | None = None
         self._last_report: int | None = None
         self.is_closed_for_reports = False  # read without the lock by every report: nothing to do while false
@@ -25,7 +26,7 @@ class StopGate:
     def hold(self, num_reports: int) -> tuple[int, int]:
         """Let the next look and the next report wait; returns how many this rank has made of each."""
         with self._changed:
-            self._is_held = True
+            self._is_held = not self._is_open  # the attempt's end may have overtaken this call
             self.is_closed_for_reports = True
             return self._num_looks, num_reports
 
@@ -38,6 +39,7 @@ class StopGate:
     def open(self) -> None:
         """The attempt ends otherwise: nobody waits here any longer."""
         with self._changed:
+            self._is_open = True
             self._let_go()
 
     def look(self) -> bool:

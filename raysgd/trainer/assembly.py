@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from raysgd._util.redact import plain, redact
+from raysgd._util.redact import plain, redact, redact_arguments
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
@@ -131,7 +131,8 @@ def begin_run(
     def make_reader(stream: ResultStream) -> CallbackReader | None:
         if not by_place["driver"]:
             return None
-        return CallbackReader(CallbackRunner(by_place["driver"], on_problem), info, reduce, stream.stop)
+        runner = CallbackRunner(by_place["driver"], on_problem)
+        return CallbackReader(runner, info, reduce, stream.stop, error_of=lambda _: stream.error)
 
     channel.begin(request)
     return ResultStream(
@@ -182,7 +183,7 @@ def _describe(spec: TrainerSpec, function: Any) -> dict[str, Any]:
     return {
         "versions": versions,
         "train_func": getattr(function, "__qualname__", type(function).__name__),
-        "command": redact(list(sys.argv)),
+        "command": redact_arguments(sys.argv),
         "seed": spec.seed,
         "deterministic": spec.deterministic,
         "runtime_env": runtime_env,

@@ -57,7 +57,8 @@ class ResultStream:
         self._results: deque[Result] = deque()
         self._buffer: deque[Frame] = deque()
         self._buffered_bytes = 0
-        self._next_seq = 0  # the next frame the iteration wants
+        self._next_seq = 0  # of the next frame to buffer
+        self._last_seen_seq = -1
         self._is_behind = False
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -153,6 +154,11 @@ class ResultStream:
         self._channel.stop(self._run_id, why, cancel=error is not None)
 
     @property
+    def error(self) -> BaseException | None:
+        """What `get_returns` raises."""
+        return self._error
+
+    @property
     def checkpoints(self) -> dict[int, Checkpoint]:
         """The checkpoints of the run that are on storage, by number."""
         return dict(self._checkpoints)
@@ -187,19 +193,21 @@ class ResultStream:
             self._values = self._channel.values(self._run_id, 1 if self._returns == "first" else self._num_workers)
         with self._changed:
             for frame in batch:
+                self._last_seen_seq = frame.seq
                 self._buffer_frame(frame)
             if is_closed:
                 self._is_closed = True
             self._wake()
 
     def _buffer_frame(self, frame: Frame) -> None:
-        if frame.kind == frames.EVENT or self._is_behind:
+        if frame.kind == frames.EVENT or self._is_behind or frame.seq < self._next_seq:
             return
         if self._buffered_bytes > self._buffer_bytes:
             self._is_behind = True
             return
         self._buffer.append(frame)
         self._buffered_bytes += frame.size_bytes
+        self._next_seq = frame.seq + 1
 
     def _note(self, frame: Frame) -> None:
         """What the stream itself learns from a frame."""
@@ -244,7 +252,8 @@ class ResultStream:
             if self._is_iterated or (frame := self._next_frame()) is None:
                 return None
             self._results.extend(self._merger.feed(frame))
-            if frame.kind == frames.RUN_END:
+            # An error is raised at once; a success is one when the callbacks had their end.
+            if frame.kind == frames.RUN_CLOSED or (frame.kind == frames.RUN_END and self._error is not None):
                 self._finish()
         return self._results.popleft()
 
@@ -256,23 +265,21 @@ class ResultStream:
     def _next_frame(self) -> Frame | None:
         with self._changed:
             if not self._buffer and self._is_behind:
-                self._is_behind = False
                 self._catch_up()
             if not self._buffer:
                 return None
             frame = self._buffer.popleft()
             self._buffered_bytes -= frame.size_bytes
-            self._next_seq = frame.seq + 1
             return frame
 
     def _catch_up(self) -> None:
-        """Fetch what was not buffered; stay behind until the newest frame that was seen is here."""
+        """Fetch some of what was not buffered; the iteration is behind until it has all that the reader has seen."""
         for frame in self._channel.frames(self._run_id, self._next_seq):
             self._next_seq = frame.seq + 1
             if frame.kind != frames.EVENT:
                 self._buffer.append(frame)
                 self._buffered_bytes += frame.size_bytes
-        self._is_behind = not any(frame.kind == frames.RUN_END for frame in self._buffer)
+        self._is_behind = self._next_seq <= self._last_seen_seq
 
     def _has_more(self) -> bool:
         return bool(self._buffer) or self._is_behind or self._is_iterated

@@ -1,12 +1,14 @@
 """Every example runs.
 
 A script says in a comment what it is run with here, in small: ``# test: --epochs 1``. A script that needs more than a
-call, such as a job for a cluster, names the test that runs it: ``# test: tests/integration/test_jobs.py``. A notebook
-is executed from its first cell to its last.
+call, such as a job for a cluster, names the test that runs it: ``# test: tests/docs/test_job.py``. A notebook is
+executed from its first cell to its last. Each starts Ray by itself, as on a user's machine.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,20 @@ def _test_named_by(example: Path) -> Path | None:
     return ROOT / arguments[0] if arguments[0].startswith("tests/") else None
 
 
+def _run(example: Path, arguments: list[str], folder: Path) -> str:
+    """What the example prints."""
+    command = [sys.executable, str(example), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init()` would join a cluster that runs on this machine; here it starts one."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_example_says_how_it_is_tested(example: Path) -> None:
     assert arguments_of(example) is not None, "add a line such as `# test: --epochs 1` below the docstring"
@@ -37,9 +53,7 @@ def test_example_says_how_it_is_tested(example: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if not _test_named_by(path)], ids=name_of)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(example), *(arguments_of(example) or [])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    _run(example, arguments_of(example) or [], tmp_path)
 
 
 @pytest.mark.slow
@@ -52,6 +66,10 @@ def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     content = nbformat.read(notebook, as_version=4)
     nbformat.validate(content)
     NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    starts_s = [float(seconds) for seconds in re.findall(r"train_func began ([\d.]+) s after the call", printed)]
+    assert starts_s and all(warm_s < min(1.5, starts_s[0] / 2) for warm_s in starts_s[1:])
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
@@ -60,3 +78,15 @@ def test_notebook_is_kept_without_outputs(notebook: Path) -> None:
 
     cells = nbformat.read(notebook, as_version=4).cells
     assert not [cell for cell in cells if cell.get("outputs")], "clear the outputs before keeping it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_char_lm_goes_on_from_a_checkpoint(
+    ray_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
+    example = ROOT / "examples" / "03_char_lm.py"
+    (checkpoint,) = re.findall(r"--resume (\S+)", _run(example, ["--steps", "20"], tmp_path))
+    printed = _run(example, ["--steps", "40", "--resume", checkpoint], tmp_path)
+    assert re.findall(r"iteration (\d+).*?step=(\d+)", printed) == [("2", "40")]

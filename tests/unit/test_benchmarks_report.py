@@ -13,9 +13,9 @@ from support.project import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from bench import results, rows, stats, table  # noqa: E402
-from bench.measures import NAMES, load_measure  # noqa: E402
-from bench.schedule import make_turns  # noqa: E402
+from bench import results, rows, stats, table
+from bench.measures import NAMES, load_measure
+from bench.schedule import make_turns
 
 MACHINE = {
     "cores": 2,

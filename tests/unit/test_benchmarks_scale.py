@@ -9,7 +9,7 @@ from support.project import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from bench.scale_simulated import measure  # noqa: E402
+from bench.scale_simulated import measure
 
 
 async def test_a_simulated_run_gives_all_its_reports(tmp_path: Path) -> None:

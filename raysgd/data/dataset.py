@@ -1,0 +1,173 @@
+"""The datasets of a run as a worker sees them. Worker side; `DataContext` is what the session holds of `raysgd.data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.config.checks import check_count
+from raysgd.data.cursor import Cursor
+from raysgd.data.names import nearest
+from raysgd.data.plan import LONE, DatasetPlan, Source
+from raysgd.data.position import Position
+from raysgd.data.reader import Fetch, ItemReader, TableReader
+from raysgd.data.shard import Shard
+from raysgd.errors import ConfigError
+
+
+class WorkerDataset:
+    """One dataset. `get_split` is this worker's share of it.
+
+    Attributes:
+        name: As given to run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        position: Position,
+        fetch: Fetch,
+        before_batch: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self._source = source
+        self._rank = rank
+        self._world_size = world_size
+        self._before_batch = before_batch
+        self._reader = ItemReader(source, fetch) if source.kind == "items" else TableReader(name, source, fetch)
+        self._seed = seed
+        self._start = position
+        self._cursors = {rank: self._cursor_at(position)}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole dataset."""
+        return self._source.num_rows
+
+    @property
+    def schema(self) -> Any:
+        """The columns and their types, a `pyarrow.Schema`; None for a map-style dataset."""
+        return None if isinstance(self._reader, ItemReader) else self._reader.schema
+
+    @property
+    def position(self) -> Position:
+        """Where training stands."""
+        return self._cursors[self._rank].position
+
+    def get_split(self) -> Shard:
+        """This worker's share. Called again it stands at the same place: the position belongs to the run."""
+        return self.get_shard(self._rank)
+
+    def get_shard(self, rank: int) -> Shard:
+        """The share of ``rank``. Another's has a position of its own: where this run's began, and in no checkpoint."""
+        check_count("get_shard(rank)", rank, minimum=0)
+        if rank >= self._world_size:
+            raise ConfigError(f"get_shard({rank}): there are {self._world_size} workers; give a rank below that.")
+        if rank not in self._cursors:
+            self._cursors[rank] = self._cursor_at(self._start)
+        return Shard(
+            self.name, rank, self._world_size, self.num_rows, self._cursors[rank], self._reader, self._before_batch
+        )
+
+    def check(self, position: Position) -> None:
+        """Raise a CheckpointError, if training cannot go on at this position."""
+        self._cursor_at(position)
+
+    def _cursor_at(self, position: Position) -> Cursor:
+        return Cursor(self.name, self._source.block_rows, self._seed, position)
+
+
+class DataContext:
+    """The datasets of one attempt in one worker, and where training stands in each. For the training thread.
+
+    Args:
+        plan: From `resolve_datasets`.
+        rank: World rank of this worker.
+        world_size: Workers in this attempt.
+        seed: The Trainer's; None counts as 0.
+        positions: What `positions` gave when the checkpoint was taken, on any rank: they agree. Datasets it does not name
+            begin at their beginning, and names that were not given now are left out.
+        fetch: Gives what ``put`` stored: `ray.get`; the identity in a world of one.
+        before_batch: Called before each batch is read; what it raises ends the loop, and consumes nothing.
+
+    Raises:
+        CheckpointError: A position lies inside an epoch of another number of rows, or is none.
+    """
+
+    def __init__(
+        self,
+        plan: DatasetPlan,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+        positions: Mapping[str, Any] | None = None,
+        *,
+        fetch: Fetch,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folds = plan.folds
+        given = positions or {}
+        self._datasets = {
+            name: WorkerDataset(
+                name,
+                source,
+                rank=rank,
+                world_size=world_size,
+                seed=seed or 0,
+                position=Position.from_json(given[name], name) if name in given else Position(),
+                fetch=fetch,
+                before_batch=before_batch,
+            )
+            for name, source in plan.sources.items()
+        }
+
+    def get(self, name: str | None = None) -> WorkerDataset:
+        """A dataset by the name it was given under; without one, the only dataset.
+
+        Raises:
+            ConfigError: There is none of that name, or more than one and no name.
+        """
+        known = list(self._datasets)
+        if not known:
+            raise ConfigError("no dataset was given to this run; give one: run(train_func, dataset=...).")
+        if name is None and len(known) == 1:
+            return self._datasets[known[0]]
+        there = "there are " + ", ".join(map(repr, known)) if known != [LONE] else "one was given without a name"
+        if self._folds is not None:
+            there += "; get_datasets() gives them in the order of the tuple"
+        if name is None:
+            raise ConfigError(f"get_dataset() without a name, but {there}.")
+        if name not in self._datasets:
+            raise ConfigError(f"there is no dataset {name!r}{nearest(str(name), known)}; {there}.")
+        return self._datasets[name]
+
+    def all(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
+        """All by name; of a tuple given for cross-validation a tuple of the same form: datasets, or pairs of them."""
+        if self._folds is None:
+            return dict(self._datasets)
+        return tuple(
+            self._datasets[fold] if isinstance(fold, str) else tuple(self._datasets[name] for name in fold)
+            for fold in self._folds
+        )
+
+    def positions(self) -> dict[str, Any]:
+        """Where training stands in each dataset, JSON-able, for this rank's state in a checkpoint.
+
+        All ranks give the same if they have taken equally many batches: `raysgd.data.check_agreement` tells.
+        """
+        return {name: dataset.position.to_json() for name, dataset in self._datasets.items()}
+
+    def check(self, positions: Mapping[str, Any]) -> None:
+        """That training could go on with these datasets at these positions.
+
+        Raises:
+            CheckpointError: As by the constructor.
+        """
+        for name, dataset in self._datasets.items():
+            if name in positions:
+                dataset.check(Position.from_json(positions[name], name))

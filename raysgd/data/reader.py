@@ -1,0 +1,175 @@
+"""Rows of a dataset by their index, from blocks that are fetched when they are first needed. Worker side.
+
+Fetched blocks are kept: they are views of shared memory, which every batch of a shuffled epoch needs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raysgd.data.columns import Column, open_column
+from raysgd.data.ledger import Indices
+from raysgd.data.names import column_of
+from raysgd.data.plan import Source
+from raysgd.errors import ConfigError
+
+Fetch = Callable[[Any], Any]
+Arrays = dict[str, NDArray[Any]]
+# A block's number, the rows wanted of it, and where they belong in the batch (None: one after the other).
+_Piece = tuple[int, Indices, NDArray[np.int64] | None]
+
+
+class TableReader:
+    """Rows of a dataset that is made of Tables or of dicts of arrays.
+
+    Args:
+        name: The dataset's, for messages.
+        source: Its blocks.
+        fetch: Gives what ``put`` stored.
+    """
+
+    def __init__(self, name: str, source: Source, fetch: Fetch) -> None:
+        self._name = name
+        self._source = source
+        self._fetch = fetch
+        self._ends = np.cumsum(source.block_rows, dtype=np.int64)
+        self._blocks: dict[int, Any] = {}
+        self._columns: dict[tuple[int, str], Column] = {}
+        self._schema: Any = None
+
+    @property
+    def schema(self) -> Any:
+        """The `pyarrow.Schema`; a dataset without blocks has no columns."""
+        if self._schema is None:
+            some = range(min(1, self._source.num_rows))
+            table = self.table(some, self.columns) if self._source.blocks else pa.table({})
+            self._schema = table.schema.remove_metadata()
+        return self._schema
+
+    @property
+    def columns(self) -> list[str]:
+        if not self._source.blocks:
+            return []
+        first = self._block(0)
+        return list(first) if isinstance(first, dict) else list(first.column_names)
+
+    def arrays(self, rows: Indices, columns: Sequence[str], *, dense: bool = False) -> Arrays:
+        """A NumPy array for each column. A range of rows of one block is a read-only view. ``dense``: see `Column`."""
+        pieces = self._pieces(rows)
+        return {column: self._array(pieces, len(rows), column, dense) for column in columns}
+
+    def table(self, rows: Indices, columns: Sequence[str]) -> Any:
+        """A `pyarrow.Table`; a range of rows refers to the blocks."""
+        if self._source.kind == "arrays":
+            arrays = self.arrays(rows, columns)
+            return pa.table({column: self._as_arrow(column, array) for column, array in arrays.items()})
+        parts, places = [], []
+        for number, wanted, at in self._pieces(rows):
+            block = self._block(number).select(columns)
+            if isinstance(wanted, range):
+                parts.append(block.slice(wanted.start, len(wanted)))
+            else:
+                parts.append(block.take(pa.array(wanted)))
+            if at is not None:
+                places.append(at)
+        table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        if not places:
+            return table
+        return table.take(pa.array(np.argsort(np.concatenate(places), kind="stable")))
+
+    def frame(self, rows: Indices, columns: Sequence[str]) -> Any:
+        """A pandas DataFrame; what has more than one axis becomes a column of arrays."""
+        if self._source.kind == "arrow":
+            return self.table(rows, columns).to_pandas()
+        import pandas as pd
+
+        arrays = self.arrays(rows, columns)
+        return pd.DataFrame({name: array if array.ndim == 1 else list(array) for name, array in arrays.items()})
+
+    def _array(self, pieces: list[_Piece], num_rows: int, column: str, dense: bool) -> NDArray[Any]:
+        taken = [self._column(number, column).take(rows, dense=dense) for number, rows, _ in pieces]
+        self._check_alike(taken, column)
+        if len(taken) == 1:
+            return taken[0]
+        if pieces[0][2] is None:
+            return np.concatenate(taken)
+        whole = np.empty((num_rows, *taken[0].shape[1:]), taken[0].dtype)
+        for part, (_, _, at) in zip(taken, pieces, strict=True):
+            whole[at] = part
+        return whole
+
+    def _check_alike(self, taken: list[NDArray[Any]], column: str) -> None:
+        kinds = {(array.dtype, array.shape[1:]) for array in taken}
+        if len(kinds) > 1:
+            told = " and ".join(sorted(f"{dtype} of shape {shape}" for dtype, shape in kinds))
+            raise ConfigError(f"{column_of(self._name, column)} has rows of {told} in one batch; give all the same.")
+
+    def _pieces(self, rows: Indices) -> list[_Piece]:
+        if len(self._ends) <= 1 or not len(rows):
+            return [(0, rows, None)]
+        if isinstance(rows, range):
+            return self._spans(rows)
+        wanted = np.asarray(rows, np.int64)
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        found = np.unique(numbers).tolist()
+        if len(found) == 1:
+            return [(found[0], wanted - self._start(found[0]), None)]
+        at = [(number, np.flatnonzero(numbers == number)) for number in found]
+        return [(number, wanted[places] - self._start(number), places) for number, places in at]
+
+    def _spans(self, rows: range) -> list[_Piece]:
+        first, last = np.searchsorted(self._ends, [rows.start, rows.stop - 1], side="right").tolist()
+        spans: list[_Piece] = []
+        for number in range(first, last + 1):
+            start, stop = self._start(number), int(self._ends[number])
+            spans.append((number, range(max(rows.start, start) - start, min(rows.stop, stop) - start), None))
+        return spans
+
+    def _start(self, number: int) -> int:
+        return int(self._ends[number]) - self._source.block_rows[number]
+
+    def _column(self, number: int, column: str) -> Column:
+        key = number, column
+        if key not in self._columns:
+            block = self._block(number)
+            if not isinstance(block, dict) and column not in block.column_names:
+                raise ConfigError(
+                    f"{column_of(self._name, column)} is missing from block {number}; it has {block.column_names}."
+                )
+            self._columns[key] = open_column(block, column, column_of(self._name, column))
+        return self._columns[key]
+
+    def _block(self, number: int) -> Any:
+        if number not in self._blocks:
+            self._blocks[number] = self._fetch(self._source.blocks[number])
+        return self._blocks[number]
+
+    def _as_arrow(self, column: str, array: NDArray[Any]) -> Any:
+        try:
+            if array.ndim > 1:
+                return pa.FixedShapeTensorArray.from_numpy_ndarray(array)
+            return pa.array(array)
+        except (pa.ArrowException, TypeError) as error:
+            raise ConfigError(f"{column_of(self._name, column)} cannot be an Arrow column: {error}") from error
+
+
+class ItemReader:
+    """Rows of a map-style dataset, which every worker holds and indexes."""
+
+    def __init__(self, source: Source, fetch: Fetch) -> None:
+        self._source = source
+        self._fetch = fetch
+        self._dataset: Any = None
+
+    def items(self, rows: Iterable[int] | Indices) -> list[Any]:
+        if self._dataset is None:
+            self._dataset = self._fetch(self._source.blocks[0])
+        wanted = [int(row) for row in rows]
+        if hasattr(self._dataset, "__getitems__"):  # torch's way to read a batch at once
+            return list(self._dataset.__getitems__(wanted))
+        return [self._dataset[row] for row in wanted]

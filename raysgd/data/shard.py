@@ -1,0 +1,186 @@
+"""`Shard`: one worker's share of a dataset, and the ways to read it. Worker side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from raysgd.config.checks import check_choice, check_count
+from raysgd.data.batches import Batches, Rows
+from raysgd.data.cursor import Cursor
+from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
+from raysgd.data.names import check_columns
+from raysgd.data.reader import ItemReader, TableReader
+from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
+from raysgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Format = Literal["numpy", "pandas", "pyarrow"]
+FORMATS = ("numpy", "pandas", "pyarrow")
+
+
+@dataclass(frozen=True, repr=False)
+class Shard:
+    """The rows of a dataset that fall to one rank: of every step's rows, in the order of the epoch, its slice.
+
+    All readers of one dataset in a run share its position: iterating again, through whatever reader, is the next epoch,
+    or, after a restart, goes on exactly where the checkpoint was taken, whatever the number of workers is now.
+    ``len()`` is the number of its rows if they are dealt one by one; dealt in batches the last, short step falls to the
+    first ranks.
+
+    The order is a function of the dataset, the seed and the epoch. ``shuffle`` chooses it: ``False`` takes the rows as
+    they come, ``"full"`` mixes all of them, ``"window"`` shuffles blocks and mixes the rows of neighbouring ones, which needs few
+    blocks at a time.
+    """
+
+    _name: str
+    _rank: int
+    _world_size: int
+    _num_rows: int
+    _cursor: Cursor
+    _reader: TableReader | ItemReader
+    _before_batch: Callable[[], None]
+
+    def __len__(self) -> int:
+        return len(range(self._rank, self._num_rows, self._world_size))
+
+    def __repr__(self) -> str:
+        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}, {len(self)} of {self._num_rows} rows)"
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, or that the next iteration begins; from 0."""
+        return self._cursor.epoch
+
+    def to_torch(
+        self,
+        batch_size: int,
+        *,
+        columns: Sequence[str] | None = None,
+        dtypes: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        device: torch.device | str | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        shuffle: Shuffle = False,
+    ) -> Batches[Any]:
+        """Batches as dicts of tensors by column; of a map-style dataset what torch's `default_collate` makes.
+
+        Args:
+            batch_size: Rows of a batch on this worker; ``batch_size * world_size`` rows are consumed in a step.
+            columns: Which ones, and in which order; all by default.
+            dtypes: For all columns, or by column. By default those of the data.
+            device: Where tensors go; by default they stay in host memory.
+            drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
+            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows; its
+                tensors are put on ``device``. It is never called with nothing: where a worker has no rows in the last
+                step, the batch of another row is emptied.
+            shuffle: See the class.
+
+        Raises:
+            ConfigError: A column that is not there, or an argument out of range. While iterating: a column that torch
+                cannot hold, naming it: strings, ragged rows, nulls.
+        """
+        reader = self._reader
+        if isinstance(reader, ItemReader):
+            self._refuse_columns("to_torch", columns=columns, dtypes=dtypes)
+            return self._batches(ItemsToTorch(self._name, reader, device, collate_fn), batch_size, drop_last, shuffle)
+        chosen = self._choose(reader, columns)
+        check_dtypes(self._name, dtypes, chosen, collate_fn)
+        read = TableToTorch(self._name, reader, chosen, dtypes, device, collate_fn)
+        return self._batches(read, batch_size, drop_last, shuffle)
+
+    def iter_batches(
+        self,
+        batch_size: int,
+        *,
+        format: Format = "numpy",
+        columns: Sequence[str] | None = None,
+        drop_last: bool = False,
+        shuffle: Shuffle = False,
+    ) -> Batches[Any]:
+        """Batches as dicts of NumPy arrays, pandas DataFrames or pyarrow Tables.
+
+        Without shuffling they refer to the dataset's own memory; NumPy arrays are then read-only.
+
+        Args:
+            batch_size: Rows of a batch on this worker.
+            format: ``"numpy"``, ``"pandas"`` or ``"pyarrow"``.
+            columns: Which ones, and in which order; all by default.
+            drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
+            shuffle: See the class.
+
+        Raises:
+            ConfigError: As in `to_torch`; a map-style dataset has no columns, and is read by `to_torch` or `iter_rows`.
+        """
+        return self._batches(self._read_as(format, columns), batch_size, drop_last, shuffle)
+
+    def iter_rows(self, *, shuffle: Shuffle = False) -> Rows:
+        """Single rows: dicts by column, or the items of a map-style dataset.
+
+        A worker may get one row less than another: for loops with collectives take batches.
+        """
+        _check_shuffle(shuffle)
+        return Rows(self._cursor, self._deal(1, False), shuffle, self._read_rows, self._before_batch)
+
+    def first_batch(
+        self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
+    ) -> Any:
+        """The first rows of this share as a batch of `iter_batches`, to look at shapes and types. Consumes nothing.
+
+        The batch a loop will begin with is that of its own reader: ``shard.to_torch(...).first_batch()``.
+        """
+        return self._batches(self._read_as(format, columns), batch_size, False, False).first_batch()
+
+    def _batches(
+        self, read: Callable[[Indices], Any], batch_size: int, drop_last: bool, shuffle: Shuffle
+    ) -> Batches[Any]:
+        check_count("batch_size", batch_size, minimum=1)
+        _check_shuffle(shuffle)
+        return Batches(self._cursor, self._deal(batch_size, drop_last), shuffle, read, self._before_batch)
+
+    def _deal(self, batch_size: int, drop_last: bool) -> Deal:
+        return Deal(
+            num_rows=self._num_rows,
+            global_batch=batch_size * self._world_size,
+            rank=self._rank,
+            world_size=self._world_size,
+            drop_last=drop_last,
+        )
+
+    def _read_as(self, format: str, columns: Sequence[str] | None) -> Callable[[Indices], Any]:
+        check_choice("format", format, FORMATS)
+        reader = self._reader
+        if isinstance(reader, ItemReader):
+            raise ConfigError(
+                f"dataset {self._name!r} is a map-style dataset, whose rows have no columns: read it with to_torch(...) or "
+                "iter_rows()."
+            )
+        chosen = self._choose(reader, columns)
+        read = {"numpy": reader.arrays, "pandas": reader.frame, "pyarrow": reader.table}[format]
+        return lambda rows: read(rows, chosen)
+
+    def _read_rows(self, rows: Indices) -> Iterator[Any]:
+        reader = self._reader
+        if isinstance(reader, ItemReader):
+            return (reader.items([row])[0] for row in rows)  # not before it is wanted: items may be large
+        arrays = reader.arrays(rows, reader.columns)
+        return (dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True))
+
+    def _choose(self, reader: TableReader, columns: Sequence[str] | None) -> list[str]:
+        return reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
+
+    def _refuse_columns(self, method: str, **arguments: Any) -> None:
+        for argument, value in arguments.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{method}({argument}=...): dataset {self._name!r} is a map-style dataset, whose rows have no columns; "
+                    "choose in collate_fn, which gets a list of rows."
+                )
+
+
+def _check_shuffle(shuffle: Any) -> None:
+    if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):
+        raise ConfigError(f"shuffle={shuffle!r} is not known; give 'full', 'window' or False.")

@@ -1,0 +1,351 @@
+"""Callbacks in real runs: what they see in each process, how they end a run, what their own errors do."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.callbacks import (
+    CsvCallback,
+    EarlyStoppingCallback,
+    JsonLinesCallback,
+    ProgressCallback,
+    TensorBoardCallback,
+)
+from support.poll import until
+from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
+        yield trainer
+
+
+class Witness(raysgd.Callback):
+    """Writes down each call of a hook, in whatever process that is; raises ``error`` from hook ``fails_in``."""
+
+    def __init__(self, folder: Path, fails_in: str = "", error: BaseException | None = None) -> None:
+        self.folder = str(folder)
+        self.fails_in = fails_in
+        self.error = error
+        self.info: raysgd.RunInfo | None = None
+
+    def on_run_start(self, info: raysgd.RunInfo) -> None:
+        self.info = info
+        self.saw("on_run_start", [info.name, info.run_dir, info.config, info.num_workers, info.backend])
+
+    def on_result(self, result: raysgd.Result) -> None:
+        self.saw("on_result", dict(result))
+
+    def on_checkpoint(self, checkpoint: raysgd.Checkpoint) -> None:
+        self.saw("on_checkpoint", [checkpoint.path, checkpoint.iteration])
+
+    def on_event(self, event: raysgd.Event) -> None:
+        self.saw("on_event", event.kind)
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        cause = None if error is None or error.__cause__ is None else type(error.__cause__).__name__
+        self.saw("on_run_end", None if error is None else [type(error).__name__, str(error), cause])
+
+    def saw(self, hook: str, data: Any) -> None:
+        with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
+            file.write(json.dumps([hook, data, os.getpid()]) + "\n")
+        if hook == self.fails_in and self.error is not None:
+            raise self.error
+
+
+class InController(Witness):
+    runs_in = "controller"
+
+
+class InWorker(Witness):
+    runs_in = "worker"
+
+
+class CriticalInDriver(Witness):
+    critical = True
+
+
+class CriticalInController(InController):
+    critical = True
+
+
+class CriticalInWorker(InWorker):
+    critical = True
+
+
+PLACES = {"driver": Witness, "controller": InController, "worker": InWorker}
+CRITICAL = {"driver": CriticalInDriver, "controller": CriticalInController, "worker": CriticalInWorker}
+
+
+def seen(folder: Path, place: str) -> list[tuple[str, Any, int]]:
+    """What a witness saw, on rank 0 in a worker; read when its run is closed."""
+    file = folder / f"rank-{0 if place == 'worker' else None}.jsonl"
+    assert until(file.exists, PATIENCE_S)
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def hooks(folder: Path, place: str) -> list[str]:
+    return [hook for hook, _, _ in seen(folder, place) if hook != "on_event"]
+
+
+def three_steps(config: dict[str, Any]) -> str:
+    for step in range(3):
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+    return "done"
+
+
+def endless() -> str:
+    """Looks at should_stop, so that it can say its last word."""
+    step = 0
+    while not raysgd.should_stop():
+        raysgd.report(step=step)
+        time.sleep(0.002)
+        step += 1
+    return "stopped early"
+
+
+class Boom(Exception):
+    pass
+
+
+# ------------------------------------------------------------------------------------------------------ what they see
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_callback_sees(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+    config = {"lr": 0.1, "api_key": "do not tell"}
+    witness = PLACES[place](tmp_path)
+    assert trainer.run(three_steps, config, callbacks=[*quiet(), witness]) == "done"
+    run_dir = str(trainer.run_dir)
+    calls = seen(tmp_path, place)
+
+    name, *info = calls[0][1]
+    assert calls[0][0] == "on_run_start"
+    assert info == [run_dir, {"lr": 0.1, "api_key": "***"}, 2, "none"]
+    assert name == Path(run_dir).name
+    results = [data for hook, data, _ in calls if hook == "on_result"]
+    assert [(result["step"], result["training_iteration"]) for result in results] == [(0, 1), (1, 2), (2, 3)]
+    saved = [data for hook, data, _ in calls if hook == "on_checkpoint"]
+    assert len(saved) == (0 if place == "worker" else 3)
+    assert all(path.startswith(run_dir) for path, _ in saved)
+    assert calls[-1][:2] == ("on_run_end", None)
+    assert hooks(tmp_path, place).count("on_run_end") == hooks(tmp_path, place).count("on_run_start") == 1
+    events = [data for hook, data, _ in calls if hook == "on_event"]
+    assert events.count("worker_up") == (0 if place == "worker" else 2)
+    processes = {pid for _, _, pid in calls}
+    assert (processes == {os.getpid()}) == (place == "driver") and len(processes) == 1
+
+
+def test_a_driver_callback_is_the_object_that_was_given_and_serves_several_runs(
+    trainer: raysgd.Trainer, tmp_path: Path
+) -> None:
+    witness = Witness(tmp_path)
+    for _ in range(2):
+        trainer.run(three_steps, callbacks=[*quiet(), witness])
+        assert witness.info is not None and witness.info.run_dir == trainer.run_dir
+    assert hooks(tmp_path, "driver").count("on_run_start") == 2
+
+
+def test_each_worker_has_its_own_copy(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    trainer.run(three_steps, callbacks=[*quiet(), InWorker(tmp_path)])
+    assert sorted(os.listdir(tmp_path)) == ["rank-0.jsonl", "rank-1.jsonl"]
+
+
+# ------------------------------------------------------------------------------------------------------ ending a run
+
+
+@pytest.mark.parametrize("hook", ["on_run_start", "on_result"])
+@pytest.mark.parametrize("place", PLACES)
+def test_stop_ends_the_run_as_a_success(trainer: raysgd.Trainer, tmp_path: Path, place: str, hook: str) -> None:
+    witness = PLACES[place](tmp_path, hook, raysgd.Stop("enough"))
+    returned = trainer.run(endless, callbacks=[*quiet(), witness])
+    assert returned in ("stopped early", None)  # None where it was stopped before it began
+    assert latest_run(trainer).outcome in ("stopped", "done")
+    assert seen(tmp_path, place)[-1][:2] == ("on_run_end", None)
+    if hook == "on_result":
+        assert returned == "stopped early"
+        assert [event["why"] for event in events_of(trainer, "stop")] == ["enough"]
+
+
+def test_stop_also_ends_a_loop_that_does_not_look(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def train_func() -> None:
+        while True:
+            raysgd.report(step=1)
+            time.sleep(0.002)
+
+    assert trainer.run(train_func, callbacks=[*quiet(), Witness(tmp_path, "on_result", raysgd.Stop("enough"))]) is None
+    assert latest_run(trainer).outcome == "stopped"
+
+
+def test_early_stopping(trainer: raysgd.Trainer) -> None:
+    def train_func() -> int:
+        for step in range(1000):
+            if raysgd.should_stop():
+                return step
+            raysgd.report(loss=max(1.0, 5.0 - step))
+            time.sleep(0.005)
+        return 1000
+
+    stops = EarlyStoppingCallback("loss", patience=5)
+    assert 9 <= trainer.run(train_func, callbacks=[*quiet(), stops]) < 1000
+    (event,) = events_of(trainer, "stop")
+    assert "loss has not improved for 5 results" in event["why"]
+
+
+# ------------------------------------------------------------------------------------------------------ their errors
+
+
+def test_a_callback_that_raises_is_reported_and_training_goes_on(
+    trainer: raysgd.Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train_func() -> str:
+        for step in range(6):
+            raysgd.report(step=step)
+        return "done"
+
+    witness = Witness(tmp_path, "on_result", Boom("a bug in it"))
+    assert trainer.run(train_func, callbacks=[*quiet(), witness]) == "done"
+    told = capsys.readouterr().err
+    assert "callback Witness failed in on_result" in told and "a bug in it" in told
+    assert "3 times in a row; it gets no further calls in this run" in told
+    assert hooks(tmp_path, "driver") == ["on_run_start", "on_result", "on_result", "on_result", "on_run_end"]
+
+
+@pytest.mark.parametrize("place", ["controller", "worker"])
+def test_one_that_raises_elsewhere_is_a_warning_of_the_run(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+    witness = PLACES[place](tmp_path, "on_result", Boom("a bug in it"))
+    assert trainer.run(three_steps, callbacks=[*quiet(), witness]) == "done"
+    told = [event["message"] for event in events_of(trainer, "warning")]
+    assert any(f"callback {type(witness).__name__} failed in on_result" in message for message in told)
+
+
+@pytest.mark.parametrize("hook", ["on_run_start", "on_result", "on_run_end"])
+@pytest.mark.parametrize("place", CRITICAL)
+def test_the_error_of_a_critical_callback_is_the_runs(
+    trainer: raysgd.Trainer, tmp_path: Path, place: str, hook: str
+) -> None:
+    witness = CRITICAL[place](tmp_path, hook, Boom("the disk is full"))
+    with pytest.raises(Boom, match="the disk is full"):
+        trainer.run(three_steps, callbacks=[*quiet(), witness])
+    trainer.get_last_checkpoint()  # waits until the run is closed
+    ends = [data for name, data, _ in seen(tmp_path, place) if name == "on_run_end"]
+    assert len(ends) == 1
+    if hook != "on_run_end":
+        assert ends[0][:2] == ["Boom", "the disk is full"]
+    assert trainer.run(three_steps, callbacks=quiet()) == "done"
+
+
+def test_early_stopping_at_nan(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(FloatingPointError, match="loss is nan at iteration 1"):
+        trainer.run(lambda: raysgd.report(loss=math.nan), callbacks=[*quiet(), EarlyStoppingCallback("loss")])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_end_of_a_failed_run_has_its_real_error(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+    def train_func() -> None:
+        raysgd.report(step=0)
+        raysgd.barrier()
+        if raysgd.world_rank() == 0:
+            raise Boom("in training")
+        raysgd.barrier()
+
+    with pytest.raises(Boom, match="in training"):
+        trainer.run(train_func, callbacks=[*quiet(), PLACES[place](tmp_path)])
+    trainer.get_last_checkpoint()
+    hook, data, _ = seen(tmp_path, place)[-1]
+    assert (hook, data[:2]) == ("on_run_end", ["Boom", "in training"])
+    assert data[2] == (None if place == "worker" else "WorkerTraceback")
+
+
+def test_the_end_in_the_driver_has_the_very_error_that_run_raises(trainer: raysgd.Trainer) -> None:
+    class Keeps(raysgd.Callback):
+        error: BaseException | None = None
+
+        def on_run_end(self, error: BaseException | None) -> None:
+            self.error = error
+
+    def train_func() -> None:
+        raise Boom("once")
+
+    keeps = Keeps()
+    with pytest.raises(Boom) as caught:
+        trainer.run(train_func, callbacks=[*quiet(), keeps])
+    trainer.get_last_checkpoint()
+    assert keeps.error is caught.value
+
+
+def test_a_controller_callback_that_cannot_be_opened_there_is_told(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    class OpensNowhere(InController):
+        def __reduce__(self) -> Any:
+            return os.stat, (str(tmp_path / "nothing here"),)
+
+    assert trainer.run(three_steps, callbacks=[*quiet(), OpensNowhere(tmp_path)]) == "done"
+    told = [event["message"] for event in events_of(trainer, "warning")]
+    assert any("FileNotFoundError" in message for message in told)
+
+
+# ------------------------------------------------------------------------------------------------------ what is shipped
+
+
+def test_the_files_of_loggers_are_in_the_runs_folder(trainer: raysgd.Trainer) -> None:
+    loggers = [JsonLinesCallback(), CsvCallback(), TensorBoardCallback()]
+    trainer.run(three_steps, {"lr": 0.1}, callbacks=[*quiet(), *loggers])
+    run_dir = Path(str(trainer.run_dir))
+
+    (lines,) = [file for file in run_dir.rglob("*.jsonl") if not file.name.startswith(("metrics-", "events"))]
+    assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1, 2]
+    (table,) = run_dir.rglob("*.csv")
+    with open(table, newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+    assert tensorboard_scalars(run_dir, "step") == [(1, 0.0), (2, 1.0), (3, 2.0)]
+
+
+def tensorboard_scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = run_dir.rglob("*tfevents*")
+    events = EventAccumulator(str(file.parent))
+    events.Reload()
+    (tag,) = [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2] == name]
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_progress_that_is_no_terminal_is_lines_each_once(
+    trainer: raysgd.Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer.run(three_steps)
+    out = capfd.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith(f"[{Path(str(trainer.run_dir)).name}]")]
+    assert "\x1b" not in "".join(lines)
+    assert len(lines) == len(set(lines))
+    assert "started with 2 workers, none; files in" in lines[0]
+    assert "finished after" in lines[-1] and "3 results" in lines[-1]
+    assert sum("step=" in line for line in lines) in (1, 2, 3)  # no more than one a second, the last one always
+    assert "step=2" in lines[-2]
+
+
+def test_progress_says_how_a_run_failed(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        raise Boom("no luck")
+
+    shown = io.StringIO()
+    with pytest.raises(Boom):
+        trainer.run(train_func, callbacks=[ProgressCallback(mode="lines", file=shown)])
+    trainer.get_last_checkpoint()
+    assert "no luck" in shown.getvalue().splitlines()[-1]

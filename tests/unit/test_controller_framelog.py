@@ -1,0 +1,237 @@
+"""The frames of a run for readers that are quick, slow, late or gone: each gets all of them, and none costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysgd.checkpoint.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.framelog import BURST, ITEM_BYTES, FrameLog
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal import Journal
+
+TINY = 1000  # bytes of memory: room for two or three frames
+
+
+class CountingJournal(Journal):
+    """A journal that remembers what readers fetched from it."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.fetched: list[int] = []
+
+    def frames_from(self, seq: int, before: int) -> Iterator[Frame]:
+        for frame in super().frames_from(seq, before):
+            self.fetched.append(frame.seq)
+            yield frame
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> CountingJournal:
+    return CountingJournal(Storage.from_uri(tmp_path))
+
+
+def make_log(journal: Journal, memory_bytes: int = TINY, min_interval_s: float = 0.0) -> FrameLog:
+    return FrameLog(journal, min_interval_s=min_interval_s, memory_bytes=memory_bytes)
+
+
+def report(log: FrameLog, num_bytes: int = 100) -> None:
+    rows = json.dumps([[0.0, 0.0, {"x": "x" * num_bytes}]]).encode()
+    log.append(lambda seq: Frame(seq, frames.REPORTS, 1, seq % 3, {"first": seq, "count": 1}, rows))
+
+
+def say(log: FrameLog, kind: str) -> None:
+    log.append(lambda seq: Frame(seq, kind, 1, -1, {"seq": seq}))
+
+
+def close(log: FrameLog) -> None:
+    say(log, frames.RUN_CLOSED)
+
+
+def fill(log: FrameLog, num_frames: int = 20) -> None:
+    """Reports with other frames among them, and the end."""
+    for number in range(num_frames - 1):
+        if number % 5 == 0:
+            say(log, frames.CHECKPOINT)
+        else:
+            report(log)
+    close(log)
+
+
+async def read(log: FrameLog, seq: int = 0) -> list[Frame]:
+    return [frame async for batch in log.read(seq) for frame in batch]
+
+
+# -- one reader --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_reader_gets_every_frame_in_order_up_to_the_last(journal: CountingJournal) -> None:
+    log = make_log(journal, memory_bytes=1 << 20)
+    fill(log)
+    got = await read(log)
+    assert [frame.seq for frame in got] == list(range(20))
+    assert got[-1].kind == frames.RUN_CLOSED
+    assert journal.fetched == []
+
+
+async def test_a_reader_gets_frames_as_they_come(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    stream = log.read(0)
+    for _ in range(3):
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        report(log)
+        report(log)
+        assert len(await waiting) == 2
+    close(log)
+    assert [frame.kind for frame in await anext(stream)] == [frames.RUN_CLOSED]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("seq", range(21))
+async def test_a_reader_that_comes_late_gets_the_same_frames_from_wherever_it_begins(
+    journal: CountingJournal, tmp_path: Path, seq: int
+) -> None:
+    roomy, tight = make_log(journal, memory_bytes=1 << 20), make_log(Journal(Storage.from_uri(tmp_path / "tight")))
+    (tmp_path / "tight").mkdir()
+    fill(roomy)
+    fill(tight)
+    assert await read(tight, seq) == (await read(roomy))[seq:]
+
+
+async def test_a_reader_may_ask_for_frames_that_are_still_to_come(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    reading = asyncio.ensure_future(read(log, 2))
+    for _ in range(4):
+        await asyncio.sleep(0)
+        report(log)
+    close(log)
+    assert [frame.seq for frame in await reading] == [2, 3, 4]
+
+
+async def test_a_reader_that_asks_for_what_comes_after_the_end_gets_nothing(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    close(log)
+    assert await read(log, 5) == []
+
+
+async def test_the_end_reaches_a_reader_that_waits(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    reading = asyncio.ensure_future(read(log))
+    await asyncio.sleep(0)
+    close(log)
+    assert [frame.kind for frame in await reading] == [frames.RUN_CLOSED]
+
+
+# -- several, at their own pace ----------------------------------------------------------------------------------------
+
+
+async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    slow = log.read(0)
+    report(log)
+    got = await anext(slow)
+    fill(log, 200)  # while it does not come back
+    assert len(await read(log)) == 201
+    async for batch in slow:
+        got += batch
+    assert [frame.seq for frame in got] == list(range(201))
+    assert journal.fetched
+
+
+async def test_a_reader_that_goes_away_is_not_missed(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    leaving, staying = asyncio.ensure_future(read(log)), asyncio.ensure_future(read(log))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    fill(log)
+    assert len(await staying) == 20
+
+
+async def test_readers_that_wait_at_the_same_time_all_hear_of_a_frame(journal: CountingJournal) -> None:
+    log = make_log(journal, memory_bytes=1 << 20)
+    readers = [asyncio.ensure_future(read(log)) for _ in range(5)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+        report(log)
+    close(log)
+    assert [len(got) for got in await asyncio.gather(*readers)] == [11] * 5
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+async def test_old_reports_are_fetched_from_the_journal_and_only_those(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    fill(log, 20)
+    await read(log)
+    assert 0 < len(journal.fetched) < 20
+    assert journal.fetched == sorted(set(journal.fetched))
+    assert all(seq % 5 for seq in journal.fetched)  # other frames are kept, they are few
+    assert max(journal.fetched) < 19
+
+
+async def test_a_frame_larger_than_the_memory_is_read_all_the_same(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    report(log, num_bytes=5 * TINY)
+    close(log)
+    got = await read(log)
+    assert [frame.kind for frame in got] == [frames.REPORTS, frames.RUN_CLOSED]
+    assert len(got[0].rows) > 5 * TINY
+
+
+@pytest.mark.parametrize("memory_bytes", [TINY, 1 << 30])
+async def test_an_item_of_a_stream_does_not_grow_without_bound(journal: CountingJournal, memory_bytes: int) -> None:
+    log = make_log(journal, memory_bytes)
+    for _ in range(5):
+        report(log, num_bytes=ITEM_BYTES * 2 // 5)
+    close(log)
+    sizes = [sum(frame.size_bytes for frame in batch) async for batch in log.read(0)]
+    assert len(sizes) >= 2
+    assert max(sizes) < ITEM_BYTES * 1.5
+
+
+async def test_frames_that_come_while_old_ones_are_fetched_are_not_lost(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    for _ in range(50):
+        report(log)
+    got: list[Frame] = []
+    is_closed = False
+    async for batch in log.read(0):
+        got += batch
+        if len(got) < 500:
+            for _ in range(40):
+                report(log)
+        elif not is_closed:
+            is_closed = True
+            close(log)
+    assert [frame.seq for frame in got] == list(range(len(got)))
+
+
+# -- pace --------------------------------------------------------------------------------------------------------------
+
+
+async def test_after_a_burst_items_keep_the_least_time_between_them(journal: CountingJournal) -> None:
+    log = make_log(journal, min_interval_s=0.05)
+    loop, stream = asyncio.get_running_loop(), log.read(0)
+    for _ in range(BURST):
+        report(log)
+        assert len(await anext(stream)) == 1
+    began = loop.time()
+    report(log)
+    report(log)
+    assert len(await anext(stream)) == 2
+    assert loop.time() - began >= 0.02
+
+
+async def test_a_closed_run_is_read_at_full_speed(journal: CountingJournal) -> None:
+    log = make_log(journal, min_interval_s=3600)
+    fill(log, 40)
+    assert len(await asyncio.wait_for(read(log), timeout=30)) == 40

@@ -1,0 +1,273 @@
+"""The files of a run: written once, appended to, cut into segments, and read back whatever was going on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+from raysgd.checkpoint.storage import Storage
+from raysgd.controller import frames, journal
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal import Journal, LogFile, event_frame, report_frame
+
+
+def reports(seq: int, num_bytes: int = 10) -> Frame:
+    rows = json.dumps([[1.5, 0.5, {"x": "x" * num_bytes, "n": seq}]], separators=(",", ":")).encode()
+    return Frame(seq, frames.REPORTS, 2, seq % 3, {"first": seq, "count": 1}, rows)
+
+
+def event(seq: int, kind: str = "warning", /, **data: Any) -> Frame:
+    return Frame(seq, frames.EVENT, 1, data={"kind": kind, "timestamp": 12.5, "data": data})
+
+
+def object_store() -> Storage:
+    """A place that is no local disk: there a file is put as a whole, as on S3."""
+    storage = Storage(pyarrow.fs._MockFileSystem(), "bucket/run")
+    assert not storage.is_local
+    return storage
+
+
+@pytest.fixture(params=["disk", "object store"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return Storage.from_uri(tmp_path) if request.param == "disk" else object_store()
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 300)
+
+
+def lines(storage: Storage, name: str) -> list[Any]:
+    return [json.loads(line) for line in storage.read_bytes(name).splitlines()]
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+def test_a_line_of_a_metrics_file_is_a_batch_as_its_worker_encoded_it(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(Frame(7, frames.REPORTS, 1, 3, {"first": 10, "count": 2}, b'[[1.0,2.0,{"a":NaN}],[3.0,4.0,{}]]'))
+    log.flush()
+    assert storage.read_bytes("metrics-0000.jsonl") == (
+        b'{"seq":7,"attempt":1,"rank":3,"first":10,"count":2,"rows":[[1.0,2.0,{"a":NaN}],[3.0,4.0,{}]]}\n'
+    )
+
+
+def test_events_and_other_frames_go_to_the_events_file(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(event(0, "run_start", name="run_001"))
+    log.append(Frame(1, frames.ATTEMPT, 1, data={"attempt": 1, "world_size": 2}))
+    log.flush()
+    assert lines(storage, "events.jsonl") == [
+        {"seq": 0, "attempt": 1, "kind": "run_start", "timestamp": 12.5, "data": {"name": "run_001"}},
+        {"seq": 1, "attempt": 1, "kind": "attempt", "rank": -1, "data": {"attempt": 1, "world_size": 2}},
+    ]
+    assert not storage.exists("metrics-0000.jsonl")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        event(3, "warning", message="careful"),
+        event(3, "checkpoint", number=1),
+        event(3, "run_end", kind="done", message=""),
+        Frame(3, frames.ATTEMPT, 2, data={"attempt": 2, "world_size": 4, "iterations_before": 1}),
+        Frame(3, frames.RANK_DONE, 2, 5),
+        Frame(3, frames.ATTEMPT_END, 2, data={"keep_rounds": None}),
+        Frame(3, frames.CHECKPOINT, 2, data={"number": 1, "metrics": {"loss": 0.5}}),
+        Frame(3, frames.CHECKPOINT_SCORED, 2, data={"number": 1}),
+        Frame(3, frames.CHECKPOINT_DELETED, 2, data={"number": 1}),
+        Frame(3, frames.RUN_END, 2, data={"kind": "error", "message": "boom"}),
+        Frame(3, frames.RUN_CLOSED, 2),
+    ],
+    ids=lambda frame: frame.data.get("kind", "") + " " + frame.kind,
+)
+def test_a_frame_reads_back_as_it_was(storage: Storage, frame: Frame) -> None:
+    log = Journal(storage)
+    log.append(frame)
+    log.flush()
+    (line,) = storage.read_bytes("events.jsonl").splitlines()
+    assert event_frame(line) == frame
+
+
+def test_reports_read_back_as_they_were(storage: Storage) -> None:
+    tricky = Frame(0, frames.REPORTS, 1, 0, {"first": 0, "count": 1}, b'[[1.0,2.0,{"t":",\\"rows\\":[}"}]]')
+    log = Journal(storage)
+    log.append(tricky)
+    log.append(reports(1))
+    log.flush()
+    back = [report_frame(line) for line in storage.read_bytes("metrics-0000.jsonl").splitlines()]
+    assert back == [tricky, reports(1)]
+
+
+def test_a_users_exception_stays_out_of_the_files(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(Frame(0, frames.RUN_END, 1, data={"kind": "error", "exception": b"pickle", "summary": "boom"}))
+    log.flush()
+    (line,) = lines(storage, "events.jsonl")
+    assert line["data"] == {"kind": "error", "summary": "boom"}
+
+
+def test_what_json_cannot_hold_does_not_stop_the_journal(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(event(0, "sample", path=Path("/tmp/x")))
+    log.write_run({"resources": {1, 2}, "config": {"lr": 0.1}})
+    log.flush()
+    assert lines(storage, "events.jsonl")[0]["data"] == {"path": "/tmp/x"}
+    assert json.loads(storage.read_bytes("run.json"))["config"] == {"lr": 0.1}
+
+
+# -- how they are written ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_before_a_flush_and_nothing_twice(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(reports(0))
+    assert not storage.exists("metrics-0000.jsonl")
+    for _ in range(3):
+        log.flush()
+    assert len(lines(storage, "metrics-0000.jsonl")) == 1
+
+
+def test_on_a_disk_a_file_is_only_ever_appended_to(tmp_path: Path) -> None:
+    log = Journal(Storage.from_uri(tmp_path))
+    before, inodes = b"", set()
+    for seq in range(5):
+        log.append(reports(seq))
+        log.flush()
+        path = tmp_path / "metrics-0000.jsonl"
+        now = path.read_bytes()
+        assert now.startswith(before) and len(now) > len(before)
+        before = now
+        inodes.add(path.stat().st_ino)
+    assert len(inodes) == 1
+
+
+def test_an_object_store_gets_each_file_whole(small_segments: None) -> None:
+    storage = object_store()
+    log = Journal(storage)
+    for seq in range(20):
+        log.append(reports(seq))
+        log.flush()
+        names = [name for name in storage.list_names() if name.startswith("metrics")]
+        assert sum(len(lines(storage, name)) for name in names) == seq + 1
+
+
+def test_a_segment_that_is_full_is_not_touched_again(storage: Storage, small_segments: None) -> None:
+    log = Journal(storage)
+    for seq in range(10):
+        log.append(reports(seq, num_bytes=100))
+    log.flush()
+    assert storage.exists("metrics-0001.jsonl")
+    storage.delete_file("metrics-0000.jsonl")
+    for seq in range(10, 20):
+        log.append(reports(seq, num_bytes=100))
+        log.flush()
+    assert not storage.exists("metrics-0000.jsonl")
+
+
+def test_segments_are_bounded_and_follow_each_other(storage: Storage, small_segments: None) -> None:
+    log = Journal(storage)
+    for seq in range(30):
+        log.append(reports(seq))
+    log.flush()
+    names = [name for name in storage.list_names() if name.startswith("metrics")]
+    assert names == [f"metrics-{index:04d}.jsonl" for index in range(len(names))]
+    assert all(storage.size(name) < 300 + 150 for name in names)
+    assert [line["seq"] for name in names for line in lines(storage, name)] == list(range(30))
+
+
+def test_what_could_not_be_written_is_written_later_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = Journal(Storage.from_uri(folder))
+    log.append(reports(0))
+    log.append(event(1))
+    shutil.rmtree(folder)
+    for seq in (2, 3):
+        with pytest.raises(OSError, match="run"):
+            log.flush()
+        log.append(reports(seq))
+    folder.mkdir()
+    log.flush()
+    log.flush()
+    assert [line["seq"] for line in lines(Storage.from_uri(folder), "metrics-0000.jsonl")] == [0, 2, 3]
+    assert [line["seq"] for line in lines(Storage.from_uri(folder), "events.jsonl")] == [1]
+
+
+def test_a_full_disk_is_told_as_such() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    log = LogFile(Storage.from_uri("/dev"), "full")
+    log.append(b"{}\n")
+    with pytest.raises(OSError, match="No space left"):
+        log.flush()
+
+
+def test_lines_that_are_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
+    log = LogFile(Storage.from_uri(tmp_path), "lines")
+    done = threading.Event()
+
+    def flush_all_the_time() -> None:
+        while not done.is_set():
+            log.flush()
+
+    flusher = threading.Thread(target=flush_all_the_time)
+    flusher.start()
+    for number in range(20_000):
+        log.append(b"%d\n" % number)
+    done.set()
+    flusher.join()
+    log.flush()
+    assert (tmp_path / "lines").read_bytes().split() == [b"%d" % number for number in range(20_000)]
+
+
+# -- how they are read back --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seq", "before"), [(0, 30), (0, 1), (7, 23), (29, 30), (12, 12), (25, 100)])
+def test_frames_are_read_back_from_any_number_to_any_other(
+    storage: Storage, small_segments: None, seq: int, before: int
+) -> None:
+    log = Journal(storage)
+    for number in range(30):
+        log.append(reports(number))
+    assert [frame.seq for frame in log.frames_from(seq, before)] == list(range(seq, min(before, 30)))
+
+
+def test_reading_back_needs_no_flush_before(storage: Storage) -> None:
+    log = Journal(storage)
+    log.append(reports(0))
+    assert list(log.frames_from(0, 1)) == [reports(0)]
+
+
+def test_segments_that_hold_nothing_wanted_are_not_read(storage: Storage, small_segments: None) -> None:
+    log = Journal(storage)
+    for number in range(30):
+        log.append(reports(number))
+    log.flush()
+    names = [name for name in storage.list_names() if name.startswith("metrics")]
+    first_of_last = lines(storage, names[-1])[0]["seq"]
+    for name in names[:-1]:
+        storage.delete_file(name)
+    assert [frame.seq for frame in log.frames_from(first_of_last, 30)] == list(range(first_of_last, 30))
+
+
+def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
+    log = Journal(Storage.from_uri(tmp_path))
+    log.append(reports(0))
+    log.flush()
+    with open(tmp_path / "metrics-0000.jsonl", "ab") as file:
+        file.write(b'{"seq":1,"attempt":1,"ra')
+    assert [frame.seq for frame in log.frames_from(0, 1)] == [0]
+
+
+def test_a_run_without_reports_has_none_to_read(storage: Storage) -> None:
+    assert list(Journal(storage).frames_from(0, 10)) == []

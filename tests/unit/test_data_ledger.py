@@ -1,0 +1,192 @@
+"""The ledger: every row once per epoch, in an order that knows nothing of workers, through any crashes and resizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd.data import check_agreement
+from raysgd.data.cursor import Cursor
+from raysgd.data.ledger import SHUFFLES, Deal, EpochOrder, Shuffle
+from raysgd.data.position import Position
+from raysgd.errors import CheckpointError
+
+blocks = st.lists(st.integers(0, 40), max_size=8)
+shuffles = st.sampled_from(SHUFFLES)
+seeds = st.integers(0, 2**63)
+sizes = st.integers(1, 7)
+
+
+def order_of(block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle, window_rows: int = 16) -> EpochOrder:
+    return EpochOrder(block_rows, seed=seed, epoch=epoch, shuffle=shuffle, window_rows=window_rows)
+
+
+def all_rows(order: EpochOrder) -> list[int]:
+    return list(order.rows(range(order.num_rows)))
+
+
+def deals(num_rows: int, batch: int, world_size: int, drop_last: bool = False) -> list[Deal]:
+    settings_ = {"num_rows": num_rows, "global_batch": batch * world_size, "drop_last": drop_last}
+    return [Deal(rank=rank, world_size=world_size, **settings_) for rank in range(world_size)]
+
+
+def steps_of(group: list[Deal], order: EpochOrder, start: int) -> list[tuple[list[list[int]], int]]:
+    """The steps from ``start`` on: each rank's rows, and where the step ends, on which all ranks must agree."""
+    by_rank = [[step for some in deal.steps(order, start) for step in some] for deal in group]
+    found = []
+    for at_once in zip(*by_rank, strict=True):
+        (stop,) = {stop for _, stop in at_once}
+        found.append(([[int(row) for row in rows] for rows, _ in at_once], stop))
+    return found
+
+
+@given(blocks, seeds, st.integers(0, 5), shuffles)
+def test_an_order_has_every_row_once_and_any_part_can_be_asked_for(
+    block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle
+) -> None:
+    order = order_of(block_rows, seed, epoch, shuffle)
+    rows = all_rows(order)
+    assert sorted(rows) == list(range(sum(block_rows)))
+    again = order_of(block_rows, seed, epoch, shuffle)
+    places = np.arange(0, len(rows), 3)
+    assert list(again.rows(places)) == rows[::3]
+
+
+@given(blocks, seeds, shuffles, st.integers(1, 12), st.data())
+def test_global_batches_do_not_depend_on_the_number_of_workers(
+    block_rows: list[int], seed: int, shuffle: Shuffle, per_worker: int, data: st.DataObject
+) -> None:
+    order = order_of(block_rows, seed, 0, shuffle)
+    world_size = data.draw(sizes)
+    alone = steps_of(deals(order.num_rows, per_worker * world_size, 1), order, 0)
+    together = steps_of(deals(order.num_rows, per_worker, world_size), order, 0)
+    assert [sum(shares, []) for shares, _ in together] == [share for (share,), _ in alone]
+    assert [stop for _, stop in together] == [stop for _, stop in alone]
+
+
+@given(blocks, shuffles, sizes, st.integers(1, 9), st.booleans())
+def test_steps_are_as_many_as_they_are_said_to_be_and_only_the_last_may_be_short(
+    block_rows: list[int], shuffle: Shuffle, world_size: int, batch: int, drop_last: bool
+) -> None:
+    order = order_of(block_rows, 1, 2, shuffle)
+    group = deals(order.num_rows, batch, world_size, drop_last)
+    steps = steps_of(group, order, 0)
+    assert len(steps) == group[0].num_steps
+    whole = steps if drop_last else steps[:-1]
+    assert all(len(share) == batch for shares, _ in whole for share in shares)
+    tail = [len(share) for shares, _ in steps[-1:] for share in shares]
+    assert tail == sorted(tail, reverse=True)
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=6),
+    seeds,
+    shuffles,
+    st.lists(st.tuples(sizes, st.integers(1, 9), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12),
+)
+def test_every_row_once_per_epoch_through_crashes_and_resizes(
+    block_rows: list[int], seed: int, shuffle: Shuffle, attempts: list[tuple[int, int, int, int]]
+) -> None:
+    """Each attempt has another world and batch size, saves after some steps, makes more, and crashes."""
+    num_rows = sum(block_rows)
+    saved: dict[str, Any] = Position().to_json()
+    trained: Counter[tuple[int, int]] = Counter()
+    for world_size, batch, kept, lost in attempts:
+        cursor = Cursor("x", block_rows, seed, Position.from_json(json.loads(json.dumps(saved)), "x"))
+        for step, rows in enumerate(walk(cursor, deals(num_rows, batch, world_size), shuffle, kept + lost), 1):
+            if step <= kept:
+                trained.update(rows)
+                saved = cursor.position.to_json()
+    cursor = Cursor("x", block_rows, seed, Position.from_json(saved, "x"))
+    last_epoch = cursor.epoch
+    for rows in walk(cursor, deals(num_rows, 3, 2), shuffle, num_rows):
+        trained.update(row for row in rows if row[0] == last_epoch)
+    assert trained == Counter((epoch, row) for epoch in range(last_epoch + 1) for row in range(num_rows))
+
+
+def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int) -> Any:
+    """So many steps of a group, over as many epochs as that takes: the ``(epoch, row)`` of all ranks."""
+    done = 0
+    while done < num_steps and group[0].num_rows:
+        epoch = cursor.epoch
+        under_way = cursor.begin(shuffle)
+        for shares, stop in steps_of(group, under_way.order, under_way.start):
+            under_way.consume(stop)
+            yield [(epoch, row) for share in shares for row in share]
+            done += 1
+            if done >= num_steps:
+                return
+        under_way.end()
+
+
+@given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 100), seeds, shuffles)
+def test_a_position_survives_json(epoch: int, consumed: int, left: int, seed: int, shuffle: Shuffle) -> None:
+    position = Position(epoch=epoch, consumed=consumed, num_rows=consumed + left, seed=seed, shuffle=shuffle, layout=7)
+    restored = Position.from_json(json.loads(json.dumps(position.to_json())), "x")
+    assert restored == position if consumed else restored == Position(epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, {}, {"epoch": 1}, {"epoch": -1, "consumed": 0}, {"epoch": True, "consumed": 0}, {"epoch": 0, "consumed": 1.5},
+        {"epoch": 0, "consumed": 5}, {"epoch": 0, "consumed": 5, "num_rows": 4}, {"epoch": 0, "consumed": 0, "more": 1},
+    ],
+)  # fmt: skip
+def test_what_is_no_position_is_refused(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="position in dataset 'train' is .* no position"):
+        Position.from_json(value, "train")
+
+
+@pytest.mark.parametrize("shuffle", ["window", "full"])
+def test_orders_differ_by_seed_and_epoch(shuffle: Shuffle) -> None:
+    def mixed(seed: int, epoch: int) -> tuple[int, ...]:
+        return tuple(all_rows(order_of([100] * 5, seed, epoch, shuffle)))
+
+    assert len({mixed(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
+
+
+def test_full_mixes_over_the_whole_dataset() -> None:
+    rows = np.array(all_rows(order_of([100_000], 0, 0, "full")))
+    tenths = [np.bincount(batch * 10 // 100_000, minlength=10) for batch in rows.reshape(100, 1000)]
+    assert np.min(tenths) > 50 and np.max(tenths) < 160  # 100 +- 9.5
+    assert np.std(tenths) == pytest.approx(9.5, rel=0.15)  # neither too even nor too uneven: as drawn by chance
+    assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 0.02
+
+
+def test_each_order_of_few_rows_is_about_equally_likely() -> None:
+    seen = Counter(tuple(all_rows(order_of([4], seed, 0, "full"))) for seed in range(2400))
+    assert set(seen) == set(permutations(range(4)))
+    assert max(seen.values()) < 160 and min(seen.values()) > 55  # 100 each
+
+
+def test_window_needs_few_blocks_at_a_time() -> None:
+    rows = np.array(all_rows(order_of([64] * 50, 3, 0, "window", window_rows=128)))
+    of_window = [len(np.unique(window // 64)) for window in rows.reshape(-1, 128)]
+    assert of_window == [2] * 25
+    assert list(rows // 64) != sorted(rows // 64)
+
+
+def test_ranks_that_saved_at_different_places_are_named() -> None:
+    at = {"epoch": 1, "consumed": 4, "num_rows": 9}
+    check_agreement({0: {"train": at}, 1: {"train": dict(at)}})
+    with pytest.raises(CheckpointError, match=r"dataset 'train': epoch 1, 4 rows consumed on ranks 0, 2; epoch 1, 8 .* rank 1\."):
+        check_agreement({0: {"train": at}, 1: {"train": at | {"consumed": 8}}, 2: {"train": at}})
+    with pytest.raises(CheckpointError, match="without it on rank 1"):
+        check_agreement({0: {"train": at}, 1: {}})
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 2**40), st.data())
+def test_places_of_a_huge_dataset_cost_nothing_but_themselves(num_rows: int, data: st.DataObject) -> None:
+    order = EpochOrder([num_rows], seed=0, epoch=0, shuffle="full")
+    start = data.draw(st.integers(0, num_rows - 1))
+    rows = order.rows(range(start, min(start + 100, num_rows)))
+    assert len(np.unique(rows)) == len(rows) and min(rows) >= 0 and max(rows) < num_rows

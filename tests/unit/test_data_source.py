@@ -1,0 +1,152 @@
+"""What may be given as a dataset, how it travels, and what is said of what may not."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from raysgd.data import DataContext, DatasetPlan, blocks, resolve_datasets
+from raysgd.errors import ConfigError, SerializationError
+
+
+class Squares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return index * index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class Store:
+    """An object store: what is put is pickled, and found by a number."""
+
+    def __init__(self) -> None:
+        self.objects: list[bytes] = []
+
+    def put(self, value: Any) -> int:
+        self.objects.append(pickle.dumps(value))
+        return len(self.objects) - 1
+
+    def fetch(self, ref: int) -> Any:
+        return pickle.loads(self.objects[ref])
+
+
+def read(given: Any) -> list[Any]:
+    """All rows, as a worker sees them that has got the plan and what it refers to."""
+    store = Store()
+    plan: DatasetPlan = pickle.loads(pickle.dumps(resolve_datasets(given, store.put)))
+    return list(DataContext(plan, 0, 1, 0, fetch=store.fetch).get().get_split().iter_rows())
+
+
+X, Y = np.arange(5.0), np.arange(10, dtype=np.int32).reshape(5, 2)
+ROWS = [{"x": x, "y": y.tolist()} for x, y in zip(X, Y, strict=True)]
+TABLE = pa.table({"x": X, "y": pa.FixedSizeListArray.from_arrays(Y.reshape(-1), 2)})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": X, "y": Y},
+        {"x": torch.tensor(X, requires_grad=True), "y": torch.tensor(Y)},
+        {"x": X.astype(">f8"), "y": np.asfortranarray(Y)},
+        [{"x": float(x), "y": y} for x, y in zip(X, Y, strict=True)],
+        [{"x": torch.tensor(x), "y": torch.tensor(y)} for x, y in zip(X, Y, strict=True)],
+        TABLE,
+        TABLE.to_batches()[0],
+        pa.concat_tables([TABLE[:2], TABLE[2:]]),
+        pd.DataFrame({"x": X, "y": list(Y)}, index=list("abcde")),
+    ],
+    ids=["arrays", "tensors", "layouts", "rows", "rows of tensors", "table", "record batch", "chunks", "frame"],
+)
+def test_tables_of_all_kinds_give_the_same_rows(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 40)  # several blocks
+    rows = [{"x": row["x"], "y": row["y"].tolist()} for row in read(given)]
+    assert rows == ROWS
+
+
+def test_map_style_datasets_are_indexed_by_the_worker() -> None:
+    assert read(Squares()) == [0, 1, 4, 9, 16]
+    assert read([(1, "a"), (2, "b")]) == [(1, "a"), (2, "b")]
+    assert [pair[0].item() for pair in read(TensorDataset(torch.arange(3)))] == [0, 1, 2]
+
+
+def test_rows_of_other_things_stay_what_they_are() -> None:
+    rows = [{"name": "ab", "lengths": [1, 2]}, {"name": "c", "lengths": [3]}]
+    assert [{"name": row["name"], "lengths": list(row["lengths"])} for row in read(rows)] == rows
+
+
+def test_nan_in_a_frame_is_not_null() -> None:
+    (first, second) = read(pd.DataFrame({"x": [np.nan, 1.0]}))
+    assert np.isnan(first["x"]) and second["x"] == 1
+
+
+def test_the_plan_is_small_and_each_object_is_stored_once() -> None:
+    store, big = Store(), {"x": np.zeros(100_000)}
+    plan = resolve_datasets(tuple((big, {"x": np.ones(3)}) for _ in range(3)), store.put)
+    assert len(pickle.dumps(plan)) < 1000
+    assert len(store.objects) == 4
+    assert plan.folds == tuple((f"{fold}/train", f"{fold}/validation") for fold in range(3))
+
+
+def test_big_tables_travel_in_blocks() -> None:
+    store = Store()
+    (source,) = resolve_datasets({"x": np.zeros((30, 2**20))}, store.put).sources.values()
+    assert source.block_rows == (8, 8, 8, 6)
+    assert max(map(len, store.objects)) < blocks.BLOCK_BYTES + 1000
+
+
+def test_nothing_is_a_plan_without_datasets() -> None:
+    with pytest.raises(ConfigError, match=r"no dataset was given to this run; give one: run\("):
+        DataContext(resolve_datasets(None, id), 0, 1, None, fetch=id).get("train")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, r"'dataset' is a int, which cannot be read\. Give a pyarrow Table"),
+        ({"train": 3}, "'train' is a int"),
+        ({}, "names no dataset"),
+        ((), "has no fold"),
+        ((TABLE, (TABLE, TABLE, TABLE)), r"dataset\[1\] is a tuple of 3"),
+        ((TABLE, None), "'1' is a NoneType"),
+        ({1: TABLE}, "has the name 1"),
+        ({"train": {}}, "'train' is a dict, which cannot be read"),
+        ({"x": X, "other": TABLE}, "an array under 'x' and a Table under 'other'"),
+        ({"x": X, "y": X[:3]}, r"columns of different lengths: 'x' 5, 'y' 3\. A dict of arrays is one dataset"),
+        ({"x": np.array(1.0)}, "column 'x' of dataset 'dataset' is a single number"),
+        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, r"column 'x' .* tensor of torch.bfloat16 .* \.float\(\)"),
+        ({"x": torch.eye(2).to_sparse()}, r"column 'x' .* \.to_dense\(\)"),
+        ({"x": np.ma.masked_array([1, 2], [0, 1])}, "column 'x' .* masked"),
+        ({1: X}, "column named 1"),
+        (pa.table([X, X], names=["x", "x"]), "2 columns named 'x'"),
+        (pa.table({}), "no columns"),
+        (pd.DataFrame({"x": [1, "a"]}), "column 'x' of dataset 'dataset' cannot be an Arrow column"),
+        ([{"x": 1}, {"y": 1}], r"row 1 of dataset 'dataset' has the keys \['y'\], row 0 \['x'\]"),
+        (X, r"ndarray, which gives its column no name"),
+        ("a.parquet", "paths are not read yet.*read_parquet"),
+        (Path("a.parquet"), "paths are not read yet"),
+        (Stream(), "iterable torch Dataset, which cannot be split"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_dataset_is_named(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve_datasets(given, lambda value: value)
+
+
+def test_a_dataset_that_does_not_pickle_is_named() -> None:
+    with pytest.raises(SerializationError, match="dataset 'train', a list, cannot be sent") as caught:
+        resolve_datasets({"train": [lambda: 1]}, Store().put)
+    assert caught.value.path == "dataset['train']"

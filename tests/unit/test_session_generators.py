@@ -1,0 +1,113 @@
+"""The random number generators of a worker: seeded per rank, saved as JSON, put back where they were."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd.session.generators import capture_generators, restore_generators, seed_generators
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": lambda: [random.random(), random.gauss(0, 1), random.randrange(10**6)],
+    "numpy": lambda: [np.random.random(), np.random.normal(), int(np.random.randint(10**6))],
+    "torch": lambda: torch.rand(3).tolist(),
+}
+
+
+def draw() -> dict[str, Any]:
+    return {name: sample() for name, sample in DRAWS.items()}
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    """The other tests' generators stay as they are."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def through_json(states: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint's manifest carries them."""
+    text = json.dumps(states, allow_nan=False)
+    assert json.loads(text) == states  # plain JSON: nothing changes on the way
+    restored: dict[str, Any] = json.loads(text)
+    return restored
+
+
+def test_restored_generators_go_on_where_they_were_saved() -> None:
+    seed_generators(1, 0)
+    draw()
+    states = through_json(capture_generators())
+    expected = [draw() for _ in range(3)]
+    seed_generators(2, 0)
+    restore_generators(states)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_saving_does_not_move_them() -> None:
+    seed_generators(1, 0)
+    capture_generators()
+    first = draw()
+    seed_generators(1, 0)
+    assert draw() == first
+
+
+def test_the_second_value_of_a_pair_of_normals_is_not_lost() -> None:
+    random.gauss(0, 1)  # makes two, keeps one
+    np.random.normal()
+    states = through_json(capture_generators())
+    expected = draw()
+    restore_generators(states)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("name", sorted(DRAWS))
+def test_each_rank_draws_its_own_numbers_and_the_same_ones_again(name: str) -> None:
+    def drawn(seed: int, rank: int) -> Any:
+        seed_generators(seed, rank)
+        return DRAWS[name]()
+
+    ranks = [drawn(7, rank) for rank in range(4)]
+    assert ranks == [drawn(7, rank) for rank in range(4)]
+    assert len({str(values) for values in ranks}) == 4
+    assert drawn(8, 0) == ranks[1]
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63])
+def test_any_seed_will_do(seed: int) -> None:
+    seed_generators(seed, 3)
+    first = draw()
+    seed_generators(seed, 3)
+    assert draw() == first
+
+
+def test_a_framework_that_is_not_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_generators(1, 0)
+    everything = capture_generators()
+    assert {"python", "numpy", "torch"} <= set(everything)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "numpy")
+    assert set(capture_generators()) == {"python"}
+    seed_generators(2, 0)
+    expected = random.random()
+    seed_generators(3, 0)
+    restore_generators(everything)  # saved where there was more
+    assert random.random() != expected
+
+
+def test_states_that_lack_one_leave_it_alone() -> None:
+    seed_generators(1, 0)
+    expected = DRAWS["torch"]()
+    seed_generators(1, 0)
+    restore_generators({"python": capture_generators()["python"]})
+    restore_generators({})
+    assert DRAWS["torch"]() == expected

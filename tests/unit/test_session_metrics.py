@@ -1,0 +1,240 @@
+"""What may be reported, that it is copied at the call, and errors that name the metric."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import json
+import math
+from collections import OrderedDict, UserDict
+from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.errors import MetricError
+from raysgd.result import AUTOMATIC_KEYS
+from raysgd.session.metrics import MAX_METRICS_BYTES, Deferred, copy_metrics, read_deferred
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Phase(str, enum.Enum):
+    TRAIN = "train"
+
+
+class Celsius(float):
+    pass
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal and of the same type, all the way down; NaN equals NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+# -- what may be reported ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "copied"),
+    [
+        (1, 1),
+        (2**100, 2**100),
+        (0.5, 0.5),
+        (math.inf, math.inf),
+        (math.nan, math.nan),
+        (True, True),
+        (None, None),
+        ("text", "text"),
+        ("", ""),
+        (np.float64(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.float16(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.uint8(3), 3),
+        (np.bool_(True), True),
+        (np.str_("text"), "text"),
+        (np.array(0.5), 0.5),
+        (np.array(3), 3),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(3), 3),
+        (torch.tensor(True), True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (torch.tensor(0.5, requires_grad=True) * 2, 1.0),
+        (torch.nn.Parameter(torch.tensor(0.5)), 0.5),
+        (Level.HIGH, 3),
+        (Phase.TRAIN, "train"),
+        (Celsius(0.5), 0.5),
+        ([1, (2, 3)], [1, [2, 3]]),
+        ((), []),
+        ({"a": {"b": np.float64(1.0)}}, {"a": {"b": 1.0}}),
+        (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
+        (MappingProxyType({"a": 1}), {"a": 1}),
+        (UserDict({"a": 1}), {"a": 1}),
+        ([torch.tensor(1), np.int8(2), None, "x"], [1, 2, None, "x"]),
+    ],
+    ids=lambda value: f"{type(value).__module__}.{type(value).__name__}",
+)
+def test_what_may_be_reported_becomes_plain(given: Any, copied: Any) -> None:
+    result = copy_metrics({"x": given})
+    assert same(result, {"x": copied})
+    json.dumps(result)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).filter(lambda key: key not in AUTOMATIC_KEYS),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+            max_leaves=10,
+        ),
+        max_size=4,
+    )
+)
+def test_plain_metrics_come_out_as_they_went_in(metrics: dict[str, Any]) -> None:
+    assert same(copy_metrics(metrics), metrics)
+    assert same(read_deferred(copy_metrics(metrics)), metrics)
+
+
+# -- the moment of the call --------------------------------------------------------------------------------------------
+
+
+def test_what_is_changed_after_the_call_does_not_show() -> None:
+    array, tensor = np.array(1.0), torch.tensor(1.0)
+    inner: dict[str, Any] = {"values": [1]}
+    metrics = {"array": array, "tensor": tensor, "inner": inner, "plain": 1}
+    copied = copy_metrics(metrics)
+    array[()] = 2.0
+    tensor.fill_(2.0)
+    inner["values"].append(2)
+    inner["more"] = 1
+    metrics["plain"] = 2
+    assert copied == {"array": 1.0, "tensor": 1.0, "inner": {"values": [1]}, "plain": 1}
+
+
+def test_a_scalar_on_a_device_is_not_read_at_the_call() -> None:
+    reads: list[str] = []
+
+    def read() -> float:
+        reads.append("read")
+        return 0.5
+
+    held = {"loss": Deferred(read), "nested": [{"x": Deferred(read)}], "plain": 1}
+    assert reads == []
+    assert read_deferred(held) == {"loss": 0.5, "nested": [{"x": 0.5}], "plain": 1}
+    assert reads == ["read", "read"]
+
+
+# -- what may not ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (np.zeros(3), "numpy.ndarray of shape (3,)"),
+        (np.zeros(1), "numpy.ndarray of shape (1,)"),
+        (torch.zeros(2, 3), "torch.Tensor of shape (2, 3)"),
+        (torch.zeros(1), "torch.Tensor of shape (1,)"),
+        (torch.tensor(1 + 2j), "torch.Tensor"),
+        (1 + 2j, "builtins.complex"),
+        (np.complex128(1j), "numpy.complex128"),
+        (np.datetime64("2024-01-01"), "numpy.datetime64"),
+        (datetime.datetime(2024, 1, 1), "datetime.datetime"),
+        (Decimal("0.5"), "decimal.Decimal"),
+        (Path("x"), "Path"),
+        (b"bytes", "builtins.bytes"),
+        ({1, 2}, "builtins.set"),
+        (object(), "builtins.object"),
+        (print, "builtins.builtin_function_or_method"),
+        (torch.nn.Linear(1, 1), "Linear"),
+    ],
+    ids=str,
+)
+def test_what_is_no_metric_is_refused_by_name_and_type(value: Any, named: str) -> None:
+    with pytest.raises(MetricError) as caught:
+        copy_metrics({"fine": 1, "odd": value})
+    assert caught.value.key == "odd"
+    assert "report(odd=...)" in str(caught.value) and named in str(caught.value)
+
+
+def test_the_error_for_an_array_says_what_to_report_instead() -> None:
+    with pytest.raises(MetricError, match=r"\.mean\(\)"):
+        copy_metrics({"x": np.zeros(3)})
+    with pytest.raises(MetricError, match="save_checkpoint"):
+        copy_metrics({"x": object()})
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ({"a": [1, {"b": object()}]}, "x['a'][1]['b']"),
+        ([0, object()], "x[1]"),
+    ],
+)
+def test_an_error_inside_a_metric_says_where(value: Any, key: str) -> None:
+    with pytest.raises(MetricError) as caught:
+        copy_metrics({"x": value})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("key", sorted(AUTOMATIC_KEYS))
+def test_the_automatic_keys_are_refused(key: str) -> None:
+    with pytest.raises(MetricError, match="by itself") as caught:
+        copy_metrics({"loss": 1.0, key: 1})
+    assert caught.value.key == key
+    assert copy_metrics({"inner": {key: 1}}) == {"inner": {key: 1}}  # only at the top they would collide
+
+
+@pytest.mark.parametrize("name", [1, None, ("a", "b"), b"a"])
+def test_names_are_strings(name: Any) -> None:
+    with pytest.raises(MetricError, match="names are strings"):
+        copy_metrics({"loss": 1.0, name: 1})
+    with pytest.raises(MetricError, match="names are strings"):
+        copy_metrics({"inner": {name: 1}})
+
+
+def test_a_metric_that_holds_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(MetricError, match="holds itself"):
+        copy_metrics({"x": loop})
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        "x" * (MAX_METRICS_BYTES + 1),
+        [0.5] * (MAX_METRICS_BYTES // 8 + 1),
+        {"x" * MAX_METRICS_BYTES: 1},
+        ["x" * 1024] * 1025,
+    ],
+    ids=["text", "list", "name", "list of texts"],
+)
+def test_more_than_a_mebibyte_is_refused_and_the_largest_named(large: Any) -> None:
+    with pytest.raises(MetricError, match="1 MiB") as caught:
+        copy_metrics({"small": 1.0, "large": large, "text": "x" * 1000})
+    assert caught.value.key == "large"
+
+
+def test_a_mebibyte_in_many_small_metrics_is_refused_too() -> None:
+    with pytest.raises(MetricError, match="1 MiB"):
+        copy_metrics({f"metric {number}": 0.5 for number in range(100_000)})
+
+
+def test_a_metric_of_half_a_mebibyte_is_fine() -> None:
+    assert copy_metrics({"text": "x" * (MAX_METRICS_BYTES // 2)})

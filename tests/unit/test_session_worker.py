@@ -1,0 +1,454 @@
+"""One attempt as train_func sees it: what its calls send, when they raise, and where a stop is found."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd._util.fast_json import decode
+from raysgd.errors import AttemptEnded, CheckpointError, MetricError, SessionError
+from raysgd.session.base import Identity
+from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
+from raysgd.session.generators import capture_generators
+from raysgd.session.outbox import Outbox
+from raysgd.session.stopping import StopGate
+from raysgd.session.worker import Codec, WorkerSession
+
+PATIENCE_S = 30  # far above what anything here takes
+
+
+class FakeWriter:
+    """Remembers what was given to be written; raises where a state is an exception."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, Any]] = []
+        self.rank_states: list[dict[str, Any]] = []
+
+    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
+        if isinstance(state, Exception):
+            raise state
+        self.calls.append(("state", call, (state, trusted)))
+        self.rank_states.append(rank_state)
+
+    def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
+        self.calls.append(("files", call, path))
+        self.rank_states.append(rank_state)
+
+    def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
+        self.calls.append(("nothing", call, None))
+        self.rank_states.append(rank_state)
+
+
+@dataclass
+class FakeStart:
+    """A checkpoint to start from."""
+
+    name: str
+    generators: dict[str, Any] = field(default_factory=dict)
+
+    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+        return (self.name, rank, world_size, trusted), {"generators": self.generators}
+
+
+class FakeLink:
+    """A controller that answers at once."""
+
+    def __init__(self) -> None:
+        self.meetings: list[tuple[str, int, bytes | None]] = []
+        self.answer: bytes | None = b""
+        self.newest: FakeStart | None = None
+
+    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
+        self.meetings.append((what, index, payload))
+        return payload if payload is not None else self.answer
+
+    def newest_checkpoint(self) -> FakeStart | None:
+        return self.newest
+
+
+class Worker:
+    """A session and all its neighbours."""
+
+    def __init__(self, rank: int = 0, world_size: int = 2, **settings: Any) -> None:
+        self.writer = FakeWriter()
+        self.link = FakeLink()
+        self.outbox = Outbox(0)
+        self.loaded: list[Any] = []
+        given: dict[str, Any] = {"start": None, "time_before_s": 0.0, **settings}
+        self.session = WorkerSession(
+            Identity(world_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
+            outbox=self.outbox,
+            writer=self.writer,  # type: ignore[arg-type]
+            link=self.link,
+            codec=Codec(pickle.dumps, pickle.loads),
+            load_path=lambda *args: self.loaded.append(args) or "loaded",  # type: ignore[func-returns-value]
+            seed=None,
+            deterministic=False,
+            **given,
+        )
+
+    def report(self, **metrics: Any) -> None:
+        self.session.report(metrics)
+
+    def save(self, state: Any = "state", **options: Any) -> None:
+        given = {"files": False, "metrics": None, "all_ranks": False, "trusted": False, **options}
+        self.session.save_checkpoint(state, **given)
+
+    def sent(self) -> list[WorkerEvent]:
+        return self.outbox.drain(0)
+
+    def saved(self) -> list[Saved]:
+        return [event for event in self.sent() if isinstance(event, Saved)]
+
+
+CALLS: dict[str, Callable[[Worker], object]] = {
+    "report": lambda worker: worker.report(loss=1.0),
+    "save_checkpoint": lambda worker: worker.save(),
+    "load_checkpoint": lambda worker: worker.session.load_checkpoint(None, trusted=False),
+    "barrier": lambda worker: worker.session.barrier(),
+    "broadcast": lambda worker: worker.session.broadcast(1),
+}
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_reports_leave_in_order_with_their_times() -> None:
+    worker = Worker(time_before_s=100.0)
+    worker.report(loss=1.0)
+    worker.report(loss=2.0)
+    (event,) = worker.sent()
+    assert isinstance(event, Reports)
+    (first, second) = decode(event.rows)
+    assert [first[2], second[2]] == [{"loss": 1.0}, {"loss": 2.0}]
+    assert first[0] <= second[0]
+    assert 100.0 <= first[1] <= second[1] < 100.0 + PATIENCE_S  # training time goes on from before
+    assert worker.session.num_reports == 2
+
+
+def test_a_report_that_is_refused_is_none() -> None:
+    worker = Worker()
+    with pytest.raises(MetricError):
+        worker.report(loss=object())
+    assert worker.session.num_reports == 0
+    assert worker.sent() == []
+
+
+def test_hooks_get_each_report() -> None:
+    seen: list[dict[str, Any]] = []
+    worker = Worker(on_report=[lambda metrics: seen.append(dict(metrics))])
+    worker.report(loss=1.0)
+    worker.report(loss=2.0)
+    assert seen == [{"loss": 1.0}, {"loss": 2.0}]
+
+
+# -- the end of the attempt --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_every_call_raises_once_the_attempt_is_over(call: str) -> None:
+    worker = Worker()
+    worker.session.end("rank 1 died")
+    for _ in range(2):
+        with pytest.raises(AttemptEnded, match="rank 1 died"):
+            CALLS[call](worker)
+    assert worker.sent() == []
+    assert worker.writer.calls == []
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_a_call_from_a_thread_that_outlived_train_func_is_an_error(call: str) -> None:
+    worker = Worker()
+    worker.session.close()
+    with pytest.raises(SessionError, match="train_func has returned"):
+        CALLS[call](worker)
+    assert worker.sent() == []
+
+
+def test_the_end_of_the_attempt_gets_past_a_users_except_exception() -> None:
+    worker = Worker()
+    worker.session.end("over")
+    assert not issubclass(AttemptEnded, Exception)
+    assert worker.session.is_ended and worker.session.should_stop()
+
+
+def test_an_end_is_raised_anew_each_time() -> None:
+    worker = Worker()
+    worker.session.end("over")
+    raised = []
+    for _ in range(2):
+        with pytest.raises(AttemptEnded) as caught:
+            worker.report()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]  # tracebacks would pile up, and hold their frames
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def test_saves_are_numbered_and_say_how_many_reports_came_before() -> None:
+    worker = Worker()
+    worker.report()
+    worker.save("a")
+    worker.report()
+    worker.report()
+    worker.save("b", trusted=True)
+    assert [(saved.call, saved.reports) for saved in worker.saved()] == [(0, 1), (1, 3)]
+    assert worker.writer.calls == [("state", 0, ("a", False)), ("state", 1, ("b", True))]
+
+
+def test_only_rank_0_gives_a_state_and_the_others_what_is_theirs() -> None:
+    for rank, kind in ((0, "state"), (1, "nothing")):
+        worker = Worker(rank)
+        worker.save()
+        assert [call[0] for call in worker.writer.calls] == [kind]
+        assert set(worker.writer.rank_states[0]["generators"]) >= {"python"}
+
+
+def test_with_all_ranks_each_gives_its_part() -> None:
+    worker = Worker(rank=1)
+    worker.save("part", all_ranks=True)
+    assert worker.writer.calls == [("state", 0, ("part", False))]
+    (saved,) = worker.saved()
+    assert saved.all_ranks
+
+
+def test_files_are_copied_by_the_rank_whose_state_they_are() -> None:
+    for rank, kind in ((0, "files"), (1, "nothing")):
+        worker = Worker(rank)
+        worker.save("/some/folder", files=True)
+        assert [call[0] for call in worker.writer.calls] == [kind]
+        (saved,) = worker.saved()
+        assert saved.is_files
+
+
+def test_ranks_that_give_no_state_may_give_none() -> None:
+    worker = Worker(rank=1)
+    worker.save(None)
+    assert len(worker.saved()) == 1
+
+
+@pytest.mark.parametrize(("rank", "all_ranks"), [(0, False), (0, True), (1, True)])
+def test_the_rank_whose_state_it_is_may_not_give_none(rank: int, all_ranks: bool) -> None:
+    worker = Worker(rank)
+    with pytest.raises(CheckpointError, match=rf"save_checkpoint\(None\) on rank {rank}"):
+        worker.save(None, all_ranks=all_ranks)
+    assert worker.sent() == []
+
+
+def test_a_state_that_cannot_be_saved_makes_no_checkpoint_but_counts_as_a_call() -> None:
+    worker = Worker()
+    with pytest.raises(CheckpointError, match="holds a socket"):
+        worker.save(CheckpointError("holds a socket"))
+    worker.save("next")  # the other ranks made both calls
+    assert [saved.call for saved in worker.saved()] == [1]
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def scores(worker: Worker) -> list[Any]:
+    """Of each save, and each score that came later, the metrics."""
+    return [
+        (type(event).__name__, event.call, None if event.metrics is None else json.loads(event.metrics))
+        for event in worker.sent()
+        if isinstance(event, (Saved, Scored))
+    ]
+
+
+def test_in_a_loop_that_reports_first_a_save_is_scored_by_the_report_before_it() -> None:
+    worker = Worker()
+    for loss in (3, 2, 1):
+        worker.report(loss=loss)
+        worker.save()
+    assert scores(worker) == [("Saved", 0, {"loss": 3}), ("Saved", 1, {"loss": 2}), ("Saved", 2, {"loss": 1})]
+
+
+def test_in_a_loop_that_saves_first_a_save_is_scored_by_the_report_after_it() -> None:
+    worker = Worker()
+    for loss in (3, 2):
+        worker.save()
+        worker.report(loss=loss)
+    assert scores(worker) == [("Saved", 0, None), ("Scored", 0, {"loss": 3}), ("Saved", 1, None), ("Scored", 1, {"loss": 2})]
+
+
+def test_of_several_reports_after_a_save_the_first_scores_it() -> None:
+    worker = Worker()
+    worker.save()
+    worker.report(loss=3)
+    worker.report(loss=2)
+    assert scores(worker) == [("Saved", 0, None), ("Scored", 0, {"loss": 3})]
+
+
+def test_a_report_comes_before_the_score_it_makes() -> None:
+    worker = Worker()
+    worker.save()
+    worker.report(loss=3)
+    assert [type(event) for event in worker.sent()] == [Saved, Reports, Scored]
+
+
+def test_metrics_of_its_own_score_a_save_and_its_round_is_counted_all_the_same() -> None:
+    first, after = Worker(), Worker()
+    first.save(metrics={"acc": 0.5})
+    first.report(loss=3)
+    assert scores(first) == [("Saved", 0, {"acc": 0.5}), ("Scored", 0, None)]
+    after.report(loss=3)
+    after.save(metrics={"acc": 0.5})
+    after.report(loss=2)
+    assert scores(after) == [("Saved", 0, {"acc": 0.5})]
+
+
+def test_metrics_of_a_save_are_held_to_the_rules_of_reports() -> None:
+    worker = Worker()
+    with pytest.raises(MetricError):
+        worker.save(metrics={"acc": object()})
+    assert worker.sent() == [] and worker.writer.calls == []
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_nothing_to_load_at_the_first_start() -> None:
+    assert Worker().session.load_checkpoint(None, trusted=False) is None
+
+
+def test_the_start_is_loaded_for_this_rank_and_its_generators_go_on() -> None:
+    states = capture_generators()
+    expected = random.random()
+    worker = Worker(rank=1, start=FakeStart("start", states))
+    assert worker.session.load_checkpoint(None, trusted=True) == ("start", 1, 2, True)
+    assert random.random() == expected
+
+
+def test_after_a_save_the_newest_committed_checkpoint_is_loaded() -> None:
+    worker = Worker(start=FakeStart("start"))
+    worker.save()
+    assert worker.session.load_checkpoint(None, trusted=False) is None  # it is not committed yet
+    worker.link.newest = FakeStart("newest")
+    assert worker.session.load_checkpoint(None, trusted=False) == ("newest", 0, 2, False)
+
+
+def test_a_path_is_loaded_as_it_is() -> None:
+    worker = Worker(rank=1, start=FakeStart("start"))
+    assert worker.session.load_checkpoint("/somewhere", trusted=True) == "loaded"
+    assert worker.loaded == [("/somewhere", 1, 2, True)]
+
+
+# -- meetings ----------------------------------------------------------------------------------------------------------
+
+
+def test_barriers_and_broadcasts_are_counted_each_for_itself() -> None:
+    worker = Worker(rank=1)
+    worker.link.answer = pickle.dumps("x")
+    worker.session.barrier()
+    worker.session.broadcast(None)
+    worker.session.barrier()
+    assert worker.link.meetings == [("barrier", 0, None), ("broadcast", 0, None), ("barrier", 1, None)]
+
+
+def test_a_broadcast_gives_everyone_rank_0s_object() -> None:
+    payload = {"lr": 0.1}
+    zero, one = Worker(0), Worker(1)
+    assert zero.session.broadcast(payload) is payload
+    sent = zero.link.meetings[0][2]
+    assert sent is not None
+    one.link.answer = sent
+    assert one.session.broadcast("ignored") == payload
+    assert one.link.meetings == [("broadcast", 0, None)]
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_asked_to_stop() -> None:
+    worker = Worker()
+    assert not worker.session.should_stop()
+    worker.report()
+
+
+def test_a_loop_that_looks_finds_the_stop_and_has_one_more_report_for_its_last_word() -> None:
+    worker = Worker()
+    worker.report()
+    looks, reports = worker.session.hold()
+    worker.session.stop_from(looks, reports)
+    assert worker.session.should_stop()
+    worker.save()
+    worker.report(last=True)
+    with pytest.raises(AttemptEnded, match="asked to stop"):
+        worker.report()
+    assert worker.session.num_reports == 2
+
+
+def test_a_rank_that_is_behind_the_others_goes_on_until_it_has_come_as_far() -> None:
+    worker = Worker()
+    worker.session.hold()
+    worker.session.stop_from(look=2, last_report=1)
+    assert [worker.session.should_stop() for _ in range(4)] == [False, False, True, True]
+    worker.report()
+    worker.report()
+    with pytest.raises(AttemptEnded):
+        worker.report()
+
+
+@pytest.mark.parametrize("call", [lambda worker: worker.session.should_stop(), lambda worker: worker.report()])
+def test_a_rank_that_is_held_waits_until_all_have_agreed(call: Callable[[Worker], object]) -> None:
+    worker = Worker()
+    looks, reports = worker.session.hold()
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(call(worker)))
+    thread.start()
+    thread.join(0.02)
+    assert thread.is_alive()
+    worker.session.stop_from(looks + 5, reports + 5)
+    thread.join(PATIENCE_S)
+    assert len(answers) == 1 and not answers[0]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_is_held_when_the_attempt_ends_is_let_go(is_late: bool) -> None:
+    worker = Worker()
+    raised: list[BaseException] = []
+
+    def look_and_report() -> None:
+        assert worker.session.should_stop()
+        try:
+            worker.report()
+        except AttemptEnded as ended:
+            raised.append(ended)
+
+    if is_late:  # the end overtakes the call that holds
+        worker.session.end("rank 1 died")
+        worker.session.hold()
+    else:
+        worker.session.hold()
+    thread = threading.Thread(target=look_and_report, daemon=True)
+    thread.start()
+    if not is_late:
+        worker.session.end("rank 1 died")
+    thread.join(PATIENCE_S)
+    assert [str(ended) for ended in raised] == ["rank 1 died"]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_all_ranks_find_a_stop_at_the_same_look(made: list[int]) -> None:
+    gates = [StopGate() for _ in made]
+    for gate, looks in zip(gates, made, strict=True):
+        assert not any([gate.look() for _ in range(looks)])
+    places = [gate.hold(0)[0] for gate in gates]
+    for gate in gates:
+        gate.release(max(places), 0)
+    first = []
+    for gate, looks in zip(gates, made, strict=True):
+        while not gate.look():
+            looks += 1
+        first.append(looks)
+    assert len(set(first)) == 1 and first[0] >= max(made)
