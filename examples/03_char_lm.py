@@ -7,7 +7,7 @@ two CPU cores; then it writes a few lines of its own. Interrupt it whenever you 
 is, and `--resume` with that folder goes on from there, drawing the same text it would have drawn.
 """
 
-# test: --goal 2.0
+# test: tests/docs/test_char_lm.py
 
 import argparse
 import math

@@ -8,11 +8,13 @@ from typing import Any
 
 REDACTED = "***"
 # "token" only as a word of its own: a tokenizer, or a number of tokens, is no secret.
-_SECRET = r"[\w-]*(?:secret|password|passwd|api[_-]?key|credential|(?<![a-z])token(?![a-z]))[\w-]*"
+_TOKEN = r"(?:(?<![a-z])token|(?-i:(?<=[a-z])Token))(?![a-z])"
+_KEY = r"(?:api|access|private)[_-]?key"
+_SECRET = rf"[\w-]*(?:secret|password|passwd|passphrase|credential|{_KEY}|{_TOKEN})[\w-]*"
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 # name = 'value', "name": "value", name: value, --name value; the value up to its closing quote or the next blank
 _ASSIGNMENT = re.compile(
-    rf"""(?P<head>(?P<q>['"]?)\b{_SECRET}(?P=q)\s*(?:=|:)\s*)(?P<value>'[^'\n]*'|"[^"\n]*"|[^\s,;)}}\]]+)""",
+    rf"""(?P<head>(?P<q>['"]?)\b{_SECRET}(?P=q)\s*(?:=|:)\s*|--{_SECRET}[ \t]+)(?P<value>'[^'\n]*'|"[^"\n]*"|[^\s,;)}}\]]+)""",
     re.IGNORECASE,
 )
 
@@ -42,19 +44,14 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def secret_values(value: Any) -> set[str]:
-    """The strings that stand under secret names in a config, so that texts can be searched for them."""
-    found: set[str] = set()
+def secret_values(value: Any, is_secret: bool = False) -> set[str]:
+    """The strings that stand, however deep, under secret names in a config, so that texts can be searched for them."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            if is_secret_name(key) and isinstance(item, str) and len(item) >= 4:
-                found.add(item)
-            else:
-                found |= secret_values(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            found |= secret_values(item)
-    return found
+        inside = [secret_values(item, is_secret or is_secret_name(key)) for key, item in value.items()]
+        return set().union(*inside)
+    if isinstance(value, (list, tuple)):
+        return set().union(*(secret_values(item, is_secret) for item in value))
+    return {value} if is_secret and isinstance(value, str) and len(value) >= 4 else set()
 
 
 def redact_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -114,10 +114,13 @@ class TrainerActor:
                 return
             rendezvous = await self._group.open_rendezvous()
             calls = [
-                self._group.call("make_instance", blob, _class_order(self._group, slot, rendezvous), slots=[slot])
-                for slot in range(self._group.size)
+                asyncio.ensure_future(self._make_instance(slot, blob, rendezvous)) for slot in range(self._group.size)
             ]
-            await asyncio.gather(*calls)
+            try:
+                await asyncio.gather(*calls)
+            except Exception:
+                await self._leave_constructors(calls)
+                raise
             self._has_class = True
 
     async def execute(self, blob: Blob, first_only: bool) -> list[bytes]:
@@ -155,6 +158,18 @@ class TrainerActor:
         self._group.shutdown()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    async def _make_instance(self, slot: int, blob: Blob, rendezvous: str) -> None:
+        await self._group.call("make_instance", blob, _class_order(self._group, slot, rendezvous), slots=[slot])
+
+    async def _leave_constructors(self, calls: Sequence[asyncio.Future[None]]) -> None:
+        """One has failed: the others, which may wait for it in a collective, fail too or are replaced."""
+        await asyncio.wait(calls, timeout=self._settings.failure.abort_grace_s)
+        for slot, call in enumerate(calls):
+            if not call.done():
+                self._group.kill(slot)
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self._group.call("drop_instance")
 
     async def _wait_closed(self, run_id: str) -> None:
         run = await self._announced(run_id)

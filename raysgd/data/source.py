@@ -129,7 +129,7 @@ def _from_ray(name: str, dataset: Any) -> Source:
 
 
 def _check_items(name: str, given: Any) -> None:
-    what = f"dataset {name!r} is a {type(given).__name__}"
+    what = f"dataset {name!r} is of type {type(given).__name__}"
     if isinstance(given, (str, bytes, PathLike)):
         raise ConfigError(
             f"{what}; paths are not read yet. Open it: pyarrow.parquet.read_table or ray.data.read_parquet."

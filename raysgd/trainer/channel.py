@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from raysgd.controller.actor import STREAM_AHEAD, TrainerActor
 from raysgd.controller.frames import Frame
 from raysgd.controller.requests import RunRequest, TrainerSettings
-from raysgd.errors import WorkerError
+from raysgd.errors import RaySGDError, WorkerError
 from raysgd.workers.group import NAMESPACE
 from raysgd.workers.pickling import loads
 
@@ -80,7 +80,10 @@ class Channel:
         try:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from None
+            cause = error.cause
+            if not isinstance(cause, Exception):
+                raise error from None
+            raise cause from None if isinstance(cause, RaySGDError) else error  # where in the user's code
         except RayActorError as error:
             raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
 

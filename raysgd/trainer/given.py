@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -21,10 +22,9 @@ def check_train_func(function: Any) -> Callable[..., Any]:
     name = getattr(function, "__qualname__", repr(function))
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"train_func={function!r} is no function; give a function train_func(config).")
-    plain = inspect.unwrap(getattr(function, "func", function))
-    if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+    if _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
         raise ConfigError(f"train_func {name} is async; give a plain function (it may use asyncio.run inside).")
-    if inspect.isgeneratorfunction(plain):
+    if _is_any(function, inspect.isgeneratorfunction):
         raise ConfigError(
             f"train_func {name} is a generator; give a plain function and call raysgd.report in its loop."
         )
@@ -40,6 +40,13 @@ def check_train_func(function: Any) -> Callable[..., Any]:
             "Put the others into the config, or bind them with functools.partial."
         )
     return function  # type: ignore[no-any-return]
+
+
+def _is_any(function: Any, *kinds: Callable[[Any], bool]) -> bool:
+    """Whether a call of ``function`` is of one of the kinds: a function, one that is bound, an object with ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return any(kind(plain) for kind in kinds for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
 
 
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

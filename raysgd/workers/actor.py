@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,12 @@ class WorkerActor:
     def make_instance(self, blob: Blob, order: AttemptOrder) -> None:
         """Join a group and make this worker's instance of the user's class."""
         self._backend.set_up(order.member)
-        self._instances.make(_resolve(blob), order.member)
+        try:
+            self._instances.make(_resolve(blob), order.member)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # what they hold keeps the group's sockets open, and so the peers
+            self.drop_instance()
+            raise
 
     def execute(self, blob: Blob, has_instance: bool) -> bytes:
         """Call the user's function here; returns the pickle of its value."""

@@ -6,8 +6,10 @@ to the CPU while they are pickled, wherever in the value they sit.
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
@@ -57,14 +59,18 @@ def dumps_named(obj: Any, name: str, reducers: Reducers | None = None) -> bytes:
         ) from error
 
 
-def find_unpicklable(obj: Any, path: str, reducers: Reducers | None = None, depth: int = 0) -> tuple[str, Any]:
+def find_unpicklable(
+    obj: Any, path: str, reducers: Reducers | None = None, above: tuple[Any, ...] = ()
+) -> tuple[str, Any]:
     """The innermost part of ``obj`` that does not pickle, and where it sits."""
-    if depth < 20:
-        for name, part in _parts(obj):
-            try:
-                dumps(part, reducers)
-            except Exception:
-                return find_unpicklable(part, path + name, reducers, depth + 1)
+    above = (*above, obj)
+    for name, part in _parts(obj) if len(above) <= 20 else []:
+        if any(part is outer for outer in above):  # a function that calls itself
+            continue
+        try:
+            dumps(part, reducers)
+        except Exception:
+            return find_unpicklable(part, path + name, reducers, above)
     return path, obj
 
 
@@ -109,10 +115,33 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", value) for key, value in obj.items()]
     if isinstance(obj, (list, tuple, set, frozenset)):
         return [(f"[{i}]", value) for i, value in enumerate(obj)]
-    closure = getattr(obj, "__closure__", None)
-    if closure is not None:
-        names = obj.__code__.co_freevars
-        return [(f" (its variable {name!r})", cell.cell_contents) for name, cell in zip(names, closure, strict=True)]
+    if isinstance(obj, functools.partial):
+        return [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
+    if isinstance(obj, MethodType):
+        return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
+    if isinstance(obj, FunctionType):
+        return _variables(obj)
     if hasattr(obj, "__dict__") and not isinstance(obj, type):
         return [(f".{name}", value) for name, value in vars(obj).items()]
     return []
+
+
+def _variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function that travels by value takes with it."""
+    found: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append((f" (its variable {name!r})", cell.cell_contents))
+        except ValueError:  # it has no value yet
+            continue
+    for name in dict.fromkeys(_names(function.__code__)):
+        if name in function.__globals__:
+            found.append((f" (its global variable {name!r})", function.__globals__[name]))
+    return [*found, *((" (a default value)", value) for value in function.__defaults__ or ())]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -7,7 +7,6 @@ executed from its first cell to its last. Each starts Ray by itself, as on a use
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -78,15 +77,3 @@ def test_notebook_is_kept_without_outputs(notebook: Path) -> None:
 
     cells = nbformat.read(notebook, as_version=4).cells
     assert not [cell for cell in cells if cell.get("outputs")], "clear the outputs before keeping it"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_char_lm_goes_on_from_a_checkpoint(
-    ray_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
-    example = ROOT / "examples" / "03_char_lm.py"
-    (checkpoint,) = re.findall(r"--resume (\S+)", _run(example, ["--steps", "20"], tmp_path))
-    printed = _run(example, ["--steps", "40", "--resume", checkpoint], tmp_path)
-    assert re.findall(r"iteration (\d+).*?step=(\d+)", printed) == [("2", "40")]

@@ -12,7 +12,7 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine import RunMachine, RunPlan
+from raysgd.controller.machine import GATHER_S, RunMachine, RunPlan
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
@@ -199,3 +199,25 @@ class Stepper:
                 timer = c.TimeUp(command.timer, command.attempt)
                 heapq.heappush(self._timers, (self.now + command.delay_s, next(self._order), timer))
         return commands
+
+
+def running(num_ranks: int = 2, **settings: object) -> Stepper:
+    """A run whose first attempt is under way."""
+    run = Stepper(num_ranks, **settings)  # type: ignore[arg-type]
+    run.ready()
+    return run
+
+
+def kill(run: Stepper, rank: int = 0) -> None:
+    """A worker dies, the others leave, and the run goes on to what follows."""
+    run.gone(rank, "killed")
+    run.advance(GATHER_S)
+    for other in set(range(run.num_ranks)) - {rank}:
+        run.leave(other, e.Ended())
+
+
+def finish(run: Stepper) -> None:
+    """All ranks return and what is to be written is written."""
+    for rank in range(run.num_ranks):
+        run.leave(rank)
+    run.commit()

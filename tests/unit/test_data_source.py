@@ -116,14 +116,14 @@ def test_nothing_is_a_plan_without_datasets() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (3, r"'dataset' is a int, which cannot be read\. Give a pyarrow Table"),
-        ({"train": 3}, "'train' is a int"),
+        (3, r"'dataset' is of type int, which cannot be read\. Give a pyarrow Table"),
+        ({"train": 3}, "'train' is of type int"),
         ({}, "names no dataset"),
         ((), "has no fold"),
         ((TABLE, (TABLE, TABLE, TABLE)), r"dataset\[1\] is a tuple of 3"),
-        ((TABLE, None), "'1' is a NoneType"),
+        ((TABLE, None), "'1' is of type NoneType"),
         ({1: TABLE}, "has the name 1"),
-        ({"train": {}}, "'train' is a dict, which cannot be read"),
+        ({"train": {}}, "'train' is of type dict, which cannot be read"),
         ({"x": X, "other": TABLE}, "an array under 'x' and a Table under 'other'"),
         ({"x": X, "y": X[:3]}, r"columns of different lengths: 'x' 5, 'y' 3\. A dict of arrays is one dataset"),
         ({"x": np.array(1.0)}, "column 'x' of dataset 'dataset' is a single number"),

@@ -1,0 +1,188 @@
+"""start, execute and execute_single: what library authors build on. Real torch groups of two workers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.errors import ConfigError, SerializationError, TrainerBusyError
+from support.runs import make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch") as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def started(trainer: raysgd.Trainer) -> Iterator[raysgd.Trainer]:
+    """The Trainer with an instance of `Learner` on each worker."""
+    trainer.start(Learner, 10, step=2)
+    yield trainer
+    trainer.start()
+
+
+class Learner:
+    """Counts, and sums over all ranks."""
+
+    def __init__(self, start: int, step: int = 1) -> None:
+        self.count = start + raysgd.world_rank()
+        self.step = step
+        self.size = int(total(1))
+
+    def train(self, rounds: int = 1) -> float:
+        self.count += self.step * rounds
+        return total(self.count)
+
+    def fail_on(self, rank: int) -> float:
+        if raysgd.world_rank() == rank:
+            raise LookupError(f"no data on rank {rank}")
+        return total(1)
+
+
+class FailsOnRank1:
+    """Fails while the other rank is in a collective."""
+
+    def __init__(self) -> None:
+        if raysgd.world_rank() == 1:
+            raise LookupError("no such data")
+        total(1)
+
+
+def total(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(float(value))
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def test_methods_run_on_every_worker_and_results_come_by_rank(started: raysgd.Trainer) -> None:
+    assert started.execute(lambda learner: (raysgd.world_rank(), learner.count, learner.size)) == [
+        (0, 10, 2),
+        (1, 11, 2),
+    ]
+    assert started.execute(lambda learner: learner.train()) == [25.0, 25.0]
+    assert started.execute(Learner.train) == [29.0, 29.0]
+    assert started.execute(lambda learner: learner.count) == [14, 15]
+
+
+def test_execute_single_is_on_rank_0_alone(started: raysgd.Trainer) -> None:
+    assert started.execute_single(lambda learner: learner.count) == 10
+    started.execute_single(lambda learner: setattr(learner, "count", 0))
+    assert started.execute(lambda learner: learner.count) == [0, 11]
+
+
+def test_what_is_given_to_the_constructor_is_copied(trainer: raysgd.Trainer) -> None:
+    class Keeps:
+        def __init__(self, items: list[int]) -> None:
+            items.append(raysgd.world_rank())
+            self.items = items
+
+    given: list[int] = []
+    trainer.start(Keeps, given)
+    assert trainer.execute(lambda keeps: keeps.items) == [[0], [1]]
+    assert given == []
+    trainer.start()
+
+
+def test_models_come_back_unwrapped(trainer: raysgd.Trainer) -> None:
+    import torch
+
+    class Holds:
+        def __init__(self) -> None:
+            self.model = raysgd.torch.prepare_model(torch.nn.Linear(2, 1))
+
+    trainer.start(Holds)
+    model = trainer.execute_single(lambda holds: holds.model)
+    assert type(model) is torch.nn.Linear
+    trainer.start()
+
+
+def test_functions_without_a_class(trainer: raysgd.Trainer) -> None:
+    trainer.start()
+    processes = trainer.execute(os.getpid)
+    assert len(set(processes)) == 2
+    assert trainer.execute_single(os.getpid) == processes[0]
+    assert trainer.run(os.getpid, callbacks=quiet(), returns="all") == processes
+
+
+def test_an_error_in_a_function_is_raised_and_the_instances_stay(started: raysgd.Trainer) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        started.execute(lambda learner: learner.count // 0)
+    assert type(caught.value) is ZeroDivisionError
+    assert "in <lambda>" in str(caught.value.__cause__), "where in the worker it was raised"
+    assert started.execute(lambda learner: learner.train()) == [25.0, 25.0]
+
+
+def test_a_value_that_does_not_pickle(started: raysgd.Trainer) -> None:
+    with pytest.raises(SerializationError, match="the value the function returned"):
+        started.execute(lambda learner: threading.Lock())
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match="the function"):
+        started.execute(lambda learner: lock)
+    assert started.execute_single(lambda learner: learner.count) == 10
+
+
+@pytest.mark.timeout(90)
+def test_an_error_on_one_rank_while_the_other_is_in_a_collective(started: raysgd.Trainer) -> None:
+    with pytest.raises(LookupError, match="no data on rank 1"):
+        started.execute(lambda learner: learner.fail_on(1))
+    started.start(Learner, 20)
+    assert started.execute(lambda learner: learner.train()) == [43.0, 43.0]
+
+
+@pytest.mark.timeout(90)
+def test_an_error_in_the_constructor(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(LookupError, match="no such data"):
+        trainer.start(FailsOnRank1)
+    trainer.start(Learner, 0)
+    assert trainer.execute(lambda learner: learner.train()) == [3.0, 3.0]
+    trainer.start()
+    assert trainer.run(raysgd.world_size, callbacks=quiet()) == 2
+
+
+def test_a_run_while_instances_are_live(started: raysgd.Trainer) -> None:
+    with pytest.raises(TrainerBusyError, match=r"instances of Learner are live; start\(\) without a class drops them"):
+        started.run(os.getpid)
+    assert started.execute_single(lambda learner: learner.count) == 10
+    started.start()
+    assert started.run(raysgd.world_size, callbacks=quiet()) == 2
+
+
+def test_a_second_class_takes_the_place_of_the_first(started: raysgd.Trainer) -> None:
+    class Other:
+        pass
+
+    started.start(Other)
+    assert started.execute(lambda other: type(other).__name__) == ["Other", "Other"]
+
+
+def test_after_a_run(trainer: raysgd.Trainer) -> None:
+    def train_func() -> float:
+        raysgd.report(step=1)
+        return total(2)
+
+    assert trainer.run(train_func, callbacks=quiet()) == 4.0
+    trainer.start(Learner, 1)
+    assert trainer.execute(Learner.train) == [5.0, 5.0]
+    trainer.start()
+    assert trainer.run(train_func, callbacks=quiet()) == 4.0
+
+
+def test_what_is_no_class_or_function(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start\(.*got no class"):
+        trainer.start(Learner(0) if False else "Learner")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got no function"):
+        trainer.execute("train")  # type: ignore[arg-type]

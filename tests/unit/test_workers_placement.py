@@ -1,0 +1,140 @@
+"""Whether the workers fit onto a cluster, and the sentence that says why they do not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.config import ScalingConfig
+from raysgd.workers.placement import Node, describe_bundle, explain_busy, explain_infeasible
+
+
+def node(total: dict[str, float], free: dict[str, float] | None = None, name: str = "n") -> Node:
+    return Node(f"id of {name}", name, total, total if free is None else free)
+
+
+def why(nodes: list[dict[str, float]], num_workers: Any = 2, **settings: Any) -> str | None:
+    scaling = ScalingConfig(num_workers=num_workers, **settings)
+    return explain_infeasible(scaling, [node(total) for total in nodes])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings"),
+    [
+        ([{"CPU": 2}], {}),
+        ([{"CPU": 1}, {"CPU": 1}], {}),
+        ([{"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1}], {"gpus_per_worker": 1}),
+        ([{"CPU": 2, "GPU": 1}], {"gpus_per_worker": 0.5}),
+        ([{"CPU": 2, "TPU": 8}], {"resources_per_worker": {"TPU": 4}}),
+        ([{"CPU": 2}], {"placement_strategy": "STRICT_PACK"}),
+        ([{"CPU": 1}, {"CPU": 1}], {"placement_strategy": "STRICT_SPREAD"}),
+        ([{"CPU": 2}], {"placement_strategy": "SPREAD"}),
+        ([{}], {"cpus_per_worker": 0}),
+    ],
+)
+def test_workers_that_fit(nodes: list[dict[str, float]], settings: dict[str, Any]) -> None:
+    assert why(nodes, **settings) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "text"),
+    [
+        ([{"CPU": 1}], {}, "needs 2 x 1 CPU = 2, the cluster has 1"),
+        ([], {}, "needs 2 x 1 CPU = 2, the cluster has 0"),
+        ([{"CPU": 8}], {"gpus_per_worker": 2}, "needs 2 x 2 GPU = 4, the cluster has 0"),
+        ([{"CPU": 8, "GPU": 1}], {"gpus_per_worker": 0.75}, "needs 2 x 0.75 GPU = 1.5, the cluster has 1"),
+        ([{"CPU": 8}], {"resources_per_worker": {"TPU": 1}}, "needs 2 x 1 TPU = 2, the cluster has 0"),
+        ([{"CPU": 3}, {"CPU": 1}], {"cpus_per_worker": 2}, "needs room for 2 workers of 2 CPU; the nodes hold 1 + 0 = 1"),
+        (
+            [{"CPU": 8}, {"GPU": 2}],
+            {"gpus_per_worker": 1},
+            "needs room for 2 workers of 1 CPU + 1 GPU; the nodes hold 0 + 0 = 0",
+        ),
+        (
+            [{"CPU": 1}, {"CPU": 1}],
+            {"placement_strategy": "STRICT_PACK"},
+            "STRICT_PACK needs one node for 2 workers of 1 CPU; the largest holds 1",
+        ),
+        (
+            [{"CPU": 8}],
+            {"placement_strategy": "STRICT_SPREAD"},
+            "STRICT_SPREAD needs 2 nodes for 2 workers of 1 CPU; 1 can hold one",
+        ),
+    ],
+)
+def test_workers_that_do_not_fit_get_the_arithmetic(
+    nodes: list[dict[str, float]], settings: dict[str, Any], text: str
+) -> None:
+    assert why(nodes, **settings) == text
+
+
+def test_what_is_taken_now_is_no_reason_never_to_fit() -> None:
+    scaling, nodes = ScalingConfig(num_workers=2), [node({"CPU": 4}, free={"CPU": 1})]
+    assert explain_infeasible(scaling, nodes) is None
+    assert explain_busy(scaling, nodes) == "needs 2 x 1 CPU = 2, free now are 1"
+
+
+def test_elastic_workers_need_room_for_the_fewest() -> None:
+    assert why([{"CPU": 2}], (2, math.inf)) is None
+    assert why([{"CPU": 1}], (2, 8)) == "needs 2 x 1 CPU = 2, the cluster has 1"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 1 / 3])
+def test_fractions_that_add_up_to_the_whole_fit(share: float) -> None:
+    count = round(1 / share)
+    assert why([{"CPU": count, "GPU": count * share}], count, gpus_per_worker=share) is None
+    taken = 1.0
+    for _ in range(count):
+        taken -= share  # as Ray counts: what is left may be a little below nothing
+    assert explain_busy(
+        ScalingConfig(num_workers=1, gpus_per_worker=share), [node({"CPU": 9, "GPU": 1}, {"CPU": 9, "GPU": taken})]
+    )
+
+
+AMOUNTS = st.sampled_from([0, 0.5, 1, 2, 3, 4, 7.5])
+
+
+@given(
+    cpus=st.sampled_from([0.5, 1, 2]),
+    gpus=st.sampled_from([0, 0.25, 1]),
+    held=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    spare=st.lists(st.sampled_from([0, 0.4, 0.9]), min_size=4, max_size=4),
+    strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
+)
+def test_nodes_made_for_so_many_workers_hold_exactly_those(
+    cpus: float, gpus: float, held: list[int], spare: list[float], strategy: str
+) -> None:
+    """Each node is built to hold a number of workers and a part of one more."""
+    nodes = [
+        {"CPU": cpus * (count + part), "GPU": gpus * (count + part)} for count, part in zip(held, spare, strict=False)
+    ]
+    most = {
+        "STRICT_PACK": max(held),
+        "STRICT_SPREAD": sum(count > 0 for count in held),
+    }.get(strategy, sum(held))
+    for num_workers in range(1, most + 3):
+        text = why(nodes, num_workers, cpus_per_worker=cpus, gpus_per_worker=gpus, placement_strategy=strategy)
+        assert (text is None) == (num_workers <= most)
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"CPU": AMOUNTS, "GPU": AMOUNTS}), max_size=4),
+    st.fixed_dictionaries({"CPU": AMOUNTS, "GPU": AMOUNTS}),
+    st.integers(1, 6),
+    st.sampled_from(["PACK", "STRICT_PACK", "STRICT_SPREAD"]),
+)
+def test_another_node_never_hurts(
+    nodes: list[dict[str, float]], more: dict[str, float], num_workers: int, strategy: str
+) -> None:
+    settings = {"gpus_per_worker": 0.5, "placement_strategy": strategy}
+    if why(nodes, num_workers, **settings) is None:
+        assert why([*nodes, more], num_workers, **settings) is None
+
+
+def test_a_bundle_in_words() -> None:
+    assert describe_bundle({"CPU": 2, "GPU": 0.5, "TPU": 4}) == "2 CPU + 0.5 GPU + 4 TPU"
+    assert describe_bundle({}) == "no resources"

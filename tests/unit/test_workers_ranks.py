@@ -1,0 +1,73 @@
+"""Who gets which rank, and who sees which GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.session.base import Identity
+from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.ranks import assign_ranks, visible_gpus
+
+
+def test_workers_of_one_node_are_next_to_each_other() -> None:
+    given_ranks = assign_ranks(["b", "a", "b", "a", "c"])
+    assert [(i.world_rank, i.node_rank, i.local_rank, i.local_world_size) for i in given_ranks] == [
+        (0, 0, 0, 2),
+        (2, 1, 0, 2),
+        (1, 0, 1, 2),
+        (3, 1, 1, 2),
+        (4, 2, 0, 1),
+    ]
+
+
+def test_a_lone_worker_is_a_world_of_one() -> None:
+    assert assign_ranks(["a"]) == [Identity()]
+    assert assign_ranks([]) == []
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_whatever_the_nodes_ranks_are_as_frameworks_want_them(nodes: list[str]) -> None:
+    identities = assign_ranks(nodes)
+    by_rank = sorted(zip(identities, nodes, strict=True), key=lambda pair: pair[0].world_rank)
+    assert [identity.world_rank for identity, _ in by_rank] == list(range(len(nodes)))
+    assert identities[0].world_rank == 0  # rank 0 stays where the group begins
+    assert {identity.world_size for identity in identities} == {len(nodes)}
+    seen: Counter[str] = Counter()
+    node_ranks: dict[str, int] = {}
+    for identity, node in by_rank:
+        assert identity.local_rank == seen[node]
+        seen[node] += 1
+        assert identity.local_world_size == nodes.count(node)
+        assert node_ranks.setdefault(node, identity.node_rank) == identity.node_rank
+    assert sorted(node_ranks.values()) == list(range(len(set(nodes))))
+    order = [node for _, node in by_rank]
+    assert [node for i, node in enumerate(order) if i == 0 or order[i - 1] != node] == list(dict.fromkeys(nodes))
+
+
+def worker(node: str, *gpus: int) -> WorkerInfo:
+    return WorkerInfo(node, "10.0.0.1", node, 1, gpus)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_worker_finds_its_own_first_gpu_among_those_it_sees(shared: bool) -> None:
+    workers = [worker("a", 2), worker("a", 0), worker("b", 1), worker("b", 3, 2)]
+    seen = visible_gpus(workers, shared=shared)
+    assert [gpus[index] for gpus, index in seen] == [2, 0, 1, 3]
+
+
+def test_workers_of_a_node_see_each_others_gpus_only_where_they_share_them() -> None:
+    workers = [worker("a", 2), worker("a", 0), worker("b", 1)]
+    assert visible_gpus(workers, shared=True) == [((0, 2), 1), ((0, 2), 0), ((1,), 0)]
+    assert visible_gpus(workers, shared=False) == [((2,), 0), ((0,), 0), ((1,), 0)]
+
+
+def test_workers_that_hold_a_part_of_the_same_gpu_see_it_once() -> None:
+    assert visible_gpus([worker("a", 0), worker("a", 0)], shared=True) == [((0,), 0), ((0,), 0)]
+
+
+def test_workers_without_gpus_see_none() -> None:
+    assert visible_gpus([worker("a"), worker("a")], shared=True) == [((), 0), ((), 0)]
