@@ -49,7 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--storage", help="folder or URI for the run's files; ~/raysgd_runs of the head node if not given")
+    parser.add_argument(
+        "--storage", help="folder or URI for the run's files; ~/raysgd_runs of the head node if not given"
+    )
     parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to go on from")
     args = parser.parse_args()
 

@@ -69,5 +69,5 @@ def plain(value: Any, depth: int = 0) -> Any:
         return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if depth < 10 and isinstance(value, (list, tuple)):
         return [plain(item, depth + 1) for item in value]
-    text = repr(value)
+    text = redact_text(repr(value))
     return text if len(text) <= 200 else text[:197] + "..."

@@ -93,9 +93,9 @@ class TableReader:
 
     def _array(self, pieces: list[_Piece], num_rows: int, column: str, dense: bool) -> NDArray[Any]:
         taken = [self._column(number, column).take(rows, dense=dense) for number, rows, _ in pieces]
-        self._check_alike(taken, column)
         if len(taken) == 1:
             return taken[0]
+        self._check_alike(taken, column)
         if pieces[0][2] is None:
             return np.concatenate(taken)
         whole = np.empty((num_rows, *taken[0].shape[1:]), taken[0].dtype)

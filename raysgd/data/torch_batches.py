@@ -51,7 +51,10 @@ class TableToTorch:
             tensor = torch.from_numpy(_owned(array))
         except TypeError as error:
             raise self._no_tensor(column, array) from error
-        return tensor.to(device=self.device, dtype=self._dtype(column), non_blocking=True)
+        dtype = self._dtype(column)
+        if dtype is None and self.device is None:
+            return tensor
+        return tensor.to(device=self.device, dtype=dtype, non_blocking=True)
 
     def _dtype(self, column: str) -> torch.dtype | None:
         return self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes

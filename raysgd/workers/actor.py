@@ -133,7 +133,9 @@ class WorkerActor:
         try:
             self._instances.make(_resolve(blob), order.member)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # what they hold keeps the group's sockets open, and so the peers
+            traceback.clear_frames(
+                error.__traceback__
+            )  # what they hold keeps the group's sockets open, and so the peers
             self.drop_instance()
             raise
 

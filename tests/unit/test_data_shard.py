@@ -303,7 +303,7 @@ def test_what_is_raised_before_a_batch_ends_the_loop_and_consumes_nothing() -> N
     assert len(calls) == 3 + 6
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(1, 30),
     st.sampled_from([False, "window", "full"]),

@@ -278,7 +278,12 @@ def test_in_a_loop_that_saves_first_a_save_is_scored_by_the_report_after_it() ->
     for loss in (3, 2):
         worker.save()
         worker.report(loss=loss)
-    assert scores(worker) == [("Saved", 0, None), ("Scored", 0, {"loss": 3}), ("Saved", 1, None), ("Scored", 1, {"loss": 2})]
+    assert scores(worker) == [
+        ("Saved", 0, None),
+        ("Scored", 0, {"loss": 3}),
+        ("Saved", 1, None),
+        ("Scored", 1, {"loss": 2}),
+    ]
 
 
 def test_of_several_reports_after_a_save_the_first_scores_it() -> None:
@@ -442,7 +447,7 @@ def test_a_rank_that_is_held_when_the_attempt_ends_is_let_go(is_late: bool) -> N
 def test_all_ranks_find_a_stop_at_the_same_look(made: list[int]) -> None:
     gates = [StopGate() for _ in made]
     for gate, looks in zip(gates, made, strict=True):
-        assert not any([gate.look() for _ in range(looks)])
+        assert not any(gate.look() for _ in range(looks))
     places = [gate.hold(0)[0] for gate in gates]
     for gate in gates:
         gate.release(max(places), 0)

@@ -219,7 +219,9 @@ class NeedsKeyword(ValueError):
         self.field = field
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), NeedsTwo(3, "x"), NeedsKeyword(field="x"), OSError(2, "x")])
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyError("x"), NeedsTwo(3, "x"), NeedsKeyword(field="x"), OSError(2, "x")]
+)
 def test_an_exception_comes_back_as_its_own_type_with_all_it_has(error: BaseException) -> None:
     data = dumps_error(error)
     assert data is not None

@@ -48,7 +48,11 @@ def test_workers_that_fit(nodes: list[dict[str, float]], settings: dict[str, Any
         ([{"CPU": 8}], {"gpus_per_worker": 2}, "needs 2 x 2 GPU = 4, the cluster has 0"),
         ([{"CPU": 8, "GPU": 1}], {"gpus_per_worker": 0.75}, "needs 2 x 0.75 GPU = 1.5, the cluster has 1"),
         ([{"CPU": 8}], {"resources_per_worker": {"TPU": 1}}, "needs 2 x 1 TPU = 2, the cluster has 0"),
-        ([{"CPU": 3}, {"CPU": 1}], {"cpus_per_worker": 2}, "needs room for 2 workers of 2 CPU; the nodes hold 1 + 0 = 1"),
+        (
+            [{"CPU": 3}, {"CPU": 1}],
+            {"cpus_per_worker": 2},
+            "needs room for 2 workers of 2 CPU; the nodes hold 1 + 0 = 1",
+        ),
         (
             [{"CPU": 8}, {"GPU": 2}],
             {"gpus_per_worker": 1},

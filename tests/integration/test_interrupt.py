@@ -1,0 +1,150 @@
+"""Ctrl-C in a driver of its own: once ends the run in peace, twice at once; nothing is left either way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import raysgd
+from support.poll import until
+from support.project import ROOT
+from support.runs import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os
+import sys
+import time
+
+import ray
+
+import raysgd
+
+folder, how = sys.argv[1:]
+
+
+def train_func(config):
+    step = 0
+    while True:
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        if step == 5:
+            open(f"{config['folder']}/training-{raysgd.world_rank()}-{os.getpid()}", "w").close()
+            if config["how"] == "stubborn":
+                while True:
+                    try:
+                        time.sleep(1)
+                    except BaseException:
+                        pass
+        step += 1
+        time.sleep(0.01)
+
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+failure = raysgd.FailureConfig(abort_grace_s=30 if how == "stubborn" else 2)
+trainer = raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path=folder), failure=failure)
+config = {"folder": folder, "how": how}
+try:
+    if how == "generator":
+        with trainer:
+            for result in trainer.run_generator(train_func, config):
+                pass
+    else:
+        trainer.run(train_func, config)
+except KeyboardInterrupt:
+    free = ray.available_resources().get("CPU")
+    deadline = time.monotonic() + 20
+    while free != 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        free = ray.available_resources().get("CPU")
+    print("interrupted, free:", free, flush=True)
+    raise
+"""
+
+
+class Driver:
+    """A driver script that trains until it is interrupted."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder = folder
+        (folder / "driver.py").write_text(SCRIPT)
+        self.process = subprocess.Popen(
+            [sys.executable, "driver.py", str(folder), how],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert until(lambda: len(self.workers()) == 2 or self.process.poll() is not None, PATIENCE_S)
+        if self.process.poll() is not None:
+            raise AssertionError(self.process.communicate())
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def workers(self) -> list[int]:
+        return [int(path.name.rpartition("-")[2]) for path in self.folder.glob("training-*")]
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def ends(self) -> tuple[str, str]:
+        """What it wrote, once it has ended and nothing of it is left."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(self.family, timeout=30)
+        assert not alive, [process.cmdline() for process in alive]
+        return out, err
+
+    def kill(self) -> None:
+        for process in [*self.family, psutil.Process(self.process.pid)]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    def start(how: str) -> Driver:
+        driver = Driver(tmp_path, how)
+        request.addfinalizer(lambda: driver.kill() if driver.process.poll() is None else None)
+        return driver
+
+    return start
+
+
+@pytest.mark.parametrize("how", ["run", "generator"])
+def test_once_ends_in_peace(start: Any, tmp_path: Path, how: str) -> None:
+    driver = start(how)
+    driver.interrupt()
+    out, err = driver.ends()
+    assert driver.process.returncode != 0
+    assert "KeyboardInterrupt" in err
+    assert "interrupted, free: 2.0" in out, "resources were held until the driver's end"
+    if how == "run":
+        assert "interrupted: ending the run, keeping its checkpoints (Ctrl-C again to kill)" in err
+    (run_dir,) = tmp_path.glob("train_func_*/run_001")
+    run = raysgd.load_run(run_dir)
+    assert run.outcome == "cancelled"
+    last = run.checkpoints[-1]
+    assert last.load()["step"] >= 5
+    assert len(run.metrics) >= 5
+
+
+def test_twice_ends_at_once(start: Any) -> None:
+    driver = start("stubborn")
+    driver.interrupt()
+    time.sleep(1)
+    assert driver.process.poll() is None, "it waits for the workers, which take their time"
+    begin = time.monotonic()
+    driver.interrupt()
+    driver.ends()
+    assert time.monotonic() - begin < 20  # well below the 30 s it would have waited for
