@@ -56,19 +56,20 @@ class Row:
 
 
 _MS = 1e3
+_TO_LOOP = "`report()` to the driver's loop"
 ROWS = (
     Row("report", "`report()` in the training thread", "report_cost", "call_s", "ms", (Limit(0.01),), scale=_MS),
-    Row("latency_p50", "`report()` to the driver's loop, 10 Hz, p50", "latency", "at_10hz_s", "ms", (Limit(3),), scale=_MS),
-    Row("latency_p99", "the same, p99", "latency", "at_10hz_s", "ms", (Limit(30),), share=0.99, scale=_MS),
-    Row("latency_100hz", "the same, 100 Hz, p50", "latency", "at_100hz_s", "ms", (Limit(15),), scale=_MS),
+    Row("latency_p50", f"{_TO_LOOP}, 10 Hz, p50", "latency", "at_10hz_s", "ms", (Limit(3),), scale=_MS),
+    Row("latency_p99", f"{_TO_LOOP}, 10 Hz, p99", "latency", "at_10hz_s", "ms", (Limit(30),), share=0.99, scale=_MS),
+    Row("latency_100hz", f"{_TO_LOOP}, 100 Hz, p50", "latency", "at_100hz_s", "ms", (Limit(15),), scale=_MS),
     Row("rate", "reports a second, 2 workers, none lost", "rate", "reports_per_s", "/s", (Limit(100_000),), better="more"),
     Row("overhead", "cost in a 10 ms step that reports every 10th", "overhead", "percent", "%", (Limit(1),)),
     Row("cold", "cold: call to first line of train_func", "start", "cold_s", "s", (Limit(0.5, "ray_train"), Limit(1.2, "bare"))),
     Row("warm", "warm: second run to first line", "start", "warm_s", "s", (Limit(0.1),)),
     Row("warm_returned", "warm: second run to its return", "start", "warm_returned_s", "s", (Limit(0.1),)),
     Row("exception", "exception to raised in the driver", "exception", "seconds", "s", (Limit(0.3),)),
-    Row("stall", "stall of a 512 MB checkpoint, from the second on", "checkpoint", "stall_s", "s", (Limit(0.1),)),
-    Row("first_stall", "the same, the first one", "checkpoint", "first_stall_s", "s", ()),
+    Row("stall", "stall of a 512 MB checkpoint, second and later", "checkpoint", "stall_s", "s", (Limit(0.1),)),
+    Row("first_stall", "stall of the first 512 MB checkpoint", "checkpoint", "first_stall_s", "s", ()),
     Row("durable", "512 MB checkpoint, to durable", "checkpoint", "mb_per_s", "MB/s", (Limit(0.8, "dd"),), better="more"),
     Row("ddp_conv", "DDP step, small convolutional net", "ddp", "conv_step_s", "ms", (Limit(1.02, "torchrun"),), scale=_MS),
     Row("ddp_mlp", "DDP step, MLP of 670k parameters", "ddp", "mlp_step_s", "ms", (Limit(1.02, "torchrun"),), scale=_MS),

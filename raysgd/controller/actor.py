@@ -128,6 +128,8 @@ class TrainerActor:
         async with self._turn:
             if not self._has_class:
                 await self._group.get_ready()
+            elif any(self._group.info(slot) is None for slot in range(self._group.size)):
+                raise UsageError("an instance was lost with its worker; start(...) makes new ones on all workers")
             order = sorted(range(self._group.size), key=lambda slot: self._group.identity(slot).world_rank)
             slots = order[:1] if first_only else order
             return await self._group.call("execute", blob, self._has_class, slots=slots)

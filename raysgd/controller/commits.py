@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd.checkpoint.manifest import FileEntry, Manifest
 from raysgd.controller.reducing import Reduce, reduce_metrics
@@ -20,6 +20,14 @@ from raysgd.session.events import PartSafe, Saved, Scored
 class _Pending:
     calls: dict[int, Saved] = field(default_factory=dict)
     parts: dict[int, PartSafe] = field(default_factory=dict)
+
+
+class Score(NamedTuple):
+    """A round that a checkpoint belongs to: its metrics (None: the checkpoint has its own), and training time up to it."""
+
+    number: int
+    metrics: dict[str, Any] | None
+    time_total_s: float
 
 
 class CheckpointCollector:
@@ -38,7 +46,7 @@ class CheckpointCollector:
         self._num_reports = [0] * world_size
         self._left: set[int] = set()
         self._first_save_after: int | None = None  # reports
-        self._scores: dict[int, dict[int, bytes | None]] = {}
+        self._scores: dict[int, dict[int, Scored]] = {}
 
     def reported(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
@@ -80,13 +88,21 @@ class CheckpointCollector:
 
     def scored(self, rank: int, event: Scored) -> None:
         """``rank`` made the report that its call belongs to."""
-        self._scores.setdefault(event.call, {})[rank] = event.metrics
+        self._scores.setdefault(event.call, {})[rank] = event
 
-    def complete_scores(self) -> list[tuple[int, dict[str, Any] | None]]:
-        """Of the checkpoints whose round is complete the number and its metrics (None: it has its own); each once."""
-        running = set(range(self._world_size)) - self._left
+    def complete_scores(self, *, is_over: bool = False) -> list[Score]:
+        """The rounds that checkpoints belong to and that are complete; each once.
+
+        Args:
+            is_over: The attempt is: the ranks that have not made a round are waited for no longer.
+        """
+        running = set() if is_over else set(range(self._world_size)) - self._left
         ready = [call for call, by_rank in sorted(self._scores.items()) if running <= set(by_rank)]
-        return [(self._first_number + call, self._reduced(self._scores.pop(call))) for call in ready]
+        return [self._score(call, self._scores.pop(call)) for call in ready]
+
+    def _score(self, call: int, by_rank: dict[int, Scored]) -> Score:
+        metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
+        return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
 
     def _is_complete(self, pending: _Pending) -> bool:
         if not pending.calls:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
@@ -10,7 +10,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.config import CheckpointConfig
 from raysgd.controller import frames
 from raysgd.controller.commands import Command, Commit, DeleteCheckpoint, Note, Say
-from raysgd.controller.commits import CheckpointCollector
+from raysgd.controller.commits import CheckpointCollector, Score
 from raysgd.controller.reducing import Reduce
 from raysgd.controller.shelf import Shelf, Start
 from raysgd.session.events import PartFailed, PartSafe, Saved, Scored
@@ -55,6 +55,7 @@ class CheckpointDesk:
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Where the attempt goes on from, and the number its first save makes."""
         start = self._shelf.start(self._uri_of)
+        self._shelf.forget_scores()
         self._collector = CheckpointCollector(
             attempt,
             world_size,
@@ -63,6 +64,10 @@ class CheckpointDesk:
             reduce=self._reduce,
         )
         return start, self._last_number + 1
+
+    def end_attempt(self) -> None:
+        """Ranks that are gone will not make the reports that rounds wait for: what the others made is the round."""
+        self._take_scores(self._collector.complete_scores(is_over=True))
 
     def newest_iteration(self) -> int:
         """The iteration of the newest checkpoint, one that is being committed included; 0 without one."""
@@ -125,8 +130,11 @@ class CheckpointDesk:
             self._last_number = max(self._last_number, manifest.number)
             self._in_flight[manifest.number] = manifest
             self._out(Commit(manifest))
-        for number, metrics in self._collector.complete_scores():
-            scored = self._shelf.score(number, metrics)
+        self._take_scores(self._collector.complete_scores())
+
+    def _take_scores(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            scored = self._shelf.score(*score)
             if scored is not None:
                 self._out(Commit(scored, amend=True))
                 self._out(Say(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))

@@ -283,6 +283,7 @@ class RunMachine:
         self._out(c.PrepareGroup(attempt))
 
     def _say_attempt_end(self, running: Running) -> None:
+        self._desk.end_attempt()
         keep = max(0, self._desk.newest_iteration() - running.iterations_before)
         self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": keep}))
 

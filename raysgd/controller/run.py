@@ -237,6 +237,7 @@ class Run:
         return {**self._request.description, **info_fields, "started": time.time()}
 
     def _enter(self, command: c.Enter) -> None:
+        self._values.clear()  # of ranks that had returned in an attempt that did not succeed
         order = RunOrder(
             run_id=self._request.run_id,
             code=self._request.code,

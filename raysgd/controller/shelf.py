@@ -27,7 +27,7 @@ class Shelf:
         self._start = start
         self._retention = retention
         self._manifests: dict[int, Manifest] = {}
-        self._scores: dict[int, dict[str, Any] | None] = {}
+        self._scores: dict[int, tuple[dict[str, Any] | None, float]] = {}
 
     @property
     def newest(self) -> Manifest | None:
@@ -36,14 +36,14 @@ class Shelf:
     def add(self, manifest: Manifest) -> tuple[Manifest, list[int]]:
         """Put a committed checkpoint on the shelf; returns it as it is known here, and the numbers that may go."""
         if manifest.number in self._scores:
-            manifest = self._amended(manifest, self._scores.pop(manifest.number))
+            manifest = self._amended(manifest, *self._scores.pop(manifest.number))
         self._manifests[manifest.number] = manifest
         doomed = self._retention.to_delete(list(self._manifests.values()))
         for number in doomed:
             del self._manifests[number]
         return manifest, doomed
 
-    def score(self, number: int, metrics: dict[str, Any] | None) -> Manifest | None:
+    def score(self, number: int, metrics: dict[str, Any] | None, time_total_s: float = 0.0) -> Manifest | None:
         """A checkpoint belongs to the round with these metrics; the manifest that says so, or None if it is not here.
 
         With None it belongs to that round and keeps its own metrics. A score may come before its checkpoint is
@@ -51,10 +51,14 @@ class Shelf:
         """
         known = self._manifests.get(number)
         if known is None:
-            self._scores[number] = metrics
+            self._scores[number] = metrics, time_total_s
             return None
-        self._manifests[number] = self._amended(known, metrics)
+        self._manifests[number] = self._amended(known, metrics, time_total_s)
         return self._manifests[number]
+
+    def forget_scores(self) -> None:
+        """Those of checkpoints that never came: the next attempt gives their numbers to others."""
+        self._scores.clear()
 
     def start(self, uri_of: Callable[[int], str]) -> Start:
         """Where the next attempt goes on: the newest checkpoint, or where the run began."""
@@ -64,7 +68,8 @@ class Shelf:
         return Start(uri_of(newest.number), newest.iteration, newest.time_total_s, newest.number)
 
     @staticmethod
-    def _amended(manifest: Manifest, metrics: dict[str, Any] | None) -> Manifest:
+    def _amended(manifest: Manifest, metrics: dict[str, Any] | None, time_total_s: float) -> Manifest:
         """The checkpoint belongs to the round after it, which is counted with it: resuming goes on after that round."""
         metrics = manifest.metrics if metrics is None else metrics
-        return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1)
+        time_total_s = max(manifest.time_total_s, time_total_s)
+        return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1, time_total_s=time_total_s)

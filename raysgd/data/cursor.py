@@ -32,14 +32,23 @@ class Cursor:
         self._block_rows = block_rows
         self._num_rows = sum(block_rows)
         self._seed = seed
-        self._position = position
         self._live: Pass | None = None
+        self.restore(position)
+
+    def check(self, position: Position) -> None:
+        """Raise a CheckpointError if this dataset cannot go on at ``position``."""
         if position.consumed and position.num_rows != self._num_rows:
             raise CheckpointError(
-                f"the checkpoint stands in the middle of dataset {name!r} ({position} of {position.num_rows}), which has "
-                f"{self._num_rows} rows now. Give the same dataset to go on with, or start from the checkpoint's state "
+                f"the checkpoint stands in the middle of dataset {self.name!r} ({position} of {position.num_rows}), which "
+                f"has {self._num_rows} rows now. Give the same dataset to go on with, or start from the checkpoint's state "
                 "alone: run(checkpoint=checkpoint.load())."
             )
+
+    def restore(self, position: Position) -> None:
+        """Go on at ``position``; a pass that is under way is over."""
+        self.check(position)
+        self._position = position
+        self._live = None
 
     @property
     def position(self) -> Position:
@@ -101,12 +110,12 @@ class Pass:
         self.order = cursor.order(shuffle)
 
     def check_live(self) -> None:
-        """Raise, if another iteration over the dataset has begun."""
+        """Raise, if this pass is over: the position has moved on without it."""
         if self._cursor._live is not self:
             name = self._cursor.name
             raise UsageError(
-                f"another iteration over dataset {name!r} began, which ended the epoch of this one: a dataset has one "
-                "position. To read the same rows in two loops at a time give them to run under two names."
+                f"another iteration over dataset {name!r} began, or a checkpoint was loaded, which ended this one: a dataset "
+                "has one position. To read the same rows in two loops at a time give them to run under two names."
             )
 
     def consume(self, stop: int) -> None:

@@ -30,7 +30,6 @@ class WorkerDataset:
         rank: int,
         world_size: int,
         seed: int,
-        position: Position,
         fetch: Fetch,
         before_batch: Callable[[], None],
     ) -> None:
@@ -41,8 +40,8 @@ class WorkerDataset:
         self._before_batch = before_batch
         self._reader = ItemReader(source, fetch) if source.kind == "items" else TableReader(name, source, fetch)
         self._seed = seed
-        self._start = position
-        self._cursors = {rank: self._cursor_at(position)}
+        self._start = Position()
+        self._cursors = {rank: self._cursor_at(self._start)}
 
     @property
     def num_rows(self) -> int:
@@ -75,8 +74,14 @@ class WorkerDataset:
         )
 
     def check(self, position: Position) -> None:
-        """Raise a CheckpointError, if training cannot go on at this position."""
-        self._cursor_at(position)
+        """Raise a CheckpointError if training cannot go on at this position."""
+        self._cursors[self._rank].check(position)
+
+    def restore(self, position: Position) -> None:
+        """Go on at this position, in the shares that were handed out too."""
+        self._start = position
+        for cursor in self._cursors.values():
+            cursor.restore(position)
 
     def _cursor_at(self, position: Position) -> Cursor:
         return Cursor(self.name, self._source.block_rows, self._seed, position)
@@ -111,20 +116,13 @@ class DataContext:
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self._folds = plan.folds
-        given = positions or {}
         self._datasets = {
             name: WorkerDataset(
-                name,
-                source,
-                rank=rank,
-                world_size=world_size,
-                seed=seed or 0,
-                position=Position.from_json(given[name], name) if name in given else Position(),
-                fetch=fetch,
-                before_batch=before_batch,
+                name, source, rank=rank, world_size=world_size, seed=seed or 0, fetch=fetch, before_batch=before_batch
             )
             for name, source in plan.sources.items()
         }
+        self.restore(positions or {})
 
     def get(self, name: str | None = None) -> WorkerDataset:
         """A dataset by the name it was given under; without one, the only dataset.
@@ -168,6 +166,22 @@ class DataContext:
         Raises:
             CheckpointError: As by the constructor.
         """
-        for name, dataset in self._datasets.items():
-            if name in positions:
-                dataset.check(Position.from_json(positions[name], name))
+        self._checked(positions)
+
+    def restore(self, positions: Mapping[str, Any]) -> None:
+        """Go on at these positions, as when a checkpoint is loaded; loops that are under way are over.
+
+        Shares and loaders that were made before go on there too.
+
+        Raises:
+            CheckpointError: As by the constructor; then all stay where they are.
+        """
+        for name, position in self._checked(positions).items():
+            self._datasets[name].restore(position)
+
+    def _checked(self, positions: Mapping[str, Any]) -> dict[str, Position]:
+        given = {name: positions.get(name, Position().to_json()) for name in self._datasets}
+        checked = {name: Position.from_json(value, name) for name, value in given.items()}
+        for name, position in checked.items():
+            self._datasets[name].check(position)
+        return checked

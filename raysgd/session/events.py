@@ -60,10 +60,12 @@ class Scored:
 
     Attributes:
         metrics: JSON of what was reported; None where the save was given ``metrics=`` of its own.
+        time_total_s: Training time up to the report.
     """
 
     call: int
     metrics: bytes | None
+    time_total_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class WorkerSession(Session):
     def _score(self, metrics: dict[str, Any]) -> None:
         assert self._unscored is not None
         (call, is_score), self._unscored = self._unscored, None
-        self._outbox.put(Scored(call, _encode(metrics) if is_score else None))
+        self._outbox.put(Scored(call, _encode(metrics) if is_score else None, time.monotonic() - self._clock_zero))
 
     def _meet(self, what: str, payload: bytes | None) -> bytes | None:
         self._check_live()

@@ -22,6 +22,8 @@ class Channel:
     def __init__(self, settings: TrainerSettings) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        self._name = settings.name
+        self._is_gone = False
         here = ray.get_runtime_context().get_node_id()  # on the driver's node: its disk holds a local storage_path
         self._actor: Any = (
             ray.remote(TrainerActor)
@@ -34,6 +36,11 @@ class Channel:
             )
             .remote(settings)
         )
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the TrainerActor has died; then this line is of no more use."""
+        return self._is_gone
 
     def begin(self, request: RunRequest) -> Any:
         """Start a run; returns at once with a reference that is ready when the run is closed."""
@@ -48,8 +55,12 @@ class Channel:
         stream = self._actor.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
         ).remote(run_id, 0)
-        for ref in stream:
-            yield ray.get(ref)
+        try:
+            for ref in stream:
+                yield ray.get(ref)
+        except RayActorError:
+            self._tidy_up()
+            raise
 
     def frames(self, run_id: str, seq: int) -> list[Frame]:
         """Frames from number ``seq`` on, for a reader that fell behind."""
@@ -85,6 +96,7 @@ class Channel:
                 raise error from None
             raise cause from None if isinstance(cause, RaySGDError) else error  # where in the user's code
         except RayActorError as error:
+            self._tidy_up()
             raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
 
     def close(self, timeout_s: float = 10) -> None:
@@ -94,3 +106,13 @@ class Channel:
         except Exception:
             pass
         ray.kill(self._actor)
+
+    def _tidy_up(self) -> None:
+        """The TrainerActor is gone, and its workers with it; their placement group would stay as long as the driver."""
+        self._is_gone = True
+        if not ray.is_initialized():
+            return
+        try:
+            ray.util.remove_placement_group(ray.util.get_placement_group(self._name))
+        except Exception:  # it has none
+            pass

@@ -20,7 +20,8 @@ class Difference:
     Attributes:
         iteration: The first iteration that differs, or None.
         rank: The lowest rank that differs there, or None.
-        metrics: ``{name: (in a, in b)}`` of that rank's metrics that differ there; None stands for a missing one.
+        metrics: ``{name: (in a, in b)}`` of that rank's metrics that differ there; None stands for a missing one, as all
+            are where only one run has that rank.
         config: ``{key: (in a, in b)}`` of differing config entries.
         versions: The same of software versions.
         lengths: Iterations in a, in b.
@@ -90,8 +91,9 @@ def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict
 def _first_difference(
     rows_a: dict[tuple[int, int], dict[str, Any]], rows_b: dict[tuple[int, int], dict[str, Any]], rel_tol: float
 ) -> tuple[int | None, int | None, dict[str, tuple[Any, Any]]]:
-    for key in sorted(set(rows_a) & set(rows_b)):
-        if differing := _differing(rows_a[key], rows_b[key], rel_tol):
+    both = {iteration for iteration, _ in rows_a} & {iteration for iteration, _ in rows_b}
+    for key in sorted(key for key in {*rows_a, *rows_b} if key[0] in both):
+        if differing := _differing(rows_a.get(key, {}), rows_b.get(key, {}), rel_tol):
             return key[0], key[1], differing
     return None, None, {}
 

@@ -110,12 +110,12 @@ def _results(sequence: list[Frame], reduce: dict[str, str]) -> list[Result]:
 def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
     for result in results:
         for rank, metrics in zip(result.ranks, result.workers, strict=True):
-            automatic = {key: result[key] for key in ("training_iteration", "attempt")}
-            yield {**automatic, "rank": rank, **{k: v for k, v in metrics.items() if k not in automatic}}
+            automatic = {"training_iteration": result["training_iteration"], "attempt": result["attempt"], "rank": rank}
+            yield {**automatic, **{k: v for k, v in metrics.items() if k not in automatic}}
 
 
 def _checkpoints(storage: Storage) -> list[Checkpoint]:
     if not storage.is_folder("checkpoints"):
         return []
     store = CheckpointStore(storage.child("checkpoints"))
-    return [Checkpoint(store.directory(m.number).uri, m.metrics, m.iteration) for m in store.list()]
+    return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in store.list()]

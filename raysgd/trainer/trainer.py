@@ -272,9 +272,10 @@ class Trainer:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Channel:
-        if self._channel is None:
+        if self._channel is None or self._channel.is_gone:
             assembly.connect_ray()
             self._channel = Channel(assembly.make_settings(self._spec))
+            self._class_name = None
         return self._channel
 
     def _check_open(self) -> None:
@@ -303,18 +304,20 @@ class Trainer:
             stream.cancel()
             stream.wait_closed(_INTERRUPT_PATIENCE_S)
         finally:
-            self._release()
+            self._release(patience_s=0)
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = _INTERRUPT_PATIENCE_S) -> None:
         channel, self._channel = self._channel, None
         self._class_name = None
         if channel is None or not ray.is_initialized():
             return
-        if self._stream is not None:
-            if self._stream.is_live:
-                self._stream.cancel()
-            self._stream.wait_closed(_INTERRUPT_PATIENCE_S)
-        channel.close()
+        try:
+            if self._stream is not None:
+                if self._stream.is_live:
+                    self._stream.cancel()
+                self._stream.wait_closed(patience_s)
+        finally:
+            channel.close()
 
     def _latest_checkpoints(self) -> dict[int, Checkpoint]:
         if self._stream is None:
@@ -328,7 +331,7 @@ class Trainer:
         title = f"Trainer: {size} x {self._spec.backend.name} worker ({describe_bundle(scaling.bundle())})"
         nodes = ["-"] * size
         up = ray.is_initialized()
-        if up and self._channel is not None:
+        if up and self._channel is not None and not self._channel.is_gone:
             infos = self._channel.call("workers", timeout_s=10)
             nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
         return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if up else None)

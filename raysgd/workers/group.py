@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import ScalingConfig
-from raysgd.errors import ConfigError, StartTimeoutError, WorkerError
+from raysgd.errors import ConfigError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
@@ -33,6 +33,8 @@ from raysgd.workers.ranks import assign_ranks, visible_gpus
 NAMESPACE = "raysgd"
 #: Batches a worker may be ahead of the controller before its stream waits.
 _STREAM_AHEAD = 64
+#: Seconds after a death in which another one counts as the same failure.
+_DIE_TOGETHER_S = 0.2
 
 
 @dataclass
@@ -200,10 +202,12 @@ class WorkerGroup:
         return readiness
 
     async def _gather(self, refs: Sequence[Any]) -> list[Any]:
+        answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
-            return list(await asyncio.gather(*refs))
+            return list(await asyncio.gather(*answers))
         except RayActorError as error:
-            self._drop_dead(error)
+            await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
+            self._drop_dead(answers)
             raise WorkerError(f"a worker died while it was starting: {_first_line(error)}") from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
@@ -211,10 +215,16 @@ class WorkerGroup:
         except RayError as error:
             raise WorkerError(f"a worker could not start: {_first_line(error)}") from error
 
-    def _drop_dead(self, error: RayActorError) -> None:
+    def _drop_dead(self, answers: Sequence[asyncio.Future[Any]]) -> tuple[int, ...]:
+        """Empty the slots of those who died before they answered; returns their ranks, as far as they had one."""
+        errors = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
+        dead = {getattr(error, "actor_id", None) for error in errors if isinstance(error, RayActorError)}
+        ranks = []
         for worker in self._all():
-            if worker.handle._actor_id.hex() == getattr(error, "actor_id", None):
+            if worker.handle._actor_id.hex() in dead:
                 self._workers[worker.slot] = None
+                ranks += [] if worker.identity is None else [worker.identity.world_rank]
+        return tuple(sorted(ranks))
 
     def _timeout_error(self) -> StartTimeoutError:
         missing = [slot for slot, worker in enumerate(self._workers) if worker is None or worker.info is None]
@@ -308,10 +318,21 @@ class WorkerGroup:
             await asyncio.gather(*[worker.handle.leave.remote() for worker in self._all()])
 
     async def call(self, method: str, *args: Any, slots: Sequence[int] | None = None) -> list[Any]:
-        """Call a method of the worker actors; results by slot."""
+        """Call a method of the worker actors; results by slot.
+
+        Raises:
+            WorkerDiedError: One of them died.
+        """
         chosen = range(self.size) if slots is None else slots
         handles = [worker.handle for slot in chosen if (worker := self._workers[slot]) is not None]
-        return list(await asyncio.gather(*[getattr(handle, method).remote(*args) for handle in handles]))
+        answers = [asyncio.ensure_future(getattr(handle, method).remote(*args)) for handle in handles]
+        try:
+            return list(await asyncio.gather(*answers))
+        except RayActorError as error:
+            await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
+            ranks = self._drop_dead(answers)
+            who = ", ".join(map(str, ranks))
+            raise WorkerDiedError(f"the worker process of rank {who} died: {_first_line(error)}", ranks=ranks) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -52,11 +52,21 @@ def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _submit(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Submit the script; the node's job agent comes up some time after the cluster says that it is up."""
     command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", "examples", "--", "python"]
     environment = {**os.environ, "RAY_ADDRESS": ""}
-    return subprocess.run(
-        [*command, "job_script.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done: list[subprocess.CompletedProcess[str]] = []
+
+    def was_taken() -> bool:
+        done[:] = [
+            subprocess.run(
+                [*command, "job_script.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+            )
+        ]
+        return "No available agent" not in done[0].stderr
+
+    until(was_taken, 120)
+    return done[0]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 
 import raysgd
 from raysgd.backends.none import NoneBackend
-from raysgd.errors import AttemptEnded, WorkerDiedError, WorkerError
+from raysgd.errors import AttemptEnded, UsageError, WorkerDiedError, WorkerError
 from raysgd.result import AUTOMATIC_KEYS
 from support.poll import until
 from support.runs import (
@@ -244,8 +245,8 @@ def test_as_many_retries_as_allowed_and_then_one_clear_error_for_each_run(
         assert isinstance(error, WorkerError) and isinstance(error, RuntimeError)
         assert f"the worker process of rank 1 on {os.uname().nodename}" in text
         assert "failure 3 of the run; FailureConfig(max_failures=2) allows no more" in text
-        checkpoint = trainer.get_last_checkpoint()
-        assert checkpoint is not None and f"to go on from, is {checkpoint.path}" in text
+        (path,) = re.findall(r"Its last checkpoint, to go on from, is (\S+)\.", text)
+        assert path.startswith(str(trainer.run_dir)) and raysgd.Checkpoint.from_path(path).load() == {"step": 0}
         assert (error.ranks, error.failures) == ((1,), 3)
         actions = [failure["action"] for failure in events_of(trainer, "failure")]
         assert actions == ["retry 1", "retry 2", "give up"]
@@ -348,6 +349,17 @@ def test_a_death_while_starting_is_one_failure_like_another(ray_cluster: Any, tm
         assert latest_run(trainer).description["num_workers"] == 2
 
 
+def test_two_deaths_while_starting_are_one_failure(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "marks").mkdir()
+    backend = DyingConfig(folder=str(tmp_path / "marks"), step="load", times=2)
+    failure = raysgd.FailureConfig(max_failures=1)
+    trainer = raysgd.Trainer(2, backend, run=raysgd.RunConfig(storage_path=tmp_path), failure=failure)
+    with trainer:
+        assert trainer.run(raysgd.world_size, callbacks=quiet()) == 2
+        assert len(os.listdir(tmp_path / "marks")) == 2
+        assert len(events_of(trainer, "failure")) == 1
+
+
 def test_deaths_while_starting_end_in_one_clear_error(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "marks").mkdir()
     backend = DyingConfig(folder=str(tmp_path / "marks"), step="load", times=100)
@@ -357,6 +369,33 @@ def test_deaths_while_starting_end_in_one_clear_error(ray_cluster: Any, tmp_path
         trainer.run(os.getpid, callbacks=quiet())
     assert caught.value.failures == 2
     assert len(os.listdir(tmp_path / "marks")) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ the class API
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = raysgd.world_rank()
+
+    def die_on(self, rank: int) -> int:
+        if raysgd.world_rank() == rank:
+            die()
+        return self.count
+
+
+def test_a_worker_of_the_class_api(trainer: raysgd.Trainer) -> None:
+    trainer.start(Counter)
+    survivor = trainer.execute_single(lambda counter: os.getpid())
+    with pytest.raises(WorkerDiedError, match="the worker process of rank 1 died") as caught:
+        trainer.execute(lambda counter: counter.die_on(1))
+    assert caught.value.ranks == (1,)
+    with pytest.raises(UsageError, match=r"an instance was lost with its worker; start\(\.\.\.\) makes new ones"):
+        trainer.execute(lambda counter: counter.count)
+    trainer.start(Counter)
+    assert trainer.execute(lambda counter: counter.count) == [0, 1]
+    assert trainer.execute_single(lambda counter: os.getpid()) == survivor
+    trainer.start()
 
 
 # ------------------------------------------------------------------------------------------------------ in a collective
@@ -384,8 +423,10 @@ def train_with_dropout(config: dict[str, Any]) -> tuple[str, int]:
         optimizer.step()
         raysgd.save_checkpoint({"step": step, "model": prepared, "optimizer": optimizer})
         raysgd.report(step=step, loss=loss)
-        if step == 5 and raysgd.world_rank() == config.get("dies") and once(config["folder"], "died"):
-            die()  # the others are on their way into the next all-reduce
+        if step == 5 and "dies" in config:
+            raysgd.barrier()  # all have reported this step, though what the dying rank reported may not have left it
+            if raysgd.world_rank() == config["dies"] and once(config["folder"], "died"):
+                die()  # the others are on their way into the next all-reduce
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(weights).hexdigest(), os.getpid()
 

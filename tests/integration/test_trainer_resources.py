@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import ray
 
 import raysgd
-from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError
+from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, UsageError
 from support.cluster import ClusterState
+from support.project import ROOT
 from support.runs import PATIENCE_S, are_gone, make_trainer, pids, quiet, travels_by_value
 
 travels_by_value(__name__)
@@ -89,6 +92,33 @@ def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path
                 trainer.run(os.getpid, callbacks=quiet())
     finally:
         ray.util.remove_placement_group(others)
+
+
+def test_ray_is_started_where_it_is_not_up(tmp_path: Path) -> None:
+    script = """
+import raysgd
+
+def train_func(config):
+    raysgd.report(x=config["x"])
+    return raysgd.world_size()
+
+with raysgd.Trainer(1, "none", run=raysgd.RunConfig(storage_path="runs")) as trainer:
+    print(trainer.run(train_func, {"x": 1}))
+    print(raysgd.load_run(trainer.run_dir).outcome)
+"""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}  # not a cluster that is up already
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[run_001]")] == ["1", "done"]
+
+
+def test_ray_client_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
+    with pytest.raises(UsageError, match="ray job submit"):
+        make_trainer(tmp_path).run(os.getpid)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_the_metrics_are_rank_0s_or_reduced_as_results_are() -> None:
 
 
 def score(loss: float, call: int = 0) -> Scored:
-    return Scored(call, json.dumps({"loss": loss}).encode())
+    return Scored(call, json.dumps({"loss": loss}).encode(), time_total_s=7.0)
 
 
 def test_a_score_is_complete_when_all_running_ranks_made_the_report() -> None:
@@ -186,7 +186,7 @@ def test_a_score_is_complete_when_all_running_ranks_made_the_report() -> None:
     desk.scored(1, score(3.0))
     assert desk.complete_scores() == []
     desk.scored(0, score(1.0))
-    assert desk.complete_scores() == [(1, {"loss": 2.0})]
+    assert desk.complete_scores() == [(1, {"loss": 2.0}, 7.0)]
     assert desk.complete_scores() == []
 
 
@@ -194,14 +194,21 @@ def test_a_rank_that_returns_without_that_report_is_not_waited_for() -> None:
     desk = collector()
     desk.scored(0, score(1.0))
     desk.left(1)
-    assert desk.complete_scores() == [(1, {"loss": 1.0})]
+    assert desk.complete_scores() == [(1, {"loss": 1.0}, 7.0)]
+
+
+def test_when_the_attempt_is_over_what_some_ranks_reported_is_the_round() -> None:
+    desk = collector(loss="mean")
+    desk.scored(1, score(3.0))
+    assert desk.complete_scores() == []
+    assert desk.complete_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
 
 
 def test_a_round_that_is_no_score_is_counted_all_the_same() -> None:
     desk = collector()
     desk.scored(0, Scored(0, None))
     desk.scored(1, Scored(0, None))
-    assert desk.complete_scores() == [(1, None)]
+    assert desk.complete_scores() == [(1, None, 0.0)]
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -293,9 +300,17 @@ def test_a_score_that_comes_late_is_what_a_checkpoint_is_kept_for() -> None:
 
 def test_a_score_that_comes_before_its_checkpoint_waits_for_it() -> None:
     shelf = Shelf(Start(), RetentionPolicy())
-    assert shelf.score(1, {"acc": 0.9}) is None
+    assert shelf.score(1, {"acc": 0.9}, 5000.0) is None
     shown, _ = shelf.add(manifest(1))
-    assert (shown.metrics, shown.iteration) == ({"acc": 0.9}, 2)
+    assert (shown.metrics, shown.iteration, shown.time_total_s) == ({"acc": 0.9}, 2, 5000.0)
+
+
+def test_a_score_is_not_kept_for_the_number_that_a_later_attempt_gives_again() -> None:
+    shelf = Shelf(Start(), RetentionPolicy())
+    shelf.score(1, {"acc": 0.9})
+    shelf.forget_scores()
+    shown, _ = shelf.add(manifest(1))
+    assert (shown.metrics, shown.iteration) == ({}, 1)
 
 
 def test_a_round_that_is_no_score_leaves_a_checkpoint_its_own_metrics() -> None:

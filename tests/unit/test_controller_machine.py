@@ -257,13 +257,13 @@ def test_an_exception_of_train_func_is_the_users_and_is_not_retried() -> None:
 
 def test_the_exception_that_was_first_in_time_wins_whichever_arrives_first() -> None:
     run = running(3)
-    run.say(2, failed("second", at=1000.02))
-    run.say(0, failed("first", at=1000.01))
+    run.say(0, failed("second", at=1000.02))
+    run.say(2, failed("first", at=1000.01))
     run.say(1, broken("peer gone", at=1000.03))
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
-    assert (run.outcome.failed.summary, run.outcome.rank) == ("first", 0)
-    assert run.outcome.followed == ((2, "second"), (1, "peer gone"))
+    assert (run.outcome.failed.summary, run.outcome.rank) == ("first", 2)
+    assert run.outcome.followed == ((0, "second"), (1, "peer gone"))
 
 
 def test_a_collective_that_broke_before_the_exception_arrived_is_listed_not_raised() -> None:

@@ -125,6 +125,33 @@ def test_stopping_between_two_attempts_leaves_out_the_next(cancel: bool, is_sett
     assert len(run.all_of(c.PrepareGroup)) == 1
 
 
+def test_a_run_that_is_stopped_between_two_attempts_keeps_the_rounds_up_to_its_checkpoint() -> None:
+    run = running()
+    run.save(0, reports=2)
+    run.commit()
+    run.gone(0, "killed")
+    run.advance(GATHER_S)
+    run.stop()
+    run.leave(1, e.Ended())
+    assert [say.data for say in run.said(frames.ATTEMPT_END)] == [{"keep_rounds": 2}]
+
+
+@pytest.mark.parametrize("state", ["preparing", "running", "ending"])
+def test_the_error_of_a_callback_ends_the_run_with_that_error(state: str) -> None:
+    run = Stepper() if state == "preparing" else running()
+    if state == "ending":
+        run.gone(1, "killed")
+    error = failed("the logger's server is gone")
+    run.feed(c.StopAsked("a critical callback failed", cancel=True, failed=error))
+    run.advance(GATHER_S)
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.failed, run.outcome.rank) == ("error", error, None)
+    for rank in range(run.num_ranks):
+        run.gone(rank)
+    assert run.is_closed
+    assert len(run.all_of(c.PrepareGroup)) == 1
+
+
 @pytest.mark.parametrize("cancel", [False, True])
 def test_stopping_a_run_whose_outcome_stands_changes_nothing(cancel: bool) -> None:
     run = running()

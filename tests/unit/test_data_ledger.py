@@ -173,6 +173,9 @@ def test_window_needs_few_blocks_at_a_time() -> None:
     of_window = [len(np.unique(window // 64)) for window in rows.reshape(-1, 128)]
     assert of_window == [2] * 25
     assert list(rows // 64) != sorted(rows // 64)
+    of_one_block = np.array(all_rows(order_of([256], 3, 0, "window", window_rows=128)))
+    first, second = of_one_block.reshape(2, 128)
+    assert sorted(first) == list(range(128)) and list(second - 128) != list(first)
 
 
 def test_ranks_that_saved_at_different_places_are_named() -> None:

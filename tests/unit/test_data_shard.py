@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from raysgd.data import Batches, DataContext, check_agreement, resolve_datasets
+from raysgd.data import Batches, DataContext, blocks, check_agreement, resolve_datasets
 from raysgd.errors import AttemptEnded, CheckpointError, ConfigError, UsageError
 
 Read = Callable[[DataContext], Batches[Any]]
@@ -269,6 +269,33 @@ def test_an_epoch_does_not_go_on_in_another_dataset() -> None:
     alone({"validation": numbers(11)}, positions=saved)  # a name that is not given any more
 
 
+def test_an_epoch_does_not_go_on_over_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = torch_batches(batch_size=1, shuffle="window")
+    saved = checkpoint_after(numbers(10), read, 2)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
+    with pytest.raises(ConfigError, match="shuffle='window' over other blocks of rows: some rows would come twice"):
+        next(iter(read(alone(numbers(10), positions=saved))))
+    plain = checkpoint_after(numbers(10), torch_batches(batch_size=1, shuffle="full"), 2)
+    assert len(list(torch_batches(batch_size=1, shuffle="full")(alone(numbers(10), positions=plain)))) == 6
+
+
+def test_a_loader_made_before_a_checkpoint_was_loaded_goes_on_where_that_stands() -> None:
+    saved = checkpoint_after(numbers(10), torch_batches(batch_size=2), 1)
+    context = alone(numbers(10))
+    loader = context.get().get_split().to_torch(2)
+    under_way = iter(loader)
+    next(under_way)
+    context.restore(saved)
+    with pytest.raises(UsageError, match="or a checkpoint was loaded"):
+        next(under_way)
+    assert [values(batch) for batch in loader] == [[4, 5], [6, 7], [8, 9]]
+    two = alone({"a": numbers(10), "b": numbers(10)})
+    list(two.get("a").get_split().to_torch(10))
+    with pytest.raises(CheckpointError, match="dataset 'b'"):
+        two.restore({"a": saved["dataset"], "b": saved["dataset"] | {"num_rows": 11}})
+    assert at(two, "a") == (1, 0)
+
+
 def test_each_dataset_has_a_position() -> None:
     context = alone({"train": numbers(4), "validation": numbers(3)})
     for _ in context.get("train").get_split().to_torch(2):
@@ -399,9 +426,8 @@ def table_frame(batch: Any) -> pd.DataFrame:
 
 
 def test_unshuffled_arrays_are_views_and_tensors_are_the_loops_own() -> None:
-    frame = pd.DataFrame({"x": np.arange(8.0)})
-    x = frame.x.to_numpy()
-    for dataset in ({"x": x}, pa.table({"x": x}), frame):
+    array, frame = np.arange(8.0), pd.DataFrame({"x": np.arange(8.0)})
+    for dataset, x in (({"x": array}, array), (pa.table({"x": array}), array), (frame, frame.x.to_numpy())):
         shard = alone(dataset).get().get_split()
         (batch,) = shard.iter_batches(8)
         assert np.shares_memory(batch["x"], x) and not batch["x"].flags.writeable

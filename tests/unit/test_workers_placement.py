@@ -99,6 +99,11 @@ def test_fractions_that_add_up_to_the_whole_fit(share: float) -> None:
     )
 
 
+def test_fractions_on_many_nodes_fit_though_their_sum_is_a_little_less() -> None:
+    assert sum([0.1] * 8) < 8 * 0.1
+    assert why([{"CPU": 1, "GPU": 0.1}] * 8, 8, gpus_per_worker=0.1) is None
+
+
 AMOUNTS = st.sampled_from([0, 0.5, 1, 2, 3, 4, 7.5])
 
 

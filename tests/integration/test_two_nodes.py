@@ -1,0 +1,89 @@
+"""Workers on two nodes of one cluster: where they are placed, what ranks they get, that they find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import raysgd
+from raysgd.errors import InfeasibleError
+from support.cluster import ClusterState
+from support.runs import make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.slow
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes(_no_process_is_left: None) -> Iterator[None]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, namespace="tests")
+    yield
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
+    cluster.shutdown()
+    assert not left, "; ".join(left)
+
+
+def where() -> dict[str, Any]:
+    return {
+        "node": ray.get_runtime_context().get_node_id(),
+        "rank": raysgd.world_rank(),
+        "local": (raysgd.local_rank(), raysgd.local_world_size()),
+        "node_rank": raysgd.node_rank(),
+    }
+
+
+def test_one_worker_a_node_in_one_group(tmp_path: Path) -> None:
+    def train_func() -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(float(raysgd.world_rank() + 1))
+        dist.all_reduce(total)
+        raysgd.save_checkpoint({"part": raysgd.world_rank()}, all_ranks=True)
+        raysgd.report(total=total)
+        return where()
+
+    with make_trainer(tmp_path, 2, "torch", placement_strategy="STRICT_SPREAD") as trainer:
+        stream = trainer.run_generator(train_func, callbacks=quiet(), returns="all")
+        (result,) = stream
+        places = stream.get_returns()
+        checkpoint = trainer.get_last_checkpoint()
+        table = repr(trainer)
+    assert result["total"] == 3.0
+    assert len({place["node"] for place in places}) == 2
+    assert [place["rank"] for place in places] == [0, 1] == [place["node_rank"] for place in places]
+    assert [place["local"] for place in places] == [(0, 1), (0, 1)]
+    assert checkpoint is not None and checkpoint.load(rank=1) == {"part": 1}
+    assert "4 of 4" not in table and "2 of 4" in table
+    assert not list(tmp_path.rglob("probe")), "what asked whether the nodes share the folder is still there"
+
+
+def test_ranks_of_a_node_are_next_to_each_other(tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 4, placement_strategy="SPREAD") as trainer:
+        places = trainer.run(where, callbacks=quiet(), returns="all")
+    assert [place["rank"] for place in places] == [0, 1, 2, 3]
+    assert [place["node_rank"] for place in places] == [0, 0, 1, 1]
+    assert [place["local"] for place in places] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    nodes = [place["node"] for place in places]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_workers": 4, "placement_strategy": "STRICT_PACK"}, "STRICT_PACK needs one node .* the largest holds 2"),
+        ({"num_workers": 3, "placement_strategy": "STRICT_SPREAD"}, "STRICT_SPREAD needs 3 nodes .*; 2 can hold one"),
+        ({"num_workers": 1, "cpus_per_worker": 3}, r"needs room for 1 workers of 3 CPU; the nodes hold 0 \+ 0 = 0"),
+    ],
+)
+def test_what_fits_the_cluster_but_no_node(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with make_trainer(tmp_path, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
+        trainer.run(where, callbacks=quiet())

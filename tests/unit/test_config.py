@@ -1,0 +1,264 @@
+"""The settings of a Trainer: their defaults, and errors that say what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, from_mapping
+from raysgd.errors import ConfigError
+
+CONFIGS = [RunConfig, FailureConfig, CheckpointConfig, ScalingConfig]
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_those_that_are_documented() -> None:
+    assert dataclasses.asdict(RunConfig()) == {"name": None, "storage_path": None, "detached": False}
+    assert dataclasses.asdict(FailureConfig()) == {
+        "max_failures": 3,
+        "spares": 0,
+        "abort_grace_s": 2,
+        "heartbeat_timeout_s": 10,
+        "progress_timeout_s": None,
+        "start_timeout_s": 120,
+        "on_resize": None,
+    }
+    assert dataclasses.asdict(CheckpointConfig()) == {
+        "num_to_keep": None,
+        "score_attribute": None,
+        "score_order": "max",
+        "memory_only_between": 0,
+        "max_pending_bytes": 4 * 2**30,
+        "on_write_error": "raise",
+    }
+    assert dataclasses.asdict(ScalingConfig()) == {
+        "num_workers": 1,
+        "cpus_per_worker": 1,
+        "gpus_per_worker": 0,
+        "resources_per_worker": {},
+        "placement_strategy": "PACK",
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_is_made_by_keyword_frozen_and_sent_as_it_is(config: Any) -> None:
+    made = config()
+    first = dataclasses.fields(config)[0].name
+    with pytest.raises(TypeError):
+        config(getattr(made, first))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, first, None)
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+def refused(config: Any, **fields: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**fields)
+    text = str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert all(name in text for name in fields)
+    return text
+
+
+# -- where a run's files go --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mnist", "run-1_a.b", "0", "_", "-x", "a" * 128])
+def test_names_that_can_be_a_folder(name: str) -> None:
+    assert RunConfig(name=name).name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "a\\b", "/abs", "a b", "a\n", "é", "a" * 129, 5, b"a"]
+)
+def test_names_that_cannot_be_a_folder_are_refused(name: Any) -> None:
+    assert "cannot name a folder" in refused(RunConfig, name=name)
+
+
+@pytest.mark.parametrize("path", ["~/runs", "s3://bucket/runs", Path("/runs")])
+def test_a_storage_path_is_a_path_or_a_uri(path: Any) -> None:
+    assert RunConfig(storage_path=path).storage_path == path
+
+
+@pytest.mark.parametrize("path", [5, b"/runs", ["/runs"], True])
+def test_a_storage_path_that_is_no_path_is_refused(path: Any) -> None:
+    assert "give a path or a URI" in refused(RunConfig, storage_path=path)
+
+
+def test_a_detached_run_needs_a_name_to_be_found_by() -> None:
+    assert RunConfig(name="x", detached=True).detached
+    assert "needs name=" in refused(RunConfig, detached=True)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_failures": -1},
+        {"max_failures": 0},
+        {"abort_grace_s": 0},
+        {"heartbeat_timeout_s": 0.5},
+        {"progress_timeout_s": "auto"},
+        {"progress_timeout_s": 30},
+        {"on_resize": lambda old, new: None},
+    ],
+)
+def test_failure_settings_that_work(fields: dict[str, Any]) -> None:
+    FailureConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"max_failures": -2}, "-2 is too small; give an int >= -1"),
+        ({"max_failures": 1.5}, "is a float; give an int"),
+        ({"max_failures": True}, "is a bool; give an int"),
+        ({"max_failures": "3"}, "is a str; give an int"),
+        ({"max_failures": None}, "is a NoneType; give an int"),
+        ({"spares": -1}, "-1 is too small; give an int >= 0"),
+        ({"abort_grace_s": -1}, "out of range; give a finite number >= 0"),
+        ({"abort_grace_s": math.inf}, "out of range"),
+        ({"heartbeat_timeout_s": 0}, "give a finite number > 0"),
+        ({"heartbeat_timeout_s": math.nan}, "out of range"),
+        ({"start_timeout_s": 0}, "give a finite number > 0"),
+        ({"start_timeout_s": "120"}, "is a str; give a number"),
+        ({"progress_timeout_s": 0}, "give a finite number > 0"),
+        ({"progress_timeout_s": "automatic"}, "is a str; give a number"),
+        ({"on_resize": "callback"}, "is not callable; give fn(old_size, new_size)"),
+    ],
+)
+def test_failure_settings_that_cannot_work_are_refused(fields: dict[str, Any], text: str) -> None:
+    assert text in refused(FailureConfig, **fields)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_to_keep": 0}, "0 is too small; give an int >= 1"),
+        ({"num_to_keep": 1.0}, "is a float; give an int"),
+        ({"num_to_keep": True}, "is a bool"),
+        ({"score_attribute": 3}, "must be a metric's name"),
+        ({"score_order": "maximum"}, "give one of 'max', 'min' (did you mean 'max'?)"),
+        ({"score_order": None}, "is not known; give one of 'max', 'min'"),
+        ({"memory_only_between": -1}, "too small"),
+        ({"max_pending_bytes": 0}, "give an int >= 1"),
+        ({"on_write_error": "ignore"}, "give one of 'raise', 'warn'"),
+        ({"on_write_error": ["warn"]}, "give one of 'raise', 'warn'"),
+    ],
+)
+def test_checkpoint_settings_that_cannot_work_are_refused(fields: dict[str, Any], text: str) -> None:
+    assert text in refused(CheckpointConfig, **fields)
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "least", "most", "is_elastic"),
+    [
+        (1, 1, 1, False),
+        (8, 8, 8, False),
+        ((2, 8), 2, 8, True),
+        ((3, 3), 3, 3, True),
+        ((1, math.inf), 1, math.inf, True),
+    ],
+)
+def test_workers_are_a_number_or_a_range(num_workers: Any, least: int, most: float, is_elastic: bool) -> None:
+    scaling = ScalingConfig(num_workers=num_workers)
+    assert (scaling.min_workers, scaling.max_workers, scaling.is_elastic) == (least, most, is_elastic)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "text"),
+    [
+        (0, "num_workers=0 is too small; give an int >= 1"),
+        (-1, "too small"),
+        (2.0, "num_workers=2.0 is a float; give an int"),
+        (True, "is a bool"),
+        ("2", "is a str"),
+        ([2, 8], "is a list"),
+        (math.inf, "is a float"),
+        ((0, 2), "num_workers[0]=0 is too small"),
+        ((1, 2.5), "num_workers[1]=2.5 is a float"),
+        ((math.inf, math.inf), "num_workers[0]=inf is a float"),
+        ((1,), "has 1 entries; give (min, max)"),
+        ((1, 2, 3), "has 3 entries; give (min, max)"),
+        ((8, 4), "num_workers=(8, 4) has its minimum above its maximum; give (min, max) with min <= max."),
+    ],
+)
+def test_what_is_no_number_of_workers_is_refused(num_workers: Any, text: str) -> None:
+    assert text in refused(ScalingConfig, num_workers=num_workers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"cpus_per_worker": -1}, "out of range; give a finite number >= 0"),
+        ({"cpus_per_worker": math.nan}, "out of range"),
+        ({"cpus_per_worker": "2"}, "is a str; give a number"),
+        ({"gpus_per_worker": True}, "is a bool; give a number"),
+        ({"gpus_per_worker": 1.5}, "above 1 must be whole"),
+        ({"placement_strategy": "pack"}, "give one of 'PACK', 'SPREAD', 'STRICT_PACK', 'STRICT_SPREAD'"),
+        ({"placement_strategy": "STRICT_PAK"}, "did you mean 'STRICT_PACK'?"),
+        ({"num_workers": (1, 2), "placement_strategy": "STRICT_PACK"}, "give 'PACK' or 'SPREAD'"),
+        ({"resources_per_worker": [("TPU", 1)]}, "is no dict; give {'name': amount}"),
+        ({"resources_per_worker": {"CPU": 2}}, "say that by cpus_per_worker=2 alone"),
+        ({"resources_per_worker": {"GPU": 1}}, "say that by gpus_per_worker=1 alone"),
+        ({"resources_per_worker": {3: 1}}, "names are strings"),
+        ({"resources_per_worker": {"TPU": -1}}, "['TPU']=-1 is out of range"),
+        ({"resources_per_worker": {"TPU": "1"}}, "is a str; give a number"),
+    ],
+)
+def test_what_workers_cannot_get_is_refused(fields: dict[str, Any], text: str) -> None:
+    assert text in refused(ScalingConfig, **fields)
+
+
+def test_a_bundle_is_all_that_a_worker_gets() -> None:
+    scaling = ScalingConfig(cpus_per_worker=2, gpus_per_worker=0.5, resources_per_worker={"TPU": 4, "none": 0})
+    assert scaling.bundle() == {"CPU": 2, "GPU": 0.5, "TPU": 4}
+    assert ScalingConfig(cpus_per_worker=0).bundle() == {}
+
+
+def test_a_callers_dict_is_neither_changed_nor_held() -> None:
+    resources = {"TPU": 4.0}
+    scaling = ScalingConfig(resources_per_worker=resources)
+    scaling.bundle()["TPU"] = 9
+    assert resources == {"TPU": 4.0}
+    resources["TPU"] = 1
+    assert scaling.bundle()["TPU"] == 4
+
+
+# -- from a dict -------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_made_of_a_dict() -> None:
+    assert from_mapping(FailureConfig, {"max_failures": 5}, "failure") == FailureConfig(max_failures=5)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        (
+            {"max_failure": 5},
+            "failure has no field 'max_failure' (did you mean 'max_failures'?); its fields are max_fail",
+        ),
+        ({"lr": 0.1}, "failure has no field 'lr'; its fields are"),
+        ({3: 1}, "failure has no field 3"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(FailureConfig, mapping, "failure")
+    assert text in str(caught.value)

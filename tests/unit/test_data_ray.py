@@ -1,0 +1,74 @@
+"""Datasets through Ray's object store: `ray.data.Dataset`s, and the plan as an argument of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from raysgd.data import DataContext, DatasetPlan, resolve_datasets
+
+pytestmark = pytest.mark.slow
+
+RAY_INIT = {"num_cpus": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray_data(ray_cluster: dict[str, Any]) -> Iterator[None]:
+    """Ray Data with its own actors, which it keeps for the life of the cluster."""
+    import ray.data
+    from ray.util import list_named_actors
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    ray.data.range(2, override_num_blocks=1).materialize()
+    yield
+    for actor in list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def read(given: Any) -> dict[str, list[Any]]:
+    """All rows of all batches, as a task sees them that gets the plan."""
+    import ray
+
+    @ray.remote
+    def batches(plan: DatasetPlan) -> list[Any]:
+        shard = DataContext(plan, 0, 1, 0, fetch=ray.get).get().get_split()
+        return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shard.to_torch(7)]
+
+    found: list[dict[str, list[Any]]] = ray.get(batches.remote(resolve_datasets(given, ray.put)))
+    return {name: [value for batch in found for value in batch[name]] for name in found[0]}
+
+
+def add_columns(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "square": batch["id"] ** 2, "pair": np.stack([batch["id"], -batch["id"]], 1)}
+
+
+def test_a_transformed_dataset_keeps_its_order() -> None:
+    import ray
+
+    dataset = ray.data.range(50, override_num_blocks=3).map_batches(add_columns).filter(lambda row: row["id"] < 33)
+    rows = read(dataset)
+    assert rows["id"] == list(range(33))
+    assert rows["square"] == [n**2 for n in range(33)]
+    assert rows["pair"] == [[n, -n] for n in range(33)]
+    assert dataset.context.execution_options.preserve_order is False  # as it was
+
+
+def test_blocks_are_referred_to_and_their_sizes_known() -> None:
+    import ray
+
+    frames = [pd.DataFrame({"x": [1, 2]}), pd.DataFrame({"x": [3]})]
+    (source,) = resolve_datasets({"train": ray.data.from_pandas(frames)}, ray.put).sources.values()
+    assert source.block_rows == (2, 1)
+    assert all(isinstance(block, ray.ObjectRef) for block in source.blocks)
+    (nothing,) = resolve_datasets(ray.data.range(9).filter(lambda row: False), ray.put).sources.values()
+    assert nothing.num_rows == 0
+    empty = DataContext(DatasetPlan({"train": nothing}), 0, 1, 0, fetch=ray.get).get()
+    assert list(empty.get_split().to_torch(2)) == [] and empty.schema.names == []
+
+
+def test_arrays_travel_through_the_store() -> None:
+    assert read({"x": np.arange(20.0)}) == {"x": [float(n) for n in range(20)]}

@@ -1,0 +1,306 @@
+"""What a run left is read back from its files alone, and two runs are compared to find where they first differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.trainer.comparing import compare_runs
+from raysgd.trainer.runs import LoadedRun, load_run
+
+
+class RunFolder:
+    """A run's folder, written by hand as the journal writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seq = 0
+        path.mkdir()
+        (path / "events.jsonl").touch()
+
+    def line(self, file: str, **fields: Any) -> None:
+        with open(self.path / file, "a") as stream:
+            stream.write(json.dumps({"seq": self._seq, **fields}) + "\n")
+        self._seq += 1
+
+    def frame(self, kind: str, data: dict[str, Any] | None = None, *, attempt: int = 1, rank: int = -1) -> None:
+        self.line("events.jsonl", attempt=attempt, kind=kind, rank=rank, data=data or {})
+
+    def event(self, kind: str, /, **data: Any) -> None:
+        self.line("events.jsonl", attempt=1, kind=kind, timestamp=100.0 + self._seq, data=data)
+
+    def attempt(self, number: int = 1, world_size: int = 2, before: int = 0) -> None:
+        data = {"attempt": number, "world_size": world_size, "iterations_before": before, "time_before_s": before}
+        self.frame("attempt", data, attempt=number)
+
+    def reports(
+        self, rank: int, first: int, *metrics: dict[str, Any], attempt: int = 1, segment: int = 0, clock: float = 0.0
+    ) -> None:
+        rows = [[10.0 + clock + first + i, clock + first + i + 1.0, given] for i, given in enumerate(metrics)]
+        fields = {"attempt": attempt, "rank": rank, "first": first, "count": len(rows), "rows": rows}
+        text = json.dumps({"seq": self._seq, **fields}, separators=(",", ":"))
+        with open(self.path / f"metrics-{segment:04d}.jsonl", "a") as stream:
+            stream.write(text + "\n")
+        self._seq += 1
+
+    def describe(self, **fields: Any) -> None:
+        (self.path / "run.json").write_text(json.dumps(fields))
+
+    def load(self, **options: Any) -> LoadedRun:
+        return load_run(self.path, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run_001")
+
+
+def two_ranks(folder: RunFolder, *losses: float, factor: float = 1.0) -> RunFolder:
+    """A run of two ranks; rank 1 has twice rank 0's loss."""
+    folder.event("run_start", name="run_001", run_dir=str(folder.path))
+    folder.attempt()
+    for number, loss in enumerate(losses):
+        for rank in (0, 1):
+            folder.reports(rank, number, {"loss": loss * (rank + 1) * factor, "epoch": number})
+    folder.frame("rank_done", rank=0)
+    folder.frame("rank_done", rank=1)
+    folder.frame("attempt_end", {"keep_rounds": None})
+    folder.frame("run_end", {"kind": "done"})
+    folder.event("run_end", kind="done", message="")
+    folder.frame("run_closed")
+    return folder
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_rank_0s_a_row_for_each_iteration(folder: RunFolder) -> None:
+    run = two_ranks(folder, 3.0, 2.0).load()
+    assert list(run.metrics["loss"]) == [3.0, 2.0]
+    assert list(run.metrics["training_iteration"]) == [1, 2]
+    assert list(run.metrics["time_total_s"]) == [1.0, 2.0]
+    assert set(run.metrics["attempt"]) == {1} and set(run.metrics["world_size"]) == {2}
+    assert run.outcome == "done"
+    assert run.run_dir == str(folder.path)
+
+
+def test_workers_have_a_row_for_each_iteration_and_rank(folder: RunFolder) -> None:
+    run = two_ranks(folder, 3.0, 2.0).load()
+    rows = [(row["training_iteration"], row["rank"], row["loss"]) for row in run.workers.to_dict("records")]
+    assert rows == [(1, 0, 3.0), (1, 1, 6.0), (2, 0, 2.0), (2, 1, 4.0)]
+
+
+def test_a_metric_called_rank_does_not_take_the_ranks_place(folder: RunFolder) -> None:
+    folder.attempt()
+    folder.reports(0, 0, {"rank": 7})
+    folder.reports(1, 0, {"rank": 7})
+    run = folder.load()
+    assert list(run.workers["rank"]) == [0, 1]
+    assert list(run.metrics["rank"]) == [7]
+
+
+def test_metrics_of_all_ranks_are_reduced_as_asked_for(folder: RunFolder) -> None:
+    two_ranks(folder, 3.0, 2.0)
+    assert list(folder.load(reduce={"loss": "mean"}).metrics["loss"]) == [4.5, 3.0]
+    with pytest.raises(ConfigError):
+        folder.load(reduce={"loss": "median"})
+
+
+def test_of_an_iteration_that_was_made_again_the_latest_counts(folder: RunFolder) -> None:
+    folder.attempt(1, world_size=1)
+    folder.reports(0, 0, {"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0})
+    folder.frame("attempt_end", {"keep_rounds": 1})
+    folder.attempt(2, world_size=1, before=1)
+    folder.reports(0, 1, {"loss": 2.5}, attempt=2)
+    run = folder.load()
+    assert list(run.metrics["loss"]) == [3.0, 2.5, 1.0]
+    assert list(run.metrics["attempt"]) == [1, 2, 1]
+
+
+def test_segments_and_events_are_put_together_in_the_order_of_their_numbers(folder: RunFolder) -> None:
+    folder.attempt(world_size=1)
+    for number in range(12):
+        folder.reports(0, number, {"n": number}, segment=number)
+    assert list(folder.load().metrics["n"]) == list(range(12))
+
+
+def test_numbers_come_back_as_they_were(folder: RunFolder) -> None:
+    folder.attempt(world_size=1)
+    folder.reports(0, 0, {"x": 0.1, "n": 2**53 + 1, "nan": math.nan, "inf": -math.inf, "text": "é", "list": [1, 2]})
+    (row,) = folder.load().metrics.to_dict("records")
+    assert (row["x"], row["n"], row["inf"], row["text"], row["list"]) == (0.1, 2**53 + 1, -math.inf, "é", [1, 2])
+    assert math.isnan(row["nan"])
+
+
+def test_events_and_samples_stand_apart(folder: RunFolder) -> None:
+    folder.event("warning", message="careful")
+    folder.event("sample", rank=1, rss_bytes=5)
+    folder.event("checkpoint", number=1)
+    folder.frame("checkpoint", {"number": 1, "uri": "x"})  # what readers were told is no event
+    run = folder.load()
+    assert [(row["kind"], row["data"]) for row in run.events.to_dict("records")] == [
+        ("warning", {"message": "careful"}),
+        ("checkpoint", {"number": 1}),
+    ]
+    assert run.samples.to_dict("records") == [{"timestamp": 101.0, "rank": 1, "rss_bytes": 5}]
+
+
+def test_the_description_and_the_config_are_those_of_run_json(folder: RunFolder) -> None:
+    folder.describe(config={"lr": 0.1}, versions={"torch": "2"})
+    run = folder.load()
+    assert run.config == {"lr": 0.1}
+    assert run.description["versions"] == {"torch": "2"}
+
+
+def test_committed_checkpoints_are_listed_oldest_first(folder: RunFolder) -> None:
+    store = CheckpointStore(Storage.from_uri(folder.path / "checkpoints"))
+    for number in (2, 1):
+        manifest = Manifest(
+            number=number,
+            attempt=1,
+            iteration=number * 10,
+            time_total_s=number * 1.5,
+            world_size=1,
+            created_s=0.0,
+            metrics={"loss": 1 / number},
+        )
+        store.commit(manifest)
+    store.directory(3).make_dirs()  # never committed
+    found = folder.load().checkpoints
+    assert [(c.iteration, c.time_total_s, c.metrics) for c in found] == [
+        (10, 1.5, {"loss": 1.0}),
+        (20, 3.0, {"loss": 0.5}),
+    ]
+    assert [c.path for c in found] == [store.path(1), store.path(2)]
+
+
+# -- a run that is not whole -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"no run's folder: it has no events\.jsonl"):
+        load_run(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        load_run(tmp_path / "nothing")
+
+
+def test_a_run_that_has_only_begun_has_no_metrics_and_no_outcome(folder: RunFolder) -> None:
+    folder.event("run_start", name="run_001", run_dir="x")
+    run = folder.load()
+    assert (len(run.metrics), len(run.workers), len(run.samples), run.outcome) == (0, 0, 0, None)
+    assert (run.config, run.checkpoints) == ({}, [])
+
+
+def test_lines_that_a_crash_cut_off_are_passed_over(folder: RunFolder) -> None:
+    two_ranks(folder, 3.0, 2.0)
+    for name in ("events.jsonl", "metrics-0000.jsonl"):
+        whole = (folder.path / name).read_bytes()
+        last = whole.rstrip(b"\n").rpartition(b"\n")[2]
+        (folder.path / name).write_bytes(whole + last[: len(last) // 2])
+    assert list(folder.load().metrics["loss"]) == [3.0, 2.0]
+
+
+def test_a_run_that_was_lost_shows_what_arrived(folder: RunFolder) -> None:
+    folder.attempt()
+    folder.reports(0, 0, {"loss": 3.0}, {"loss": 2.0})
+    folder.reports(1, 0, {"loss": 6.0})
+    run = folder.load()
+    assert list(run.metrics["loss"]) == [3.0]
+    assert run.outcome is None
+
+
+@pytest.mark.parametrize("kind", ["done", "stopped", "cancelled", "error"])
+def test_the_outcome_is_how_the_run_ended(folder: RunFolder, kind: str) -> None:
+    folder.frame("run_end", {"kind": kind})
+    folder.event("run_end", kind=kind, message="")
+    assert folder.load().outcome == kind
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[RunFolder, RunFolder]:
+    return RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+
+
+Pair = tuple[RunFolder, RunFolder]
+
+
+def test_equal_runs_have_no_difference(pair: Pair) -> None:
+    for folder in pair:
+        two_ranks(folder, 3.0, 2.0, math.nan)
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert not difference
+    assert str(difference) == "equal in all 3 iterations"
+
+
+def test_the_first_difference_is_found_with_its_rank_and_metrics(pair: Pair) -> None:
+    two_ranks(pair[0], 3.0, 2.0, 1.0)
+    pair[1].attempt()
+    for number, (one, two) in enumerate([(3.0, 6.0), (2.0, 4.5), (9.0, 9.0)]):
+        pair[1].reports(0, number, {"loss": one, "epoch": number})
+        pair[1].reports(1, number, {"loss": two, "epoch": number})
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert difference
+    assert (difference.iteration, difference.rank, difference.metrics) == (2, 1, {"loss": (4.0, 4.5)})
+    assert str(difference) == "first difference at iteration 2, rank 1: loss: 4.0 != 4.5"
+
+
+def test_bits_count_unless_a_tolerance_is_given(pair: Pair) -> None:
+    two_ranks(pair[0], 0.3)
+    two_ranks(pair[1], 0.1 + 0.2)
+    assert compare_runs(pair[0].path, pair[1].path)
+    assert not compare_runs(pair[0].path, pair[1].path, rel_tol=1e-9)
+
+
+def test_clocks_and_what_is_to_be_ignored_do_not_count(pair: Pair) -> None:
+    for index, folder in enumerate(pair):
+        folder.attempt(world_size=1)
+        folder.reports(0, 0, {"loss": 1.0, "host": index}, clock=1000.0 * index)
+    assert compare_runs(pair[0].path, pair[1].path).metrics == {"host": (0, 1)}
+    assert not compare_runs(pair[0].path, pair[1].path, ignore=("host",))
+
+
+def test_runs_of_different_length_are_equal_up_to_there(pair: Pair) -> None:
+    two_ranks(pair[0], 3.0, 2.0)
+    two_ranks(pair[1], 3.0)
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert difference
+    assert (difference.iteration, difference.lengths) == (None, (2, 1))
+    assert str(difference) == "equal for 1 iterations, then one ends (2 and 1)"
+
+
+def test_a_metric_that_only_one_run_has_is_a_difference(pair: Pair) -> None:
+    for folder, metrics in zip(pair, ({"loss": 1.0}, {"loss": 1.0, "acc": 0.5}), strict=True):
+        folder.attempt(world_size=1)
+        folder.reports(0, 0, metrics)
+    assert compare_runs(pair[0].path, pair[1].path).metrics == {"acc": (None, 0.5)}
+
+
+def test_a_rank_that_only_one_run_has_is_a_difference(pair: Pair) -> None:
+    two_ranks(pair[0], 3.0)
+    pair[1].attempt(world_size=1)
+    pair[1].reports(0, 0, {"loss": 3.0, "epoch": 0})
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert (difference.iteration, difference.rank) == (1, 1)
+    assert difference.metrics["loss"] == (6.0, None)
+
+
+def test_what_was_different_from_the_start_is_told_with_it(pair: Pair) -> None:
+    for folder, rate in zip(pair, (0.1, 0.2), strict=True):
+        two_ranks(folder, 1.0)
+        folder.describe(config={"lr": rate, "epochs": 3}, versions={"torch": f"2.{rate}", "ray": "2"})
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert not difference  # the metrics are what counts
+    assert difference.config == {"lr": (0.1, 0.2)}
+    assert difference.versions == {"torch": ("2.0.1", "2.0.2")}
+    assert "config: lr 0.1 / 0.2" in str(difference)
