@@ -21,6 +21,8 @@ from support.poll import until
 from support.project import ROOT
 
 BIN = Path(sys.executable).parent
+# A local ``ray.init`` leaves a token in the home folder, and ``ray start`` asks for it where it finds one.
+ENVIRONMENT = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled"}
 
 
 def _free_port() -> int:
@@ -36,7 +38,7 @@ def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # Short, as the names of Ray's sockets are made of it.
     folder = tmp_path_factory.mktemp("r")
     log = folder / "ray_start.log"
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_ADDRESS": ""}
+    environment = {**ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     with open(log, "wb") as output:
         head = subprocess.Popen(
             [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}", *options],
@@ -54,13 +56,12 @@ def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _submit(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Submit the script; the node's job agent comes up some time after the cluster says that it is up."""
     command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", "examples", "--", "python"]
-    environment = {**os.environ, "RAY_ADDRESS": ""}
     done: list[subprocess.CompletedProcess[str]] = []
 
     def was_taken() -> bool:
         done[:] = [
             subprocess.run(
-                [*command, "job_script.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+                [*command, "job_script.py", *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
             )
         ]
         return "No available agent" not in done[0].stderr
