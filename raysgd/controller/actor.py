@@ -14,17 +14,18 @@ from typing import Any
 import ray
 
 from raysgd.checkpoint.storage import Storage
-from raysgd.controller import frames
+from raysgd.controller import downlink
+from raysgd.controller.downlink import FrameServer
 from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.controller.run import Run
 from raysgd.errors import UsageError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
+from raysgd.transport import Endpoint, Listener
+from raysgd.workers import uplink
+from raysgd.workers.cluster import uses_tls
 from raysgd.workers.group import NAMESPACE, WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
-
-#: Items a reader may be behind before its stream waits; what it has not read stays in the frame log.
-STREAM_AHEAD = 16
 
 
 class TrainerActor:
@@ -47,6 +48,9 @@ class TrainerActor:
         self._turn = asyncio.Lock()
         self._has_class = False
         self._host: Any = None
+        frame_server = FrameServer(self.stream)
+        self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.inboxes.handle})
+        self._opening: asyncio.Future[Endpoint | None] | None = None
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
@@ -60,18 +64,23 @@ class TrainerActor:
                 announced.set_exception(error)
                 return
             announced.set_result(run)
+            self._group.endpoint = await self.endpoint()
             if request.host_callbacks is not None:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
             self._forget_all_but(request.run_id)
 
-    async def stream(self, run_id: str, seq: int, until_end: bool = False) -> AsyncIterator[Any]:
-        """Batches of a run's frames, from number ``seq`` on; with ``until_end`` up to its outcome only."""
+    async def endpoint(self) -> Endpoint | None:
+        """Where workers and readers connect to; None where all is to go through Ray."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._listen())
+        return await self._opening
+
+    async def stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
+        """Batches of a run's frames, from number ``seq`` on."""
         run = await self._announced(run_id)
         async for batch in run.log.read(seq):
             yield batch
-            if until_end and any(frame.kind == frames.RUN_END for frame in batch):
-                return
 
     async def frames(self, run_id: str, seq: int) -> list[Any]:
         """One batch of frames from number ``seq`` on; for a reader that fell behind."""
@@ -161,6 +170,14 @@ class TrainerActor:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    async def _listen(self) -> Endpoint | None:
+        if uses_tls():  # what Ray encrypts must not go in the clear beside it
+            return None
+        try:
+            return await self._listener.open(ray.util.get_node_ip_address())
+        except OSError:
+            return None
+
     async def _make_instance(self, slot: int, blob: Blob, rendezvous: str) -> None:
         await self._group.call("make_instance", blob, _class_order(self._group, slot, rendezvous), slots=[slot])
 
@@ -217,7 +234,9 @@ class TrainerActor:
             name = f"{self._settings.name}-callbacks"
             actor = ray.remote(CallbackHost).options(name=name, namespace=NAMESPACE, num_cpus=0)
             self._host = actor.remote(self._me)
-        done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
+        done = self._host.follow.remote(
+            request.run_id, info, request.host_callbacks, dict(request.reduce), self._group.endpoint
+        )
 
         async def wait() -> Failed | None:
             try:

@@ -14,9 +14,12 @@ import cloudpickle
 import ray
 
 from raysgd.callbacks.runner import CallbackRunner
+from raysgd.controller import frames
+from raysgd.controller.downlink import read_frames
 from raysgd.controller.reader import CallbackReader
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
+from raysgd.transport import Endpoint
 
 
 class CallbackHost:
@@ -29,7 +32,9 @@ class CallbackHost:
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
-    def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> Failed | None:
+    def follow(
+        self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str], endpoint: Endpoint | None
+    ) -> Failed | None:
         """Run the callbacks of one run; returns when they had their end, with the error of a critical one."""
         callbacks = cloudpickle.loads(blob)
 
@@ -41,9 +46,8 @@ class CallbackHost:
 
         runner = CallbackRunner(callbacks, warn)
         reader = CallbackReader(runner, info, reduce, stop)
-        stream = self._controller.stream.options(num_returns="streaming").remote(run_id, 0, True)
-        for ref in stream:
-            for frame in ray.get(ref):
+        for batch in read_frames(self._controller, endpoint, run_id, last=frames.RUN_END):
+            for frame in batch:
                 reader.feed(frame)
         reader.end(None)
         return None if reader.critical is None else _failed(reader.critical)

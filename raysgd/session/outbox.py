@@ -30,7 +30,7 @@ class Outbox:
 
     def __init__(self, flush_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._flush_interval_s = flush_interval_s
+        self.flush_interval_s = flush_interval_s
         self._clock = clock
         self._urgent = threading.Event()
         self._last_flush = float("-inf")
@@ -59,7 +59,7 @@ class Outbox:
             items = [self._queue.get(timeout=timeout_s)]
         except queue.Empty:
             return []
-        wait_s = self._last_flush + self._flush_interval_s - self._clock()
+        wait_s = self._last_flush + self.flush_interval_s - self._clock()
         if wait_s > 0:
             self._urgent.wait(wait_s)
         self._urgent.clear()

@@ -8,7 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raysgd.controller.actor import STREAM_AHEAD, TrainerActor
+from raysgd.controller import frames
+from raysgd.controller.actor import TrainerActor
+from raysgd.controller.downlink import read_frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.errors import RaySGDError, WorkerError
@@ -52,12 +54,9 @@ class Channel:
         Raises:
             RayActorError: The TrainerActor is gone.
         """
-        stream = self._actor.stream.options(
-            num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
-        ).remote(run_id, 0)
         try:
-            for ref in stream:
-                yield ray.get(ref)
+            endpoint = ray.get(self._actor.endpoint.remote())
+            yield from read_frames(self._actor, endpoint, run_id, last=frames.RUN_CLOSED)
         except RayActorError:
             self._tidy_up()
             raise

@@ -29,6 +29,7 @@ from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, R
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.reset import Baseline
 from raysgd.workers.starting import FromCheckpoint, FromState
+from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
 #: Threads of the actor: the stream, and calls that must be answered while it runs.
 NUM_THREADS = 8
@@ -96,11 +97,23 @@ class WorkerActor:
     # -- an attempt ---------------------------------------------------------------------------------------------
 
     def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
-        """Run train_func once; a streaming generator of event batches."""
+        """Run train_func once; a streaming generator of what the controller gets through Ray: see `uplink`."""
         attempt = self._make_attempt(run, order)
         with self._lock:
             self._attempt = attempt
-        yield from attempt.events()
+        uplink = Uplink(order.place)
+        if not uplink.is_direct:
+            attempt.go_through_ray(None)
+        for item in attempt.events():
+            if isinstance(item, list):
+                for batch in self._send(uplink, item, attempt):  # no `yield from`: Ray sends into its generators
+                    yield batch
+            else:
+                yield VALUE_FOLLOWS
+                yield item
+        for batch in uplink.finish():
+            yield batch
+        self._forget(attempt)
         self._modules.look()
 
     def end(self, attempt: int, why: str) -> None:
@@ -150,6 +163,20 @@ class WorkerActor:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _forget(self, attempt: Attempt) -> None:
+        """It is over; its orders refer to the run's data, which is to be freed however the run ends."""
+        with self._lock:
+            if self._attempt is attempt:
+                self._attempt = None
+
+    @staticmethod
+    def _send(uplink: Uplink, events: list[Any], attempt: Attempt) -> list[Batch]:
+        was_direct = uplink.is_direct
+        batches = uplink.send(events)
+        if was_direct and not uplink.is_direct:
+            attempt.go_through_ray(uplink.problem)
+        return batches
+
     def _make_attempt(self, run: RunOrder, order: AttemptOrder) -> Attempt:
         member = order.member
         outbox = Outbox(order.flush_interval_s)
@@ -178,6 +205,8 @@ class WorkerActor:
             time_before_s=order.time_before_s,
             seed=run.seed,
             deterministic=run.deterministic,
+            plan=run.datasets,
+            fetch=ray.get,
             on_report=callbacks.hooks,
         )
         return Attempt(

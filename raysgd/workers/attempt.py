@@ -31,6 +31,8 @@ from raysgd.workers.sampler import SAMPLE_INTERVAL_S, Sampler
 
 #: Return values above this travel as an item of their own, which the controller hands on without looking.
 MAX_INLINE_BYTES = 64 * 1024
+#: What an item of a Ray stream costs the controller, in messages over a connection.
+RAY_ITEM_COST = 5
 #: Seconds a thread has to leave an ended attempt by itself, as by the error of the collective it is in, which is worth
 #: telling; then it is interrupted.
 INTERRUPT_AFTER_S = 0.1
@@ -109,6 +111,12 @@ class Attempt:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
                 )
+
+    def go_through_ray(self, problem: str | None) -> None:
+        """Events cost the controller ten times as much from now on: make fewer, larger batches."""
+        self._outbox.flush_interval_s *= RAY_ITEM_COST
+        if problem is not None:
+            self._outbox.put(Warned(problem))
 
     def hold(self) -> tuple[int, int]:
         return self._session.hold()
@@ -228,14 +236,14 @@ class WorkerCallbacks:
 
     def __init__(self, callbacks: Sequence[Callback], run: RunOrder, order: AttemptOrder, outbox: Outbox) -> None:
         self._runner = CallbackRunner(callbacks, lambda text: outbox.put(Warned(text)), rank=order.member.rank)
-        self._run = run
+        self._info = run.info  # not the order: this outlives the run, whose data it refers to
         self._order = order
         self._outbox = outbox
         self._count = order.iterations_before
         self.hooks = [self._on_report] if callbacks else []
 
     def start(self) -> None:
-        self._want(self._runner.start(self._run.info))
+        self._want(self._runner.start(self._info))
 
     def end(self, error: BaseException | None) -> None:
         self._runner.end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import ray
@@ -39,6 +40,11 @@ def check_feasible(scaling: ScalingConfig) -> None:
     beyond = explain_infeasible(scaling, [Node("", "", limit, limit)])
     if beyond is not None and "nodes" not in beyond:  # node by node the autoscaler knows better
         raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
+
+
+def uses_tls() -> bool:
+    """Whether Ray encrypts what it sends."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def _autoscaler_limit() -> Mapping[str, float] | None:

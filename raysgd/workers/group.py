@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,17 +25,21 @@ from raysgd.config import ScalingConfig
 from raysgd.errors import ConfigError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
+from raysgd.transport import Endpoint
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.ranks import assign_ranks, visible_gpus
+from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Inbox, Inboxes, Place
 
 NAMESPACE = "raysgd"
 #: Batches a worker may be ahead of the controller before its stream waits.
 _STREAM_AHEAD = 64
 #: Seconds after a death in which another one counts as the same failure.
 _DIE_TOGETHER_S = 0.2
+#: Seconds for what a dead worker's connection still holds to be read.
+_DRAIN_S = 0.2
 
 
 @dataclass
@@ -78,6 +83,10 @@ class WorkerGroup:
         self._placement: PlacementGroup | None = None
         self._workers: list[Worker | None] = [None] * scaling.min_workers
         self._num_made = 0
+        #: Takes the connections of workers, of kind `raysgd.workers.uplink.KIND`.
+        self.inboxes = Inboxes()
+        #: Where workers connect to; None: their events come through Ray.
+        self.endpoint: Endpoint | None = None
 
     @property
     def size(self) -> int:
@@ -279,28 +288,50 @@ class WorkerGroup:
         )
 
     async def run(self, slot: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
-        """What the worker's stream yields: batches of events, and references to large values.
+        """What the worker says: batches of events, and references to large values.
 
         Raises:
             WorkerDied: The process is gone.
         """
         worker = self._workers[slot]
         assert worker is not None
+        key = secrets.token_hex(8)
+        inbox = self.inboxes.open(key)
+        place = None if self.endpoint is None else Place(self.endpoint, key)
         stream = worker.handle.run.options(
             num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD
-        ).remote(run, order)
+        ).remote(run, replace(order, place=place))
+        pump = asyncio.ensure_future(self._pump(worker, stream, inbox))
         try:
-            expects_value = False
+            while (item := await inbox.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            pump.cancel()
+            self.inboxes.close(key)
+
+    async def _pump(self, worker: Worker, stream: Any, inbox: Inbox) -> None:
+        """Put what comes through Ray with what comes over the worker's connection; at the end None, or an error."""
+        try:
+            is_value = False
             async for ref in stream:
-                if expects_value:
-                    yield ref
+                if is_value:
+                    inbox.put_other(ref)
+                    is_value = False
                     continue
-                batch = await ref
-                expects_value = getattr(batch[-1], "value", b"") is None
-                yield batch
+                item = await ref
+                if isinstance(item, Batch):
+                    inbox.put(item)
+                is_value = item == VALUE_FOLLOWS
+            inbox.put_other(None)
         except RayActorError as error:
-            self._workers[slot] = None
-            raise WorkerDied(_first_line(error)) from None
+            await inbox.wait_drained(_DRAIN_S)
+            if self._workers[worker.slot] is worker:
+                self._workers[worker.slot] = None
+            inbox.put_other(WorkerDied(_first_line(error)))
+        except Exception as error:
+            inbox.put_other(error)
 
     def end(self, slot: int, attempt: int, why: str) -> None:
         self._tell(slot, "end", attempt, why)

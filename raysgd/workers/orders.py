@@ -7,7 +7,9 @@ from typing import Any
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import CheckpointConfig
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
+from raysgd.workers.uplink import Place
 
 #: A pickle, or (where it is large) a reference to one in the object store.
 Blob = Any
@@ -21,6 +23,7 @@ class RunOrder:
         code: Pickle of ``(train_func, config)``; each attempt opens its own copy.
         callbacks: Pickle of the callbacks that run in workers, or None.
         initial_state: Pickle of the state given as ``run(checkpoint=...)``, or None.
+        datasets: What was given as ``run(dataset=...)``; its rows lie in the object store.
         returns: ``"first"`` (rank 0's value travels) or ``"all"``.
     """
 
@@ -34,6 +37,7 @@ class RunOrder:
     deterministic: bool = False
     callbacks: Blob | None = None
     initial_state: Blob | None = None
+    datasets: DatasetPlan = NO_DATASETS
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class AttemptOrder:
         first_number: Number of the checkpoint that the first ``save_checkpoint`` of the attempt makes.
         iterations_before: Rounds before this attempt.
         time_before_s: Training time before this attempt.
-        flush_interval_s: Least time between two batches of this worker's stream.
+        flush_interval_s: Least time between two batches of this worker's events, over a connection.
+        place: Where to connect with events; None: they go through Ray.
     """
 
     attempt: int
@@ -55,6 +60,7 @@ class AttemptOrder:
     iterations_before: int
     time_before_s: float
     flush_interval_s: float
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

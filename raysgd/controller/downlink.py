@@ -1,0 +1,86 @@
+"""A run's frames on their way to a reader: over a connection where there is one, else through a Ray stream.
+
+Both begin at any frame, so a reader whose connection breaks goes on through Ray from where it stood, and learns there
+whether the TrainerActor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import ray
+
+from raysgd.controller.frames import Frame
+from raysgd.transport import Endpoint, connect, receive_message, write_message
+
+#: Kind of the connection in its hello.
+KIND = "frames"
+#: Items of the Ray stream a reader may be behind before it waits; what was not read stays in the frame log.
+STREAM_AHEAD = 16
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class FrameServer:
+    """The TrainerActor's end; its `handle` serves the connections.
+
+    Args:
+        read: Batches of a run's frames from a number on.
+    """
+
+    def __init__(self, read: Callable[[str, int], AsyncIterator[list[Frame]]]) -> None:
+        self._read = read
+
+    async def handle(self, hello: dict[str, Any], _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for batch in self._read(str(hello["run"]), int(hello["seq"])):
+            write_message(writer, batch)
+            await writer.drain()
+
+
+def read_frames(controller: Any, endpoint: Endpoint | None, run_id: str, *, last: str) -> Iterator[list[Frame]]:
+    """Batches of a run's frames as they come, up to the one that holds a frame of kind ``last``.
+
+    Args:
+        controller: Handle of the TrainerActor.
+        endpoint: Where to connect; None: read through Ray.
+        run_id: Which run.
+        last: Kind of the last frame to read.
+
+    Raises:
+        RayError: The TrainerActor is gone, or there is no such run.
+    """
+    seq = 0
+    for batch in _over_connection(endpoint, run_id) if endpoint is not None else ():
+        yield batch
+        seq = batch[-1].seq + 1
+        if _holds(batch, last):
+            return
+    stream = controller.stream.options(
+        num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
+    ).remote(run_id, seq)
+    for ref in stream:
+        batch = ray.get(ref)
+        yield batch
+        if _holds(batch, last):
+            return
+
+
+def _over_connection(endpoint: Endpoint, run_id: str) -> Iterator[list[Frame]]:
+    try:
+        with (
+            connect(endpoint, {"kind": KIND, "run": run_id, "seq": 0}, _CONNECT_TIMEOUT_S) as line,
+            line.makefile("rb", buffering=1 << 16) as file,
+        ):
+            while True:
+                try:
+                    batch = receive_message(file)
+                except (OSError, EOFError):
+                    return
+                yield batch
+    except OSError:  # there is no way there
+        return
+
+
+def _holds(batch: list[Frame], kind: str) -> bool:
+    return any(frame.kind == kind for frame in batch)

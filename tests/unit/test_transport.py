@@ -1,0 +1,161 @@
+"""Connections between raysgd's processes: the token first, then messages, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.transport import Endpoint, connect, endpoint, listener, read_message, receive_message, write_message
+from raysgd.transport.messages import MAX_MESSAGE_BYTES, pack
+from support.listening import Loop, listening, loop_in_thread
+from support.poll import until
+
+HELLO = {"kind": "echo", "name": "a"}
+
+
+async def echo(hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send the hello, then each message back, until an end is asked for."""
+    write_message(writer, hello)
+    while (message := await read_message(reader)) != "end":
+        write_message(writer, message)
+        await writer.drain()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    with loop_in_thread() as loop:
+        yield loop
+
+
+@pytest.fixture(scope="module")
+def place(loop: Loop) -> Iterator[Endpoint]:
+    with listening(loop, {"echo": echo}) as place:
+        yield place
+
+
+def is_hung_up(line: socket.socket) -> bool:
+    line.settimeout(10)
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+@given(st.lists(st.recursive(st.none() | st.binary() | st.integers(), st.lists, max_leaves=5)))
+def test_messages_come_out_as_they_went_in(messages: list[Any]) -> None:
+    file = io.BytesIO(b"".join(pack(message) for message in messages))
+    assert [receive_message(file) for _ in messages] == messages
+    with pytest.raises(EOFError):
+        receive_message(file)
+
+
+@given(st.data())
+def test_part_of_a_message_is_none(data: st.DataObject) -> None:
+    whole = pack({"rows": b"x" * 100})
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(EOFError):
+        receive_message(io.BytesIO(whole[:cut]))
+
+
+def test_a_length_beyond_reason_ends_the_stream() -> None:
+    with pytest.raises(EOFError, match="out of step"):
+        receive_message(io.BytesIO((MAX_MESSAGE_BYTES + 1).to_bytes(8, "big") + b"x"))
+
+
+# ------------------------------------------------------------------------------------------------ connections
+
+
+def test_a_connection_is_served_by_the_handler_it_names(place: Endpoint) -> None:
+    with connect(place, HELLO, 10) as line, line.makefile("rb") as file:
+        assert receive_message(file) == HELLO
+        for size in (0, 1, 5_000_000):
+            line.sendall(pack(b"x" * size))
+            assert receive_message(file) == b"x" * size
+        line.sendall(pack("end"))
+        with pytest.raises(EOFError):
+            receive_message(file)
+
+
+def test_only_the_token_opens_it(place: Endpoint) -> None:
+    wrong = Endpoint(place.host, place.port, bytes(len(place.token)))
+    with connect(wrong, HELLO, 10) as line:
+        assert is_hung_up(line)
+
+
+@pytest.mark.parametrize(
+    "after_token",
+    [
+        b"\x00\x02[]",
+        b"\x00\x03{{{",
+        b"\x00\x02\xff\xff",
+        (19).to_bytes(2, "big") + b'{"kind": "missing"}',
+        b"\x00\x02{}",
+    ],
+    ids=["no object", "no json", "no text", "no such kind", "no kind"],
+)
+def test_nonsense_after_the_token_ends_the_connection_and_no_more(place: Endpoint, after_token: bytes) -> None:
+    with socket.create_connection((place.host, place.port), 10) as line:
+        line.sendall(place.token + after_token)
+        assert is_hung_up(line)
+    with connect(place, HELLO, 10) as line, line.makefile("rb") as file:
+        assert receive_message(file) == HELLO
+
+
+def test_one_who_says_nothing_is_not_waited_for(place: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_HELLO_TIMEOUT_S", 0.05)
+    with socket.create_connection((place.host, place.port), 10) as line:
+        assert is_hung_up(line)
+
+
+def test_it_listens_on_the_address_given_alone(place: Endpoint) -> None:
+    import psutil
+
+    bound = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert (place.host, place.port) in bound
+    assert not any(host in ("0.0.0.0", "::") and port == place.port for host, port in bound)
+
+
+def test_nobody_there_is_an_os_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        connect(Endpoint("127.0.0.1", port, bytes(endpoint.TOKEN_BYTES)), HELLO, 1)
+
+
+def test_a_handler_that_fails_ends_its_connection_alone(loop: Loop) -> None:
+    async def fails(*_: Any) -> None:
+        raise KeyError("no such run")
+
+    with listening(loop, {"fails": fails, "echo": echo}) as place:
+        with connect(place, {"kind": "fails"}, 10) as line:
+            assert is_hung_up(line)
+        with connect(place, HELLO, 10) as line, line.makefile("rb") as file:
+            assert receive_message(file) == HELLO
+
+
+def test_a_closed_listener_takes_nobody(loop: Loop) -> None:
+    with listening(loop, {"echo": echo}) as place:
+        pass
+
+    def is_closed() -> bool:
+        try:
+            connect(place, HELLO, 1).close()
+        except OSError:
+            return True
+        return False
+
+    assert until(is_closed, 10)
+
+
+def test_the_token_is_not_shown() -> None:
+    assert "secret" not in repr(Endpoint("127.0.0.1", 1, b"secret"))
