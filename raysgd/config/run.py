@@ -20,7 +20,7 @@ class RunConfig:
     Attributes:
         name: Folder of this Trainer's runs, one path component; made from train_func's name and the time if None.
         storage_path: Path, or URI of ``pyarrow.fs``, that holds those folders; ``~/raysgd_runs`` if None.
-        detached: The run outlives the driver (needs ``name``).
+        detached: Planned: the run outlives the driver (needs ``name``).
     """
 
     name: str | None = None
@@ -42,13 +42,13 @@ class FailureConfig:
 
     Attributes:
         max_failures: Re-entries of train_func in one run; two deaths at once are one. -1: no limit.
-        spares: Warm processes kept beside the workers.
+        spares: Planned: warm processes kept beside the workers.
         abort_grace_s: Seconds a living worker has to leave an ended attempt before it is killed and replaced.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a worker counts as dead.
-        progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung; ``"auto"``
-            derives it from the run's own pace; None: never.
+        heartbeat_timeout_s: Planned: seconds without a heartbeat after which a worker counts as dead.
+        progress_timeout_s: Planned: seconds without a report, checkpoint or batch after which a worker counts as hung;
+            ``"auto"`` derives it from the run's own pace; None: never.
         start_timeout_s: Seconds for workers to be placed and up.
-        on_resize: ``fn(old_size, new_size)``, called in the workers after a resize.
+        on_resize: Planned: ``fn(old_size, new_size)``, called in the workers after a resize.
     """
 
     max_failures: int = 3
@@ -81,7 +81,7 @@ class CheckpointConfig:
         num_to_keep: Checkpoints kept on storage, the best by score and always the newest; None: all.
         score_attribute: Metric that ranks them; None: by age.
         score_order: ``"max"`` or ``"min"`` is best.
-        memory_only_between: Checkpoints held in memory only between two that go to storage.
+        memory_only_between: Planned: checkpoints held in memory only between two that go to storage.
         max_pending_bytes: Bytes of snapshots a worker may hold before ``save_checkpoint`` waits.
         on_write_error: ``"raise"`` ends the run when storage goes on failing; ``"warn"`` goes on without that checkpoint.
     """

@@ -17,6 +17,7 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_choice, check_count
+from raysgd.config.planned import check_planned
 from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
 from raysgd.session import context
 from raysgd.trainer import assembly
@@ -38,7 +39,7 @@ class Trainer:
     processes that have everything imported. Leave it with `shutdown`, or use it as a context manager.
 
     Args:
-        num_workers: Number of workers.
+        num_workers: Number of workers. Elastic ``(min, max)`` is planned.
         backend: ``"torch"`` or ``"none"``, or a `BackendConfig`.
         backend_args: Settings of the backend: its config, or a dict of its fields.
         cpus_per_worker: Logical CPUs of each worker.
@@ -88,8 +89,6 @@ class Trainer:
             resources_per_worker=resources_per_worker or {},
             placement_strategy=placement_strategy,
         )
-        if scaling.is_elastic:
-            raise ConfigError(f"num_workers={num_workers}: elastic training is not in this version; give an int.")
         self._spec = TrainerSpec(
             scaling,
             resolve_backend(backend, backend_args),
@@ -100,6 +99,7 @@ class Trainer:
             seed,
             deterministic,
         )
+        check_planned(scaling, self._spec.run, self._spec.failure, self._spec.checkpoint)
         self._channel: Channel | None = None
         self._stream: ResultStream | None = None
         self._runs_uri: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, from_mapping
+from raysgd.config.planned import check_planned
 from raysgd.errors import ConfigError
 
 CONFIGS = [RunConfig, FailureConfig, CheckpointConfig, ScalingConfig]
@@ -262,3 +263,33 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, 
     with pytest.raises(ConfigError) as caught:
         from_mapping(FailureConfig, mapping, "failure")
     assert text in str(caught.value)
+
+
+# -- what is not there yet ---------------------------------------------------------------------------------------------
+
+
+def on_resize(old: int, new: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (RunConfig(name="x", detached=True), "RunConfig(detached=True)"),
+        (FailureConfig(spares=1), "FailureConfig(spares=1)"),
+        (FailureConfig(heartbeat_timeout_s=5), "FailureConfig(heartbeat_timeout_s=5)"),
+        (FailureConfig(progress_timeout_s="auto"), "FailureConfig(progress_timeout_s='auto')"),
+        (FailureConfig(progress_timeout_s=60), "FailureConfig(progress_timeout_s=60)"),
+        (FailureConfig(on_resize=on_resize), "FailureConfig(on_resize=<function on_resize"),
+        (CheckpointConfig(memory_only_between=2), "CheckpointConfig(memory_only_between=2)"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(config: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match="not implemented yet; leave it at its default, ") as caught:
+        check_planned(ScalingConfig(), config)
+    assert str(caught.value).startswith(name)
+
+
+def test_what_works_is_not_refused() -> None:
+    failure = FailureConfig(max_failures=0, abort_grace_s=1, start_timeout_s=3, heartbeat_timeout_s=10.0)
+    checkpoint = CheckpointConfig(num_to_keep=1, score_attribute="loss", score_order="min", max_pending_bytes=1)
+    check_planned(ScalingConfig(num_workers=3), RunConfig(name="x", storage_path="/tmp"), failure, checkpoint)
