@@ -1,5 +1,6 @@
 """All frames of a run, for any number of readers, each at its own pace. Runs in the TrainerActor's event loop.
 
+A reader is told when a round is whole, not of each rank's part of it: one batch a round, whatever the number of ranks.
 Recent frames are held in memory, older reports only in the journal: a reader that is slow, or comes late, or went away,
 costs nothing and loses nothing.
 """
@@ -14,6 +15,7 @@ from raysgd._util.pacing import Pacer
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
+from raysgd.controller.round_count import RoundCount
 
 #: Reports held in memory for readers.
 MEMORY_BYTES = 64 << 20
@@ -21,6 +23,8 @@ MEMORY_BYTES = 64 << 20
 ITEM_BYTES = 4 << 20
 #: Items a reader gets at once after a pause.
 BURST = 4
+#: Seconds that reports of an incomplete round wait for the others.
+HOLD_S = 0.02
 
 
 class FrameLog:
@@ -39,6 +43,9 @@ class FrameLog:
         self._recent_bytes = 0
         self._kept: list[Frame] = []  # of the frames that left memory, those that are no reports: few and small
         self._next_seq = 0
+        self._released = 0  # frames before this one may go to readers
+        self._rounds = RoundCount()
+        self._holding: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._grown = asyncio.Event()
 
@@ -55,14 +62,17 @@ class FrameLog:
             if oldest.kind != frames.REPORTS:
                 self._kept.append(oldest)
         self._is_closed = self._is_closed or frame.kind == frames.RUN_CLOSED
-        self._grown.set()
+        if self._rounds.feed(frame):
+            self._release()
+        elif self._holding is None:
+            self._holding = asyncio.get_running_loop().call_later(HOLD_S, self._release)
 
     async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
         """Frames from ``seq`` on, as they come, until the run is closed."""
         loop = asyncio.get_running_loop()
         pacer = Pacer(self._min_interval_s, BURST)
         while True:
-            while seq >= self._next_seq:
+            while seq >= self._released:
                 if self._is_closed:
                     return
                 self._grown.clear()
@@ -73,6 +83,13 @@ class FrameLog:
             seq = batch[-1].seq + 1
             pacer.spend(loop.time())
             yield batch
+
+    def _release(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        self._released = self._next_seq
+        self._grown.set()
 
     async def _batch(self, seq: int) -> list[Frame]:
         first_in_memory = self._recent[0].seq if self._recent else self._next_seq

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.checkpoint.storage import Storage
-from raysgd.controller import frames
+from raysgd.controller import framelog, frames
 from raysgd.controller.framelog import BURST, ITEM_BYTES, FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
@@ -235,3 +235,46 @@ async def test_a_closed_run_is_read_at_full_speed(journal: CountingJournal) -> N
     log = make_log(journal, min_interval_s=3600)
     fill(log, 40)
     assert len(await asyncio.wait_for(read(log), timeout=30)) == 40
+
+
+# ------------------------------------------------------------------------------------------------------ rounds
+
+
+def begin(log: FrameLog, world_size: int) -> None:
+    data = {"attempt": 1, "world_size": world_size, "iterations_before": 0, "time_before_s": 0.0}
+    log.append(lambda seq: Frame(seq, frames.ATTEMPT, 1, data=data))
+
+
+def report_of(log: FrameLog, rank: int) -> None:
+    log.append(lambda seq: Frame(seq, frames.REPORTS, 1, rank, {"first": 0, "count": 1}, b"[[0.0,0.0,{}]]"))
+
+
+def test_a_reader_gets_a_round_in_one_item(journal: CountingJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framelog, "HOLD_S", 3600.0)
+
+    async def go() -> None:
+        log = make_log(journal, memory_bytes=1 << 20)
+        begin(log, 3)
+        reader = log.read(0)
+        assert [frame.kind for frame in await anext(reader)] == [frames.ATTEMPT]
+        item = asyncio.ensure_future(anext(reader))
+        for rank in (2, 0):
+            report_of(log, rank)
+            await asyncio.sleep(0.01)
+            assert not item.done()
+        report_of(log, 1)
+        assert [frame.rank for frame in await item] == [2, 0, 1]
+
+    asyncio.run(go())
+
+
+def test_a_rank_far_behind_holds_the_others_reports_back_for_a_moment_only(journal: CountingJournal) -> None:
+    async def go() -> None:
+        log = make_log(journal, memory_bytes=1 << 20)
+        begin(log, 2)
+        reader = log.read(0)
+        await anext(reader)
+        report_of(log, 0)
+        assert [frame.rank for frame in await asyncio.wait_for(anext(reader), 20)] == [0]
+
+    asyncio.run(go())
