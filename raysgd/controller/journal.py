@@ -1,4 +1,5 @@
-"""The run's files: ``metrics-NNNN.jsonl`` with every report of every rank, ``events.jsonl``, ``run.json``.
+"""The run's files: ``metrics-NNNN.jsonl`` with every report of every rank, ``events.jsonl`` (on object stores
+``events-NNNN.jsonl``), ``run.json``.
 
 Written by the TrainerActor, flushed within a second, in an executor thread so that storage never holds up the event loop.
 The journal is also the buffer between training and slow readers: `frames_from` reads back what memory no longer has.
@@ -25,6 +26,8 @@ from raysgd.controller.frames import Frame
 
 #: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
 SEGMENT_BYTES = 4 << 20
+#: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
+EVENTS_SEGMENT_BYTES = 256 << 10
 
 
 class LogFile:
@@ -67,16 +70,54 @@ class LogFile:
                 raise
 
 
+class SegmentedLog:
+    """Lines in files ``<stem>-NNNN.jsonl``, of which only the last still grows.
+
+    Args:
+        segment_bytes: Size at which a file is closed; None: all lines go to one file, ``<stem>.jsonl``.
+
+    Attributes:
+        segments: Number of the first frame in each file, and its name.
+    """
+
+    def __init__(self, storage: Storage, stem: str, segment_bytes: int | None) -> None:
+        self.segments: list[tuple[int, str]] = []
+        self._storage = storage
+        self._stem = stem
+        self._segment_bytes = segment_bytes
+        self._open: LogFile | None = None
+        self._closed: list[LogFile] = []
+
+    def append(self, seq: int, line: bytes) -> None:
+        if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
+            self._open = self._next_file(seq)
+        self._open.append(line)
+
+    def flush(self) -> None:
+        """Blocks; called by one thread at a time."""
+        while self._closed:
+            self._closed[0].flush()
+            self._closed.pop(0)
+        if self._open is not None:
+            self._open.flush()
+
+    def _next_file(self, seq: int) -> LogFile:
+        if self._open is not None:
+            self._closed.append(self._open)
+        number = "" if self._segment_bytes is None else f"-{len(self.segments):04d}"
+        file = LogFile(self._storage, f"{self._stem}{number}.jsonl")
+        self.segments.append((seq, file.name))
+        return file
+
+
 class Journal:
     """The files of one run."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._lock = threading.Lock()
-        self._events = LogFile(storage, "events.jsonl")
-        self._segments: list[tuple[int, str]] = []
-        self._metrics: LogFile | None = None
-        self._closed: list[LogFile] = []
+        self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
+        self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``. Blocks."""
@@ -87,24 +128,21 @@ class Journal:
         if frame.kind == frames.REPORTS:
             self._append_reports(frame)
         else:
-            self._events.append(_event_line(frame))
+            self._events.append(frame.seq, _event_line(frame))
 
     def flush(self) -> None:
         """Blocks; safe to call from any thread."""
         with self._lock:
-            while self._closed:
-                self._closed[0].flush()
-                self._closed.pop(0)
-            if self._metrics is not None:
-                self._metrics.flush()
+            self._metrics.flush()
             self._events.flush()
 
     def frames_from(self, seq: int, before: int) -> Iterator[Frame]:
         """The report frames numbered ``seq`` to ``before - 1``, from storage. Blocks."""
         self.flush()
-        for index, (first, name) in enumerate(self._segments):
-            is_last = index + 1 == len(self._segments)
-            if first >= before or (not is_last and self._segments[index + 1][0] <= seq):
+        segments = list(self._metrics.segments)  # the event loop adds to it meanwhile
+        for index, (first, name) in enumerate(segments):
+            is_last = index + 1 == len(segments)
+            if first >= before or (not is_last and segments[index + 1][0] <= seq):
                 continue
             data = self._storage.read_bytes(name)
             for line in data[: data.rfind(b"\n") + 1].splitlines():  # a flush may be writing the last one
@@ -113,14 +151,9 @@ class Journal:
                     yield frame
 
     def _append_reports(self, frame: Frame) -> None:
-        if self._metrics is None or self._metrics.size_bytes >= SEGMENT_BYTES:
-            if self._metrics is not None:
-                self._closed.append(self._metrics)
-            self._metrics = LogFile(self._storage, f"metrics-{len(self._segments):04d}.jsonl")
-            self._segments.append((frame.seq, self._metrics.name))
         head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d,"rows":'
         values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"])
-        self._metrics.append((head % values).encode() + frame.rows + b"}\n")
+        self._metrics.append(frame.seq, (head % values).encode() + frame.rows + b"}\n")
 
 
 def report_frame(line: bytes) -> Frame:
@@ -132,7 +165,7 @@ def report_frame(line: bytes) -> Frame:
 
 
 def event_frame(line: bytes) -> Frame:
-    """A line of ``events.jsonl`` as the frame it was."""
+    """A line of an events file as the frame it was."""
     fields = json.loads(line)
     if "timestamp" not in fields:  # of events alone; some kinds of events and of frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])

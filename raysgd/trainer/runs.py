@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,10 @@ from raysgd.controller.reducing import check_reduce
 from raysgd.controller.rounds import RoundMerger
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import Event, Result
+
+#: One file on a local disk, segments on object stores.
+_EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
+_METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,10 @@ def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, str] | None = No
         CheckpointNotFoundError: The folder is no run's.
     """
     storage = Storage.from_uri(run_dir)
-    if not storage.exists("events.jsonl"):
+    names = storage.list_names()
+    if not any(_EVENTS_FILE.fullmatch(name) for name in names):
         raise CheckpointNotFoundError(f"{storage.uri} is no run's folder: it has no events.jsonl.")
-    sequence = sorted(_frames(storage), key=lambda frame: frame.seq)
+    sequence = sorted(_frames(storage, names), key=lambda frame: frame.seq)
     results = _results(sequence, check_reduce(reduce))
     events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
@@ -83,13 +89,10 @@ def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, str] | None = No
     )
 
 
-def _frames(storage: Storage) -> Iterator[Frame]:
-    for line in _whole_lines(storage.read_bytes("events.jsonl")):
-        yield event_frame(line)
-    for name in sorted(storage.list_names()):
-        if name.startswith("metrics-") and name.endswith(".jsonl"):
-            for line in _whole_lines(storage.read_bytes(name)):
-                yield report_frame(line)
+def _frames(storage: Storage, names: list[str]) -> Iterator[Frame]:
+    for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
+        for name in filter(pattern.fullmatch, names):
+            yield from map(to_frame, _whole_lines(storage.read_bytes(name)))
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

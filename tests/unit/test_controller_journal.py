@@ -47,6 +47,11 @@ def lines(storage: Storage, name: str) -> list[Any]:
     return [json.loads(line) for line in storage.read_bytes(name).splitlines()]
 
 
+def events_file(storage: Storage) -> str:
+    """The first file of events."""
+    return "events.jsonl" if storage.is_local else "events-0000.jsonl"
+
+
 # -- what is in them ---------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +69,7 @@ def test_events_and_other_frames_go_to_the_events_file(storage: Storage) -> None
     log.append(event(0, "run_start", name="run_001"))
     log.append(Frame(1, frames.ATTEMPT, 1, data={"attempt": 1, "world_size": 2}))
     log.flush()
-    assert lines(storage, "events.jsonl") == [
+    assert lines(storage, events_file(storage)) == [
         {"seq": 0, "attempt": 1, "kind": "run_start", "timestamp": 12.5, "data": {"name": "run_001"}},
         {"seq": 1, "attempt": 1, "kind": "attempt", "rank": -1, "data": {"attempt": 1, "world_size": 2}},
     ]
@@ -92,7 +97,7 @@ def test_a_frame_reads_back_as_it_was(storage: Storage, frame: Frame) -> None:
     log = Journal(storage)
     log.append(frame)
     log.flush()
-    (line,) = storage.read_bytes("events.jsonl").splitlines()
+    (line,) = storage.read_bytes(events_file(storage)).splitlines()
     assert event_frame(line) == frame
 
 
@@ -110,7 +115,7 @@ def test_a_users_exception_stays_out_of_the_files(storage: Storage) -> None:
     log = Journal(storage)
     log.append(Frame(0, frames.RUN_END, 1, data={"kind": "error", "exception": b"pickle", "summary": "boom"}))
     log.flush()
-    (line,) = lines(storage, "events.jsonl")
+    (line,) = lines(storage, events_file(storage))
     assert line["data"] == {"kind": "error", "summary": "boom"}
 
 
@@ -119,7 +124,7 @@ def test_what_json_cannot_hold_does_not_stop_the_journal(storage: Storage) -> No
     log.append(event(0, "sample", path=Path("/tmp/x")))
     log.write_run({"resources": {1, 2}, "config": {"lr": 0.1}})
     log.flush()
-    assert lines(storage, "events.jsonl")[0]["data"] == {"path": "/tmp/x"}
+    assert lines(storage, events_file(storage))[0]["data"] == {"path": "/tmp/x"}
     assert json.loads(storage.read_bytes("run.json"))["config"] == {"lr": 0.1}
 
 
@@ -157,6 +162,32 @@ def test_an_object_store_gets_each_file_whole(small_segments: None) -> None:
         log.flush()
         names = [name for name in storage.list_names() if name.startswith("metrics")]
         assert sum(len(lines(storage, name)) for name in names) == seq + 1
+
+
+def test_what_a_flush_of_events_puts_on_an_object_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "EVENTS_SEGMENT_BYTES", 500)
+    storage = object_store()
+    put: list[int] = []
+    write = storage.write_bytes
+    monkeypatch.setattr(storage, "write_bytes", lambda name, data: (put.append(len(data)), write(name, data)))
+    log = Journal(storage)
+    for seq in range(100):
+        log.append(event(seq, message="careful"))
+        log.flush()
+    assert max(put) < 2 * 500
+    names = [name for name in storage.list_names() if name.startswith("events")]
+    assert names[:2] == ["events-0000.jsonl", "events-0001.jsonl"]
+    assert [line["seq"] for name in names for line in lines(storage, name)] == list(range(100))
+
+
+def test_on_a_disk_the_events_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "EVENTS_SEGMENT_BYTES", 100)
+    log = Journal(Storage.from_uri(tmp_path))
+    for seq in range(20):
+        log.append(event(seq))
+        log.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+    assert len(lines(Storage.from_uri(tmp_path), "events.jsonl")) == 20
 
 
 def test_a_segment_that_is_full_is_not_touched_again(storage: Storage, small_segments: None) -> None:

@@ -208,6 +208,19 @@ def test_lines_that_a_crash_cut_off_are_passed_over(folder: RunFolder) -> None:
     assert list(folder.load().metrics["loss"]) == [3.0, 2.0]
 
 
+def test_events_in_segments_are_read_as_one(folder: RunFolder) -> None:
+    two_ranks(folder, 3.0, 2.0)
+    folder.event("warning", message="careful")
+    in_one = folder.load()
+    whole = (folder.path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (folder.path / "events.jsonl").unlink()
+    (folder.path / "events-0000.jsonl").write_bytes(b"".join(whole[:2]))
+    (folder.path / "events-0001.jsonl").write_bytes(b"".join(whole[2:]))
+    in_two = folder.load()
+    assert len(in_two.events) == len(in_one.events) > 0 and in_two.events.equals(in_one.events)
+    assert in_two.metrics.equals(in_one.metrics)
+
+
 def test_a_run_that_was_lost_shows_what_arrived(folder: RunFolder) -> None:
     folder.attempt()
     folder.reports(0, 0, {"loss": 3.0}, {"loss": 2.0})
