@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 from raysgd.checkpoint.manifest import FileEntry, Manifest
 from raysgd.controller.reducing import Reduce, reduce_metrics
+from raysgd.data.position import check_agreement
+from raysgd.errors import CheckpointError
 from raysgd.session.events import PartSafe, Saved, Scored
+from raysgd.session.rank_state import positions_in
 
 
 @dataclass
 class _Pending:
     calls: dict[int, Saved] = field(default_factory=dict)
     parts: dict[int, PartSafe] = field(default_factory=dict)
+    is_refused: bool = False
 
 
 class Score(NamedTuple):
@@ -61,8 +65,16 @@ class CheckpointCollector:
             self._first_save_after = event.reports
         return self._disagreement(event.call, pending) or self._one_sided()
 
-    def part_safe(self, rank: int, event: PartSafe) -> None:
-        self._pending.setdefault(event.call, _Pending()).parts[rank] = event
+    def part_safe(self, rank: int, event: PartSafe) -> str | None:
+        """The bytes of a part are safe; returns what is wrong with its place in the data, if anything."""
+        pending = self._pending.setdefault(event.call, _Pending())
+        pending.parts[rank] = event
+        try:
+            check_agreement({rank: positions_in(part.rank_state) for rank, part in pending.parts.items()})
+        except CheckpointError as error:
+            pending.is_refused = True
+            return str(error)
+        return None
 
     def part_failed(self, call: int) -> int:
         """The part can never be safe: the checkpoint is given up. Returns its number."""
@@ -105,7 +117,7 @@ class CheckpointCollector:
         return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
 
     def _is_complete(self, pending: _Pending) -> bool:
-        if not pending.calls:
+        if pending.is_refused or not pending.calls:
             return False
         running = set(range(self._world_size)) - self._left
         all_ranks = next(iter(pending.calls.values())).all_ranks

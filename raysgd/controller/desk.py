@@ -87,7 +87,7 @@ class CheckpointDesk:
         if isinstance(said, Saved):
             rule = self._collector.saved(rank, said)
         elif isinstance(said, PartSafe):
-            self._collector.part_safe(rank, said)
+            rule = self._collector.part_safe(rank, said)
         else:
             self._collector.scored(rank, said)
         self._commit_complete()

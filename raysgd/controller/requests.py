@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.backends.base import BackendConfig
 from raysgd.config import CheckpointConfig, FailureConfig, ScalingConfig
 from raysgd.controller.shelf import Start
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.workers.orders import Blob
 
 
@@ -34,6 +35,7 @@ class RunRequest:
         runs_uri: The folder that holds the Trainer's runs.
         config: The config as ``run.json`` shows it: plain values, secrets redacted.
         start: The checkpoint to start from, if it is one on storage.
+        datasets: The datasets; the references to their rows keep these alive as long as the request travels or is held.
         host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
         description: What else goes into ``run.json``.
     """
@@ -44,6 +46,7 @@ class RunRequest:
     config: dict[str, Any]
     start: Start = field(default_factory=Start)
     initial_state: Blob | None = None
+    datasets: DatasetPlan = NO_DATASETS
     returns: str = "first"
     reduce: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None

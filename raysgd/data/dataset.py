@@ -132,7 +132,9 @@ class DataContext:
         """
         known = list(self._datasets)
         if not known:
-            raise ConfigError("no dataset was given to this run; give one: run(train_func, dataset=...).")
+            raise ConfigError(
+                "no dataset was given; give one: run(train_func, dataset=...), or raysgd.local(dataset=...) without a Trainer."
+            )
         if name is None and len(known) == 1:
             return self._datasets[known[0]]
         there = "there are " + ", ".join(map(repr, known)) if known != [LONE] else "one was given without a name"

@@ -46,3 +46,7 @@ class DatasetPlan:
 
     sources: dict[str, Source] = field(default_factory=dict)
     folds: tuple[str | tuple[str, str], ...] | None = None
+
+
+#: Of a run that was given no dataset.
+NO_DATASETS = DatasetPlan()

@@ -9,11 +9,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import UsageError
 from raysgd.session import context
 from raysgd.session.local import LocalSession
+
+if TYPE_CHECKING:
+    from raysgd.data import WorkerDataset
 
 
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
@@ -66,8 +70,8 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> Any:
     """The newest committed state of this run (or the one it starts from), or None; with ``path``, the state there.
 
-    Without ``path`` the random number generators saved with it are restored too, so that training goes on as if it had
-    not been interrupted.
+    Without ``path`` the random number generators and the positions in the datasets saved with it are restored too, so
+    that training goes on as if it had not been interrupted; a loop over a dataset that is under way is over.
 
     Args:
         path: A checkpoint's folder.
@@ -77,8 +81,33 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool
         CheckpointNotFoundError: There is no checkpoint at ``path``.
         CheckpointCorruptError: Its bytes do not match its manifest.
         ReshardError: It was saved with ``all_ranks=True`` by another number of ranks.
+        CheckpointError: It stands in the middle of a dataset that has another number of rows now.
     """
     return context.current().load_checkpoint(path, trusted=trusted)
+
+
+def get_dataset(name: str | None = None) -> WorkerDataset:
+    """A dataset given to ``run(dataset=...)``, whose ``get_split()`` is this worker's share.
+
+    Where training stands in it is part of each checkpoint, and `load_checkpoint` goes on there.
+
+    Args:
+        name: As given in the dict of datasets; not needed where there is only one.
+
+    Raises:
+        ConfigError: There is none, none of that name, or more than one and no name.
+        SessionError: The attempt is over.
+    """
+    return context.current().get_dataset(name)
+
+
+def get_datasets() -> dict[str, WorkerDataset] | tuple[Any, ...]:
+    """All datasets by name; of a tuple given for cross-validation a tuple of the same form.
+
+    Raises:
+        SessionError: The attempt is over.
+    """
+    return context.current().get_datasets()
 
 
 def world_rank() -> int:
@@ -132,19 +161,27 @@ def broadcast(obj: Any = None) -> Any:
 
 @contextmanager
 def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
-    """Give a train_func that runs on its own a place for checkpoints.
+    """Give a train_func that runs on its own data and a place for checkpoints.
 
     Args:
-        dataset: Data for ``get_dataset``.
+        dataset: As for ``Trainer.run``; Ray is needed for a `ray.data.Dataset` alone.
         dir: Folder for its checkpoints; ``load_checkpoint`` finds what an earlier use left there.
+
+    Raises:
+        ConfigError: ``dataset`` is nothing that can be one.
+        UsageError: There is a session already.
     """
     if context.installed() is not None:
         raise UsageError("raysgd.local() inside a worker or another raysgd.local(): there is a session already.")
-    if dataset is not None:
-        raise UsageError("raysgd.local(dataset=...) needs raysgd.data, which this version does not have yet.")
-    session = LocalSession(dir)
+    session = LocalSession(dir, NO_DATASETS if dataset is None else _resolve(dataset))
     context.install(session)
     try:
         yield session
     finally:
         context.uninstall()
+
+
+def _resolve(dataset: Any) -> DatasetPlan:
+    from raysgd.data import resolve_datasets  # NumPy, for those who give data
+
+    return resolve_datasets(dataset, put=lambda block: block)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.session.datasets import Datasets
+
+if TYPE_CHECKING:
+    from raysgd.data import WorkerDataset
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,10 @@ class Session(ABC):
     Called from the training thread, and from threads the user starts; `should_stop` and `report` may be called from
     any of them, `save_checkpoint`, `barrier` and `broadcast` from one at a time, in the same order on every rank.
 
+    Args:
+        plan: The datasets that were given.
+        fetch: Gives what the references in ``plan`` stand for.
+
     Attributes:
         identity: Ranks and sizes.
         seed: The Trainer's seed, or None.
@@ -34,10 +44,21 @@ class Session(ABC):
 
     in_worker: bool = False
 
-    def __init__(self, identity: Identity, *, seed: int | None = None, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        seed: int | None = None,
+        deterministic: bool = False,
+        plan: DatasetPlan = NO_DATASETS,
+        fetch: Callable[[Any], Any] = lambda block: block,
+    ) -> None:
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
+        self._datasets = Datasets(
+            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, before_batch=self._check_live
+        )
 
     @property
     def world_rank(self) -> int:
@@ -70,6 +91,14 @@ class Session(ABC):
     @abstractmethod
     def load_checkpoint(self, path: Any, *, trusted: bool) -> Any: ...
 
+    def get_dataset(self, name: str | None) -> WorkerDataset:
+        self._check_live()
+        return self._datasets.get(name)
+
+    def get_datasets(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
+        self._check_live()
+        return self._datasets.all()
+
     @abstractmethod
     def should_stop(self) -> bool: ...
 
@@ -78,3 +107,6 @@ class Session(ABC):
 
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
+
+    def _check_live(self) -> None:  # noqa: B027  (most sessions never end)
+        """Raise, if nothing may be done here any more. Also called before each batch of a dataset."""

@@ -12,19 +12,20 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.manifest import FileEntry, Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError
+from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
-from raysgd.session.generators import capture_generators, restore_generators
 from raysgd.session.metrics import copy_metrics, read_deferred
 from raysgd.session.saving import CheckpointWriter
 
 
 class LocalSession(Session):
-    """A world of one. ``report`` prints a line; checkpoints go to ``directory``, if there is one."""
+    """A world of one. ``report`` prints a line; checkpoints go to ``directory``, if there is one; data is that of ``plan``."""
 
-    def __init__(self, directory: str | PathLike[str] | None = None) -> None:
-        super().__init__(Identity())
+    def __init__(self, directory: str | PathLike[str] | None = None, plan: DatasetPlan = NO_DATASETS) -> None:
+        super().__init__(Identity(), plan=plan, fetch=_fetch)
         self._store = None if directory is None else CheckpointStore(Storage.from_uri(directory))
         self._num_reports = 0
 
@@ -49,11 +50,11 @@ class LocalSession(Session):
         writer = CheckpointWriter(
             self._store, attempt=1, rank=0, first_number=number, pool=StagingPool(num_buffers=1), put=done.append
         )
-        rank_state = {"generators": capture_generators()}
+        small = rank_state.capture(self._datasets)
         if files:
-            writer.save_files(0, state, rank_state)
+            writer.save_files(0, state, small)
         else:
-            writer.save(0, state, rank_state, trusted=trusted)
+            writer.save(0, state, small, trusted=trusted)
         writer.close()
         self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, trusted)
 
@@ -65,7 +66,8 @@ class LocalSession(Session):
             return None
         assert self._store is not None
         state = Checkpoint.from_path(self._store.directory(newest.number).uri).load(trusted=trusted)
-        restore_generators(newest.rank_states.get(0, {}).get("generators", {}))
+        small = rank_state.inherit(newest.rank_states, 0, is_same_size=newest.world_size == 1)
+        rank_state.restore(small, self._datasets)
         return state
 
     def should_stop(self) -> bool:
@@ -99,6 +101,12 @@ class LocalSession(Session):
                 rank_states={0: done.rank_state},
             )
         )
+
+
+def _fetch(block: Any) -> Any:
+    """Rows are at hand, but for those of a `ray.data.Dataset`, for which Ray is up."""
+    ray = sys.modules.get("ray")
+    return ray.get(block) if ray is not None and isinstance(block, ray.ObjectRef) else block
 
 
 def _short(value: Any) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import AttemptEnded, CheckpointError, SessionError
+from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.events import Saved, Scored
-from raysgd.session.generators import capture_generators, restore_generators
 from raysgd.session.metrics import copy_metrics, read_deferred
 from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
@@ -61,9 +62,11 @@ class WorkerSession(Session):
         time_before_s: float,
         seed: int | None,
         deterministic: bool,
+        plan: DatasetPlan = NO_DATASETS,
+        fetch: Callable[[Any], Any] = lambda block: block,
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
     ) -> None:
-        super().__init__(identity, seed=seed, deterministic=deterministic)
+        super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox
         self._writer = writer
         self._link = link
@@ -112,13 +115,13 @@ class WorkerSession(Session):
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
             )
         saved = self._describe_save(call, gives_state, files, metrics, all_ranks, trusted)
-        rank_state = {"generators": capture_generators()}
+        small = rank_state.capture(self._datasets)
         if not gives_state:
-            self._writer.save_nothing(call, rank_state)
+            self._writer.save_nothing(call, small)
         elif files:
-            self._writer.save_files(call, state, rank_state)
+            self._writer.save_files(call, state, small)
         else:
-            self._writer.save(call, state, rank_state, trusted=trusted)
+            self._writer.save(call, state, small, trusted=trusted)
         self._outbox.put(saved)  # only now: a state that cannot be saved has raised, and makes no checkpoint
         if self._saves_first:
             self._unscored = call, metrics is None
@@ -130,8 +133,8 @@ class WorkerSession(Session):
         start = self._start if self._num_saves == 0 else self._link.newest_checkpoint()
         if start is None:
             return None
-        state, rank_state = start.load(self.world_rank, self.world_size, trusted=trusted)
-        restore_generators(rank_state.get("generators", {}))
+        state, small = start.load(self.world_rank, self.world_size, trusted=trusted)
+        rank_state.restore(small, self._datasets)
         return state
 
     def should_stop(self) -> bool:
@@ -171,6 +174,7 @@ class WorkerSession(Session):
     def close(self) -> None:
         """train_func has left: every later call is an error."""
         self._is_closed = True
+        self._datasets.close()
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class WorkerSession(Session):
             raise AttemptEnded(*self._ended.args)
         if self._is_closed:
             raise SessionError(
-                "train_func has returned, so nothing can be reported or saved any more; this call came from a thread "
+                "train_func has returned, so nothing can be reported, saved or read any more; this call came from a thread "
                 "it left behind. Join such threads before returning."
             )
 

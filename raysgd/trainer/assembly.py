@@ -29,7 +29,7 @@ from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.errors import UsageError
 from raysgd.result import RunInfo
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_start
+from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_data, resolve_start
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.pickling import dumps_named
 
@@ -98,6 +98,7 @@ def begin_run(
     config: Any,
     *,
     runs_uri: str,
+    dataset: Any,
     callbacks: Sequence[Callback],
     checkpoint: Any,
     reduce: Any,
@@ -118,6 +119,7 @@ def begin_run(
         config=shown,
         start=start,
         initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),
+        datasets=resolve_data(dataset),
         returns=returns,
         reduce=reduce,
         seed=spec.seed,

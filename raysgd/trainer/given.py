@@ -8,8 +8,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ray
+
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller.shelf import Start
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError, ConfigError
 
 
@@ -91,3 +94,17 @@ def resolve_start(checkpoint: Any) -> tuple[Start, Any]:
         raise CheckpointError("run(checkpoint=...) got a Checkpoint that lives in memory only and has no path.")
     checkpoint = Checkpoint.from_path(checkpoint.path)
     return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
+
+
+def resolve_data(dataset: Any) -> DatasetPlan:
+    """What ``run(dataset=...)`` means; its rows are put into the object store, where they stay as long as the plan.
+
+    Raises:
+        ConfigError: It is nothing that can be a dataset.
+        SerializationError: A map-style dataset does not pickle.
+    """
+    if dataset is None:
+        return NO_DATASETS
+    from raysgd.data import resolve_datasets  # NumPy, for those who give data
+
+    return resolve_datasets(dataset, ray.put)

@@ -127,7 +127,9 @@ class Trainer:
         Args:
             train_func: A function of zero or one argument, the config.
             config: What it is given; every worker gets a copy of its own.
-            dataset: Not in this version.
+            dataset: What `raysgd.get_dataset` gives the workers: a pyarrow Table, a pandas DataFrame, a dict of NumPy arrays
+                or torch tensors, a list of dicts, a map-style torch Dataset, a `ray.data.Dataset`; a dict of such by
+                name; or for cross-validation a tuple of such or of (train, validation) pairs.
             callbacks: Callbacks for this run; live progress comes by itself.
             checkpoint: Where to start from: a `Checkpoint`, a path, or a state.
             reduce: Metrics to be made of all ranks, such as ``{"loss": "mean"}``; of ``mean sum min max last first``.
@@ -167,8 +169,6 @@ class Trainer:
     ) -> ResultStream:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
         self._check_free()
-        if dataset is not None:
-            raise ConfigError("run(dataset=...) needs raysgd.data, which is not in this version.")
         channel = self._connect()
         if self._runs_uri is None:
             self._runs_uri = assembly.runs_folder(self._spec, train_func)
@@ -178,6 +178,7 @@ class Trainer:
             train_func,
             config,
             runs_uri=self._runs_uri,
+            dataset=dataset,
             callbacks=callbacks,
             checkpoint=checkpoint,
             reduce=reduce,

@@ -7,6 +7,7 @@ from typing import Any
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
+from raysgd.session import rank_state
 from raysgd.workers.pickling import loads
 
 
@@ -20,9 +21,7 @@ class FromCheckpoint:
         folder = Storage.from_uri(self._uri)
         manifest = read_manifest(folder)
         state = load_state(folder, manifest, rank, world_size=world_size, trusted=trusted)
-        # Generators of another number of ranks would repeat or skip draws; then they stay as the seed set them.
-        same = manifest.world_size == world_size
-        return state, dict(manifest.rank_states.get(rank, {})) if same else {}
+        return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
 
 class FromState:

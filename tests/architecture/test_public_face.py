@@ -16,6 +16,8 @@ WORKER = [
     "barrier",
     "broadcast",
     "device",
+    "get_dataset",
+    "get_datasets",
     "in_worker",
     "load_checkpoint",
     "local",

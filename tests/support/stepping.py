@@ -50,9 +50,12 @@ def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = N
     )
 
 
-def part(call: int = 0, *files: str) -> e.PartSafe:
-    """The part of save ``call`` is on storage."""
-    return e.PartSafe(call, tuple((name, 10, 1) for name in files))
+def part(call: int = 0, *files: str, consumed: int | None = None) -> e.PartSafe:
+    """The part of save ``call`` is on storage; its rank stood after so many rows of its dataset, where it has one."""
+    entries = tuple((name, 10, 1) for name in files)
+    if consumed is None:
+        return e.PartSafe(call, entries)
+    return e.PartSafe(call, entries, {"data": {"train": {"epoch": 2, "consumed": consumed, "num_rows": 100}}})
 
 
 def failed(text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool) -> e.Failed:

@@ -251,6 +251,26 @@ def test_counts_that_differ_when_all_have_returned_break_the_rule() -> None:
     assert "rank 0: 2, rank 1: 1" in rule
 
 
+def test_ranks_at_different_places_of_their_data_break_the_rule_and_make_no_checkpoint() -> None:
+    for first, second in itertools.permutations((part(consumed=20), part(consumed=30))):
+        desk = collector()
+        assert desk.part_safe(0, first) is None  # a part may be safe before the call is known
+        rule = desk.part_safe(1, second)
+        assert rule is not None and "different places of dataset 'train'" in rule
+        assert "epoch 2, 20 rows consumed on rank" in rule and "epoch 2, 30 rows consumed on rank" in rule
+        for rank in range(2):
+            desk.saved(rank, saved())
+        assert numbers(desk) == []
+
+
+def test_ranks_are_compared_within_one_call() -> None:
+    desk = collector()
+    for call, rank in itertools.product(range(2), range(2)):
+        assert desk.saved(rank, saved(call)) is None
+        assert desk.part_safe(rank, part(call, consumed=20 * call)) is None
+    assert numbers(desk) == [1, 2]
+
+
 def test_ranks_that_never_save_break_no_rule() -> None:
     desk = collector()
     assert desk.left(0) is None

@@ -390,6 +390,14 @@ def test_saves_with_different_arguments_break_the_rule() -> None:
     assert "different all_ranks" in broken_rule(run)
 
 
+def test_saves_at_different_places_of_the_data_break_the_rule() -> None:
+    run = running()
+    run.say(0, saved(), part(consumed=20))
+    run.say(1, saved(), part(consumed=30))
+    assert "Let every rank take equally many batches" in broken_rule(run)
+    assert run.all_of(c.Commit) == []
+
+
 def test_saving_on_rank_0_alone_is_noticed_while_it_goes_on() -> None:
     run = running()
     run.say(1, reports(0, 2))

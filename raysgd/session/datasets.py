@@ -1,0 +1,79 @@
+"""The datasets of one attempt, as a session holds them. Opened at their first use: reading data loads NumPy and Arrow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
+
+if TYPE_CHECKING:
+    from raysgd.data import DataContext, WorkerDataset
+
+
+class Datasets:
+    """What a plan describes, for one rank. Positions are those of `raysgd.data.DataContext`.
+
+    Args:
+        fetch: Gives what the plan's references stand for.
+        before_batch: Called before each batch is read; what it raises ends the loop.
+    """
+
+    def __init__(
+        self,
+        plan: DatasetPlan,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+        *,
+        fetch: Callable[[Any], Any],
+        before_batch: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._fetch = fetch
+        self._before_batch = before_batch
+        self._context: DataContext | None = None
+        self._lock = threading.Lock()  # threads of the user's must not open two, each with a position of its own
+
+    def get(self, name: str | None) -> WorkerDataset:
+        return self._open().get(name)
+
+    def all(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
+        return self._open().all()
+
+    def positions(self) -> dict[str, Any]:
+        """Where training stands in each dataset; empty where none was given."""
+        return self._open().positions() if self._plan.sources else {}
+
+    def restore(self, positions: Mapping[str, Any]) -> None:
+        """Go on at these positions.
+
+        Raises:
+            CheckpointError: One of them does not fit its dataset; then all stay where they are.
+        """
+        if self._plan.sources:
+            self._open().restore(positions)
+
+    def close(self) -> None:
+        """Let go of the rows and of all references to them."""
+        self._plan = NO_DATASETS
+        self._context = None
+
+    def _open(self) -> DataContext:
+        from raysgd.data import DataContext
+
+        with self._lock:
+            if self._context is None:
+                self._context = DataContext(
+                    self._plan,
+                    self._rank,
+                    self._world_size,
+                    self._seed,
+                    fetch=self._fetch,
+                    before_batch=self._before_batch,
+                )
+            return self._context

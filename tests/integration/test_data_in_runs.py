@@ -1,0 +1,340 @@
+"""Data given to a run: what the workers read, what a checkpoint knows of it, and when it is freed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import ray
+
+import raysgd
+from raysgd.errors import CheckpointError, ConfigError, SerializationError
+from support.poll import until
+from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+NUM_ROWS = 10
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
+        yield trainer
+
+
+class Squares:
+    """A map-style dataset, as torch's: of items without columns."""
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < NUM_ROWS:
+            raise IndexError(index)
+        return index
+
+
+def numbers(num_rows: int = NUM_ROWS, first: int = 0) -> dict[str, Any]:
+    return {"x": np.arange(first, first + num_rows)}
+
+
+def ray_dataset() -> Any:
+    return ray.data.from_items([{"x": index} for index in range(NUM_ROWS)], override_num_blocks=3)
+
+
+def torch_dataset() -> Any:
+    import torch
+
+    return torch.utils.data.TensorDataset(torch.arange(NUM_ROWS))
+
+
+def value_of(row: Any) -> int:
+    """A row of any of the datasets here as the number it stands for."""
+    if isinstance(row, dict):
+        row = row["x"]
+    return int(row[0] if isinstance(row, tuple) else row)
+
+
+def rows_of_this_rank(config: dict[str, Any]) -> list[int]:
+    return [value_of(row) for row in raysgd.get_dataset(config.get("name")).get_split().iter_rows()]
+
+
+def read_and_save(config: dict[str, Any]) -> dict[str, Any]:
+    """Steps of two rows each, saved after each; leaves the loop after ``config["stop_after"]`` of them, if it has that."""
+    state = raysgd.load_checkpoint()
+    seen: list[int] = []
+    batches = raysgd.get_dataset().get_split().iter_batches(2, shuffle=config.get("shuffle", False))
+    epoch = batches.epoch
+    for step, batch in enumerate(batches, 1):
+        seen += batch["x"].tolist()
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        if step == config.get("stop_after"):
+            return {"state": state, "epoch": epoch, "seen": seen}
+    return {"state": state, "epoch": epoch, "seen": seen, "next": batches.epoch}
+
+
+def seen_by(returned: list[dict[str, Any]]) -> list[int]:
+    return sorted(row for of_rank in returned for row in of_rank["seen"])
+
+
+def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
+    checkpoint = trainer.get_last_checkpoint()
+    assert checkpoint is not None
+    return checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------ what is read
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        numbers,
+        lambda: pd.DataFrame(numbers()),
+        lambda: pa.table(numbers()),
+        lambda: [{"x": index} for index in range(NUM_ROWS)],
+        ray_dataset,
+        torch_dataset,
+        Squares,
+    ],
+    ids=["numpy", "pandas", "pyarrow", "rows", "ray", "torch", "map-style"],
+)
+def test_all_ranks_together_see_each_row_once(trainer: raysgd.Trainer, make: Any) -> None:
+    first, second = trainer.run(rows_of_this_rank, {}, dataset=make(), callbacks=quiet(), returns="all")
+    assert (first, second) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+
+
+def test_batches_as_tensors_and_a_tail_that_is_not_for_all(trainer: raysgd.Trainer) -> None:
+    def train_func() -> list[list[int]]:
+        shard = raysgd.get_dataset().get_split()
+        return [batch["x"].tolist() for batch in shard.to_torch(batch_size=4)]
+
+    returned = trainer.run(train_func, dataset=numbers(), callbacks=quiet(), returns="all")
+    assert returned == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], []]]
+
+
+def test_a_second_run_sees_the_rows_it_was_given(trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> Any:
+        return rows_of_this_rank(config), raysgd.get_dataset().num_rows
+
+    for first in (0, 100, 200):
+        returned = trainer.run(train_func, {}, dataset=numbers(4, first), callbacks=quiet(), returns="all")
+        assert returned == [([first, first + 2], 4), ([first + 1, first + 3], 4)]
+
+
+def test_several_by_name(trainer: raysgd.Trainer) -> None:
+    def train_func() -> Any:
+        datasets = raysgd.get_datasets()
+        assert raysgd.get_dataset("train") is datasets["train"]  # type: ignore[call-overload]
+        return {name: [value_of(row) for row in raysgd.get_dataset(name).get_split().iter_rows()] for name in datasets}
+
+    given = {"train": numbers(4), "validation": pd.DataFrame(numbers(2, 50))}
+    returned = trainer.run(train_func, dataset=given, callbacks=quiet(), returns="all")
+    assert returned == [{"train": [0, 2], "validation": [50]}, {"train": [1, 3], "validation": [51]}]
+
+
+def test_folds_come_as_they_were_given(trainer: raysgd.Trainer) -> None:
+    def train_func() -> Any:
+        return [[part.num_rows for part in fold] for fold in raysgd.get_datasets()]
+
+    folds = ((numbers(6), numbers(4)), (numbers(7), numbers(3)))
+    assert trainer.run(train_func, dataset=folds, callbacks=quiet()) == [[6, 4], [7, 3]]
+
+
+def test_the_seed_chooses_the_order(ray_cluster: Any, tmp_path: Path) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        with make_trainer(tmp_path, 1, seed=seed) as trainer:
+            returned = trainer.run(read_and_save, {"shuffle": "full"}, dataset=numbers(100), callbacks=quiet())
+            orders.append(returned["seen"])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2]) == list(range(100))
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def test_without_a_dataset_the_error_says_how_to_give_one(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(ConfigError, match=r"no dataset was given; give one: run\(train_func, dataset=...\)"):
+        trainer.run(rows_of_this_rank, {}, callbacks=quiet())
+    assert trainer.run(lambda: raysgd.get_datasets(), callbacks=quiet()) == {}
+
+
+def test_an_unknown_name_is_told_with_the_known_ones(trainer: raysgd.Trainer) -> None:
+    given = {"train": numbers(), "test": numbers()}
+    with pytest.raises(ConfigError, match=r"no dataset 'trian'.*there are 'train', 'test'"):
+        trainer.run(rows_of_this_rank, {"name": "trian"}, dataset=given, callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        ("rows.parquet", ConfigError, "paths are not read yet"),
+        (iter([1]), ConfigError, "cannot be read"),
+        (np.arange(3), ConfigError, "gives its column no name"),
+    ],
+)
+def test_what_is_no_dataset_starts_no_run(
+    trainer: raysgd.Trainer, dataset: Any, error: type[Exception], message: str
+) -> None:
+    trainer.run(lambda: None, callbacks=quiet())
+    before = trainer.run_dir
+    with pytest.raises(error, match=message):
+        trainer.run(rows_of_this_rank, {}, dataset=dataset, callbacks=quiet())
+    assert trainer.run_dir == before
+
+
+def test_a_dataset_that_does_not_pickle_is_named(trainer: raysgd.Trainer) -> None:
+    unfit = Squares()
+    unfit.lines = (line for line in "abc")  # type: ignore[attr-defined]
+    with pytest.raises(SerializationError, match="dataset 'train', a Squares, cannot be sent to the workers"):
+        trainer.run(rows_of_this_rank, {}, dataset={"train": unfit}, callbacks=quiet())
+
+
+def test_ranks_that_save_at_different_places_break_a_rule(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        batches = iter(raysgd.get_dataset().get_split().iter_batches(1))
+        for _ in range(1 + raysgd.world_rank()):
+            next(batches)
+        raysgd.save_checkpoint({"step": 1})
+        raysgd.barrier()
+
+    with pytest.raises(CheckpointError, match=r"different places of dataset 'dataset'.*equally many batches"):
+        trainer.run(train_func, dataset=numbers(), callbacks=quiet())
+    assert trainer.get_last_checkpoint() is None
+
+
+# ------------------------------------------------------------------------------------------------------ going on
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(trainer: raysgd.Trainer) -> None:
+    data = numbers(22)
+    first = trainer.run(
+        read_and_save, {"shuffle": "full", "stop_after": 2}, dataset=data, callbacks=quiet(), returns="all"
+    )
+    checkpoint = last_of(trainer)
+    second = trainer.run(
+        read_and_save, {"shuffle": "full"}, dataset=data, checkpoint=checkpoint, callbacks=quiet(), returns="all"
+    )
+    assert [one["state"] for one in second] == [{"step": 2}] * 2
+    assert len(seen_by(first)) == 8
+    assert sorted(seen_by(first) + seen_by(second)) == list(range(22)), "a row came twice, or never"
+    assert [(one["epoch"], one["next"]) for one in second] == [(0, 1)] * 2
+
+
+def test_other_numbers_of_workers_go_on_at_the_same_place(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    data = numbers(23)
+    first = trainer.run(
+        read_and_save, {"shuffle": "window", "stop_after": 3}, dataset=data, callbacks=quiet(), returns="all"
+    )
+    checkpoint = last_of(trainer)
+    for num_workers in (1, 3):
+        with make_trainer(tmp_path, num_workers) as other:
+            second = other.run(
+                read_and_save,
+                {"shuffle": "window"},
+                dataset=data,
+                checkpoint=checkpoint,
+                callbacks=quiet(),
+                returns="all",
+            )
+        assert sorted(seen_by(first) + seen_by(second)) == list(range(23))
+
+
+def test_a_checkpoint_of_the_last_step_goes_on_with_an_empty_rest(trainer: raysgd.Trainer) -> None:
+    trainer.run(read_and_save, {}, dataset=numbers(8), callbacks=quiet())
+    again = trainer.run(read_and_save, {}, dataset=numbers(8), checkpoint=last_of(trainer), callbacks=quiet())
+    assert (again["seen"], again["epoch"], again["next"]) == ([], 0, 1)
+
+
+def test_a_checkpoint_inside_other_data_is_refused(trainer: raysgd.Trainer) -> None:
+    trainer.run(read_and_save, {"stop_after": 1}, dataset=numbers(8), callbacks=quiet())
+    checkpoint = last_of(trainer)
+    with pytest.raises(CheckpointError, match=r"in the middle of dataset 'dataset' .* has 9 rows now"):
+        trainer.run(read_and_save, {}, dataset=numbers(9), checkpoint=checkpoint, callbacks=quiet())
+    from_state = trainer.run(
+        read_and_save, {}, dataset=numbers(9), checkpoint=checkpoint.load(), callbacks=quiet(), returns="all"
+    )
+    assert (from_state[0]["state"], seen_by(from_state)) == ({"step": 1}, list(range(9)))
+
+
+def test_a_checkpoint_goes_on_without_a_trainer(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    first = trainer.run(read_and_save, {"stop_after": 1}, dataset=numbers(), callbacks=quiet(), returns="all")
+    folder = Path(last_of(trainer).path or "").parent
+    with raysgd.local(dataset=numbers(), dir=folder):
+        second = read_and_save({})
+    assert sorted(seen_by(first) + second["seen"]) == list(range(NUM_ROWS))
+
+
+def test_ray_data_is_read_without_a_trainer_too(ray_cluster: Any) -> None:
+    with raysgd.local(dataset=ray_dataset()):
+        assert rows_of_this_rank({}) == list(range(NUM_ROWS))
+
+
+# ------------------------------------------------------------------------------------------------------ the end
+
+
+def test_a_run_that_is_cancelled_leaves_its_loop_at_the_next_batch(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        try:
+            for _ in range(10_000):
+                for _ in raysgd.get_dataset().get_split().iter_batches(1):
+                    time.sleep(0.005)
+                    Path(config["folder"], "reading").touch()
+        except BaseException as error:
+            Path(config["folder"], f"{type(error).__name__}-{raysgd.world_rank()}").touch()
+            raise
+
+    stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, dataset=numbers(), callbacks=quiet())
+    assert until((tmp_path / "reading").exists, PATIENCE_S)
+    stream.cancel()
+    assert until(lambda: len(list(tmp_path.glob("AttemptEnded-*"))) == 2, PATIENCE_S)
+    trainer.get_last_checkpoint()  # waits for the run to be closed
+
+
+def plasma_bytes() -> int:
+    """What the node's object store holds."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return int(total["object_store_memory"] - free["object_store_memory"])
+
+
+BIG_ROWS = 4_000_000
+
+
+def fails_at_the_end(config: dict[str, Any]) -> int:
+    """Read the data once the driver has let go of it."""
+    deadline = time.monotonic() + 60
+    while not Path(config["go"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    num_rows = sum(len(batch["x"]) for batch in raysgd.get_dataset().get_split().iter_batches(100_000))
+    if config["fails"]:
+        raise ValueError(f"read {num_rows} rows")
+    return num_rows
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_data_lives_as_long_as_its_run(trainer: raysgd.Trainer, tmp_path: Path, fails: bool) -> None:
+    go = tmp_path / "go"
+    data: Any = {"x": np.zeros(BIG_ROWS)}
+    config = {"go": str(go), "fails": fails}
+    stream = trainer.run_generator(fails_at_the_end, config, dataset=data, callbacks=quiet(), returns="all")
+    del data
+    gc.collect()
+    assert until(lambda: plasma_bytes() >= 8 * BIG_ROWS, PATIENCE_S)  # Ray tells with a delay
+    go.touch()
+    if fails:
+        with pytest.raises(ValueError, match="read 2000000 rows"):
+            stream.get_returns()
+    else:
+        assert stream.get_returns() == [BIG_ROWS // 2] * 2
+    assert until(lambda: plasma_bytes() < 8 * BIG_ROWS, PATIENCE_S), "the data outlived its run"
