@@ -88,6 +88,9 @@ class ResultStream:
                 return result
             if self._is_iterated:
                 raise StopIteration
+            if self._is_behind:
+                self._catch_up()
+                continue
             with self._changed:
                 if not self._has_more():
                     self._changed.wait()
@@ -102,7 +105,10 @@ class ResultStream:
                 return result
             if self._is_iterated:
                 raise StopAsyncIteration
-            await self._wait_async()
+            if self._is_behind:
+                await asyncio.to_thread(self._catch_up)  # it waits for the TrainerActor, which the loop must not
+            else:
+                await self._wait_async()
 
     def is_finished(self) -> bool:
         """Whether the run has ended and every result was taken."""
@@ -264,8 +270,6 @@ class ResultStream:
 
     def _next_frame(self) -> Frame | None:
         with self._changed:
-            if not self._buffer and self._is_behind:
-                self._catch_up()
             if not self._buffer:
                 return None
             frame = self._buffer.popleft()
@@ -273,13 +277,20 @@ class ResultStream:
             return frame
 
     def _catch_up(self) -> None:
-        """Fetch some of what was not buffered; the iteration is behind until it has all that the reader has seen."""
-        for frame in self._channel.frames(self._run_id, self._next_seq):
-            self._next_seq = frame.seq + 1
-            if frame.kind != frames.EVENT:
-                self._buffer.append(frame)
-                self._buffered_bytes += frame.size_bytes
-        self._is_behind = self._next_seq <= self._last_seen_seq
+        """Fetch some of what was not buffered; the iteration is behind until it has all that the reader has seen.
+
+        The reader goes on meanwhile: it buffers nothing while the iteration is behind, and then what comes after.
+        """
+        fetched = self._channel.frames(self._run_id, self._next_seq)
+        with self._changed:
+            for frame in fetched:
+                if frame.seq < self._next_seq:  # of another fetch, whose task was cancelled
+                    continue
+                self._next_seq = frame.seq + 1
+                if frame.kind != frames.EVENT:
+                    self._buffer.append(frame)
+                    self._buffered_bytes += frame.size_bytes
+            self._is_behind = self._next_seq <= self._last_seen_seq
 
     def _has_more(self) -> bool:
         return bool(self._buffer) or self._is_behind or self._is_iterated

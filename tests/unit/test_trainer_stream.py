@@ -1,0 +1,149 @@
+"""A stream whose reader is ahead of its iteration: what memory does not hold is fetched, each result once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.trainer.stream import ResultStream
+
+PATIENCE_S = 10.0
+ITEM = 3  # frames that are fetched at once
+
+
+class FakeChannel:
+    """A run whose frames are all known beforehand.
+
+    Args:
+        num_results: How many it has.
+        batch: Frames that come at once.
+    """
+
+    def __init__(self, num_results: int, batch: int = 4) -> None:
+        start = {"attempt": 1, "world_size": 1, "iterations_before": 0, "time_before_s": 0.0}
+        made = [Frame(0, frames.ATTEMPT, 1, data=start)]
+        for n in range(num_results):
+            rows = json.dumps([[1.0, 1.0, {"n": n}]]).encode()
+            made.append(Frame(len(made), frames.REPORTS, 1, 0, {"first": n, "count": 1}, rows))
+            if n % 5 == 0:
+                made.append(Frame(len(made), frames.EVENT, 1, data={"kind": "sample", "timestamp": 1.0, "data": {}}))
+        made.append(Frame(len(made), frames.RUN_END, 1, data={"kind": "done"}))
+        made.append(Frame(len(made), frames.RUN_CLOSED, 1))
+        self.made = made
+        self.batch = batch
+        self.is_read = threading.Event()
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.num_fetches = 0
+
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
+        for start in range(0, len(self.made), self.batch):
+            yield self.made[start : start + self.batch]
+        self.is_read.set()
+
+    def frames(self, run_id: str, seq: int) -> list[Frame]:
+        self.num_fetches += 1
+        self.is_asked.set()
+        assert self.may_answer.wait(PATIENCE_S), "the one who lets it answer was held up"
+        return self.made[seq : seq + ITEM]
+
+    def values(self, run_id: str, num_ranks: int) -> list[Any]:
+        return [None]
+
+    def stop(self, run_id: str, why: str, *, cancel: bool) -> None: ...
+
+
+def stream_of(channel: Any, buffer_bytes: int = 1000) -> ResultStream:
+    return ResultStream(
+        channel,
+        "run",
+        reduce={},
+        returns="first",
+        num_workers=1,
+        make_reader=lambda stream: None,
+        buffer_bytes=buffer_bytes,
+    )
+
+
+async def numbers(stream: ResultStream) -> list[int]:
+    return [result["n"] async for result in stream]
+
+
+def test_an_iteration_that_is_behind_gets_each_result_once_and_in_order() -> None:
+    channel = FakeChannel(200)
+    stream = stream_of(channel)
+    assert channel.is_read.wait(PATIENCE_S)
+    assert [result["n"] for result in stream] == list(range(200))
+    assert channel.num_fetches > 50
+    assert stream.is_finished()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_while_more_is_coming(seed: int) -> None:
+    draw = random.Random(seed)
+    channel = FakeChannel(draw.randint(1, 300), batch=draw.randint(1, 20))
+    stream = stream_of(channel, buffer_bytes=draw.choice([0, 500, 5000]))
+    assert [result["n"] for result in stream] == list(range(len(stream_results(channel))))
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_same_in_an_event_loop(seed: int) -> None:
+    channel = FakeChannel(100, batch=seed + 1)
+    assert await numbers(stream_of(channel, buffer_bytes=500 * seed)) == list(range(100))
+
+
+def stream_results(channel: FakeChannel) -> list[Frame]:
+    return [frame for frame in channel.made if frame.kind == frames.REPORTS]
+
+
+async def test_a_slow_channel_does_not_block_the_event_loop() -> None:
+    channel = FakeChannel(50)
+    channel.may_answer.clear()
+    stream = stream_of(channel)
+    task = asyncio.ensure_future(numbers(stream))
+    assert await asyncio.to_thread(channel.is_asked.wait, PATIENCE_S)
+    for _ in range(10):  # the loop turns while the channel takes its time
+        await asyncio.sleep(0)
+    assert not task.done()
+    channel.may_answer.set()
+    assert await task == list(range(50))
+
+
+async def test_an_iteration_that_was_cancelled_while_it_fetched_goes_on_where_it_stood() -> None:
+    channel = FakeChannel(50)
+    stream = stream_of(channel, buffer_bytes=0)
+    channel.may_answer.clear()
+    for _ in range(2):  # the second asks for the same while the first is on its way
+        task = asyncio.ensure_future(anext(stream))
+        assert await asyncio.to_thread(channel.is_asked.wait, PATIENCE_S)
+        channel.is_asked.clear()
+        task.cancel()
+        await asyncio.wait([task])
+    channel.may_answer.set()
+    assert await numbers(stream) == list(range(50))
+
+
+def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
+    channel = FakeChannel(100)
+    held = threading.Event()
+
+    def slowly(run_id: str) -> Iterator[list[Frame]]:
+        yield channel.made[:10]
+        assert held.wait(PATIENCE_S)
+        yield channel.made[10:]
+        channel.may_answer.set()  # only once the reader came back for more
+
+    channel.stream = slowly  # type: ignore[method-assign]
+    channel.may_answer.clear()
+    stream = stream_of(channel, buffer_bytes=400)
+    threading.Thread(target=lambda: channel.is_asked.wait(PATIENCE_S) and held.set()).start()
+    assert [result["n"] for result in stream] == list(range(100))
