@@ -14,9 +14,6 @@ import pytest
 import raysgd
 from support.project import ROOT
 
-# Shown so far on a busy machine only, where they did not always pass.
-pytestmark = pytest.mark.skipif("CI" in os.environ, reason="not yet shown to be stable")
-
 EXAMPLE = ROOT / "examples" / "03_char_lm.py"
 
 

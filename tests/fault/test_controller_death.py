@@ -22,7 +22,6 @@ from support.runs import PATIENCE_S, are_gone, events_of, latest_run, make_train
 pytestmark = [
     pytest.mark.shared_trainer,
     pytest.mark.fault,
-    pytest.mark.skipif("CI" in os.environ, reason="not yet shown to be stable"),
 ]
 travels_by_value(__name__)
 
