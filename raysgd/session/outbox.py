@@ -2,7 +2,7 @@
 
 Two threads: the training thread (and the checkpoint writer's) puts, the stream's thread drains. Putting a report is one
 append to a C queue. Draining flushes at once after an idle gap; under load at most one batch leaves per
-``flush_interval_s``, since a streamed item costs the controller 1 ms of CPU whatever is in it.
+``flush_interval_s``, since a message costs the controller the same CPU whatever is in it.
 """
 
 from __future__ import annotations
