@@ -96,6 +96,20 @@ def test_local_keeps_checkpoints_and_goes_on_from_them(tmp_path: Path) -> None:
     assert done.stdout == "4\n"
 
 
+def test_local_data_needs_no_ray(tmp_path: Path) -> None:
+    call = """
+import numpy as np
+
+with raysgd.local(dataset={"train": {"x": np.arange(5)}}):
+    batches = raysgd.get_dataset("train").get_split().iter_batches(2)
+    print([batch["x"].tolist() for batch in batches])
+print(raysgd.get_datasets())
+"""
+    done = python(tmp_path, call)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[[0, 1], [2, 3], [4]]", "{}"]
+
+
 def test_a_trainer_goes_on_from_a_local_checkpoint_and_the_other_way_round(ray_cluster: Any, tmp_path: Path) -> None:
     call = "with raysgd.local(dir='kept'):\n    print(train_func({'steps': 2}))"
     assert python(tmp_path, call).stdout == "0\n"
