@@ -1,0 +1,81 @@
+"""A node that does not see the storage path: found out before anything is trained.
+
+The second node lives in a mount namespace of its own, where the folder is hidden by another file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import raysgd
+from raysgd.errors import ConfigError
+from support.poll import until
+from support.runs import make_trainer, quiet, travels_by_value
+
+CAN_HIDE = (
+    shutil.which("unshare") is not None
+    and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_HIDE, reason="needs the right to make a mount namespace"),
+]
+travels_by_value(__name__)
+
+HIDE_AND_START = """
+mount -t tmpfs tmpfs "$1" && exec "$2" start --address="$3" --num-cpus=2 --block --disable-usage-stats
+"""
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the second node does not see."""
+    return tmp_path_factory.mktemp("hidden")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes(_no_process_is_left: None, hidden: Path) -> Iterator[None]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    start = str(Path(sys.executable).parent / "ray")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", HIDE_AND_START, "sh", str(hidden), start, cluster.address],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    ray.init(address=cluster.address, namespace="tests")
+    assert until(lambda: ray.cluster_resources().get("CPU") == 4, 60)
+    yield
+    ray.shutdown()
+    node.send_signal(signal.SIGTERM)
+    node.wait(30)
+    cluster.shutdown()
+
+
+def rank() -> int:
+    return raysgd.world_rank()
+
+
+def test_a_folder_on_one_nodes_disk_is_refused(hidden: Path) -> None:
+    with (
+        make_trainer(hidden / "runs", 2, placement_strategy="STRICT_SPREAD") as trainer,
+        pytest.raises(ConfigError, match="is on one node's disk: .* cannot see it"),
+    ):
+        trainer.run(rank, callbacks=quiet())
+    assert not list(hidden.rglob("probe"))
+
+
+def test_a_folder_both_see_is_taken(tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, placement_strategy="STRICT_SPREAD") as trainer:
+        assert trainer.run(rank, callbacks=quiet(), returns="all") == [0, 1]
