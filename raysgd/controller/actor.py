@@ -110,8 +110,8 @@ class TrainerActor:
         run = await self._announced(run_id)
         return await run.meet(attempt, rank, what, index, payload)
 
-    async def newest_checkpoint(self, run_id: str) -> str | None:
-        return (await self._announced(run_id)).newest_checkpoint
+    async def newest_checkpoint(self, run_id: str, attempt: int, index: int, num_saves: int) -> str | None:
+        return (await self._announced(run_id)).newest_checkpoint(attempt, index, num_saves)
 
     # -- the class API --------------------------------------------------------------------------------------------
 

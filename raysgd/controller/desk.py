@@ -48,9 +48,13 @@ class CheckpointDesk:
         return not self._in_flight
 
     @property
-    def newest_uri(self) -> str | None:
+    def newest_number(self) -> int | None:
         newest = self._shelf.newest
-        return None if newest is None else self._uri_of(newest.number)
+        return None if newest is None else newest.number
+
+    @property
+    def newest_uri(self) -> str | None:
+        return None if self.newest_number is None else self._uri_of(self.newest_number)
 
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Where the attempt goes on from, and the number its first save makes."""

@@ -58,9 +58,9 @@ class RunMachine:
         return isinstance(self.state, Closed) and self.state.outcome.kind in ("done", "stopped")
 
     @property
-    def newest_checkpoint(self) -> str | None:
-        """URI of the newest committed checkpoint of this run."""
-        return self._desk.newest_uri
+    def newest_checkpoint(self) -> int | None:
+        """Number of the newest committed checkpoint of this run."""
+        return self._desk.newest_number
 
     def begin(self) -> list[c.Command]:
         """The first commands."""

@@ -19,6 +19,7 @@ from raysgd.controller import frames
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
+from raysgd.controller.loads import LoadAnswers
 from raysgd.controller.machine import CALLBACK_NODE, RunMachine, RunPlan
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
@@ -87,6 +88,7 @@ class Run:
         plan = RunPlan(failure, checkpoint, request.start, request.reduce)
         self._machine = RunMachine(plan, uri_of=lambda n: self._store.directory(n).uri, clock=time.time)
         self._meetings = Meetings(0)
+        self._loads = LoadAnswers()
         self._slots: dict[int, int] = {}
         self._rendezvous = ""
         self._attempt = 0
@@ -105,10 +107,6 @@ class Run:
     @property
     def is_closed(self) -> bool:
         return self._closed.is_set()
-
-    @property
-    def newest_checkpoint(self) -> str | None:
-        return self._machine.newest_checkpoint
 
     async def execute(self) -> None:
         """Do the run; returns when it is closed."""
@@ -143,6 +141,13 @@ class Run:
         if attempt != self._attempt:
             return None
         return await self._meetings.join(rank, what, index, payload)
+
+    def newest_checkpoint(self, attempt: int, index: int, num_saves: int) -> str | None:
+        """URI of the newest committed checkpoint, the same for all ranks of an attempt; see `LoadAnswers`."""
+        if attempt != self._attempt:
+            return None
+        number = self._loads.answer(index, num_saves, self._machine.newest_checkpoint)
+        return None if number is None else self._store.directory(number).uri
 
     # -- in -------------------------------------------------------------------------------------------------------
 
@@ -191,13 +196,15 @@ class Run:
             case c.Commit():
                 self._spawn(self._commit(command))
             case c.DeleteCheckpoint():
-                self._spawn(self._in_writer(self._store.delete, command.number))
+                if self._loads.may_go(command.number):
+                    self._delete([command.number])
             case c.TellOutcome():
                 self._say(c.Say(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
                 self._note(c.Note("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)}))
                 if self._storage.is_local:  # a millisecond, before any reader is told: they look at the files next
                     self._flush_now()
             case c.Close():
+                self._delete(self._loads.end())
                 if self._preparing is not None:
                     self._preparing.cancel()
                 self._closed.set()
@@ -241,6 +248,8 @@ class Run:
 
     def _enter(self, command: c.Enter) -> None:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
+        self._delete(self._loads.end())
+        self._loads = LoadAnswers(command.first_number)
         order = RunOrder(
             run_id=self._request.run_id,
             code=self._request.code,
@@ -298,7 +307,12 @@ class Run:
                 self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
         if not command.amend:
+            self._delete(self._loads.committed(manifest.number))
             self._feed(c.Committed(manifest))
+
+    def _delete(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._spawn(self._in_writer(self._store.delete, number))
 
     async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)

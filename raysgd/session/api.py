@@ -70,6 +70,8 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> Any:
     """The newest committed state of this run (or the one it starts from), or None; with ``path``, the state there.
 
+    Ranks may call it at different times during training: their n-th calls without ``path`` give the same checkpoint.
+
     Without ``path`` the random number generators and the positions in the datasets saved with it are restored too, so
     that training goes on as if it had not been interrupted; a loop over a dataset that is under way is over.
 

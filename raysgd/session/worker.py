@@ -25,8 +25,11 @@ class Link(Protocol):
     def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
         """Wait until every rank came to the ``index``-th meeting of kind ``what``; returns rank 0's payload."""
 
-    def newest_checkpoint(self) -> Any:
-        """The newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None."""
+    def newest_checkpoint(self, index: int, num_saves: int) -> Any:
+        """The newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None.
+
+        All ranks get the same answer to their ``index``-th question, for which each has saved ``num_saves`` times.
+        """
 
 
 class StartingPoint(Protocol):
@@ -77,6 +80,7 @@ class WorkerSession(Session):
         self._clock_zero = time.monotonic() - time_before_s
         self._num_reports = 0
         self._num_saves = 0
+        self._num_loads = 0  # since the first save
         self._meetings: dict[str, int] = {}
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
@@ -130,7 +134,7 @@ class WorkerSession(Session):
         self._check_live()
         if path is not None:
             return self._load_path(path, self.world_rank, self.world_size, trusted)
-        start = self._start if self._num_saves == 0 else self._link.newest_checkpoint()
+        start = self._start if self._num_saves == 0 else self._newest() or self._start
         if start is None:
             return None
         state, small = start.load(self.world_rank, self.world_size, trusted=trusted)
@@ -209,6 +213,12 @@ class WorkerSession(Session):
             scored=metrics is not None,
             saves_first=self._saves_first,
         )
+
+    def _newest(self) -> Any:
+        index, self._num_loads = self._num_loads, self._num_loads + 1
+        newest = self._link.newest_checkpoint(index, self._num_saves)
+        self._check_live()  # an attempt that has ended gets no answer
+        return newest
 
     def _score(self, metrics: dict[str, Any]) -> None:
         assert self._unscored is not None

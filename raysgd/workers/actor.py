@@ -244,8 +244,8 @@ class ControllerLink:
             raise AttemptEnded("the attempt ended while ranks were waiting for each other")
         return bytes(answer)
 
-    def newest_checkpoint(self) -> FromCheckpoint | None:
-        uri = ray.get(self._controller.newest_checkpoint.remote(self._key[0]))
+    def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
+        uri = ray.get(self._controller.newest_checkpoint.remote(*self._key, index, num_saves))
         return None if uri is None else FromCheckpoint(uri)
 
 

@@ -90,6 +90,38 @@ def test_the_state_of_rank_0_is_saved_and_all_ranks_get_it(trainer: raysgd.Train
     assert last_of(trainer).load() == saved
 
 
+def test_all_ranks_load_the_same_whenever_they_ask(trainer: raysgd.Trainer) -> None:
+    def train_func() -> list[Any]:
+        seen = []
+        for step in range(40):
+            raysgd.save_checkpoint(step)
+            time.sleep(0.02 * raysgd.world_rank())  # the second asks later, when more is committed
+            seen.append(raysgd.load_checkpoint())
+            raysgd.barrier()
+        return seen
+
+    first, second = trainer.run(train_func, callbacks=quiet(), returns="all")
+    assert first == second
+    assert first[-1] is not None
+
+
+def test_what_a_rank_is_told_is_still_there_when_it_reads_it(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func() -> list[Any]:
+        seen = []
+        for step in range(20):
+            for number in range(2):
+                raysgd.save_checkpoint((step, number))
+            time.sleep(0.03 * raysgd.world_rank())
+            seen.append(raysgd.load_checkpoint())
+        return seen
+
+    with make_trainer(tmp_path, checkpoint=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
+        first, second = trainer.run(train_func, callbacks=quiet(), returns="all")
+        assert first == second
+        assert last_of(trainer).load() == (19, 1)
+        assert len(on_storage(trainer)) == 1
+
+
 def test_a_run_that_saves_nothing_has_no_checkpoint(trainer: raysgd.Trainer) -> None:
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
     assert trainer.get_last_checkpoint() is not None

@@ -277,7 +277,7 @@ def test_a_commit_in_flight_is_waited_for_before_closing(ending: str) -> None:
     assert isinstance(run.machine.state, Closing)
     run.commit()
     assert run.is_closed
-    assert run.machine.newest_checkpoint == uri_of(1)
+    assert run.machine.newest_checkpoint == 1
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
@@ -321,7 +321,7 @@ def test_with_warn_training_goes_on_without_that_checkpoint() -> None:
     run.commit()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert run.machine.newest_checkpoint == uri_of(3)
+    assert run.machine.newest_checkpoint == 3
 
 
 def test_a_failed_write_does_not_make_an_error_worse() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import random
@@ -66,12 +67,14 @@ class FakeLink:
         self.meetings: list[tuple[str, int, bytes | None]] = []
         self.answer: bytes | None = b""
         self.newest: FakeStart | None = None
+        self.questions: list[tuple[int, int]] = []
 
     def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
         self.meetings.append((what, index, payload))
         return payload if payload is not None else self.answer
 
-    def newest_checkpoint(self) -> FakeStart | None:
+    def newest_checkpoint(self, index: int, num_saves: int) -> FakeStart | None:
+        self.questions.append((index, num_saves))
         return self.newest
 
 
@@ -337,9 +340,28 @@ def test_the_start_is_loaded_for_this_rank_and_its_generators_go_on() -> None:
 def test_after_a_save_the_newest_committed_checkpoint_is_loaded() -> None:
     worker = Worker(start=FakeStart("start"))
     worker.save()
-    assert worker.session.load_checkpoint(None, trusted=False) is None  # it is not committed yet
+    load = functools.partial(worker.session.load_checkpoint, None, trusted=False)
+    assert load() == ("start", 0, 2, False)  # it is not committed yet
     worker.link.newest = FakeStart("newest")
-    assert worker.session.load_checkpoint(None, trusted=False) == ("newest", 0, 2, False)
+    assert load() == ("newest", 0, 2, False)
+    worker.save()
+    load()
+    assert worker.link.questions == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_before_the_first_save_the_controller_is_not_asked() -> None:
+    worker = Worker()
+    worker.link.newest = FakeStart("of another rank that has saved already")
+    assert worker.session.load_checkpoint(None, trusted=False) is None
+    assert worker.link.questions == []
+
+
+def test_an_attempt_that_ended_while_the_controller_was_asked_gets_no_state() -> None:
+    worker = Worker(start=FakeStart("start"))
+    worker.save()
+    worker.link.newest_checkpoint = lambda *_: worker.session.end("a rank died")  # type: ignore[assignment]
+    with pytest.raises(AttemptEnded):
+        worker.session.load_checkpoint(None, trusted=False)
 
 
 def test_a_path_is_loaded_as_it_is() -> None:
