@@ -70,7 +70,7 @@ def rank() -> int:
 def test_a_folder_on_one_nodes_disk_is_refused(hidden: Path) -> None:
     with (
         make_trainer(hidden / "runs", 2, placement_strategy="STRICT_SPREAD") as trainer,
-        pytest.raises(ConfigError, match="is on one node's disk: .* cannot see it"),
+        pytest.raises(ConfigError, match=r"is on one node's disk: .* cannot see it"),
     ):
         trainer.run(rank, callbacks=quiet())
     assert not list(hidden.rglob("probe"))
