@@ -22,7 +22,7 @@ class Meetings:
         self._is_over = False
 
     async def join(self, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
-        """Wait for all ranks; rank 0's payload, or None when the attempt ended first."""
+        """Wait for all ranks; rank 0's payload (empty if it has none, or was not there), None if the attempt ended first."""
         if self._is_over:
             return None
         meeting = self._meetings.setdefault((what, index), _Meeting())
@@ -33,6 +33,7 @@ class Meetings:
         return await meeting.waiting[rank]
 
     def left(self, rank: int) -> None:
+        """``rank`` has returned. One that left in another way ends the attempt, and with it all meetings."""
         self._expected.discard(rank)
         self._open_complete()
 

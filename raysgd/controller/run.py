@@ -293,9 +293,10 @@ class Run:
         self._feed(c.WorkerGone(rank, attempt, died))
 
     def _take_value(self, rank: int, event: e.WorkerEvent) -> None:
-        if isinstance(event, (e.Returned, e.Ended, e.Failed)):
-            self._meetings.left(rank)
-        if isinstance(event, e.Returned) and event.value is not None:
+        if not isinstance(event, e.Returned):
+            return
+        self._meetings.left(rank)
+        if event.value is not None:
             self._values[rank] = event.value
 
     async def _commit(self, command: c.Commit) -> None:

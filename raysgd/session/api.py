@@ -152,12 +152,16 @@ def should_stop() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has come here; one that has returned is not waited for."""
     context.current().barrier()
 
 
 def broadcast(obj: Any = None) -> Any:
-    """Rank 0's ``obj``, on every rank. The object must pickle."""
+    """Rank 0's ``obj``, on every rank. The object must pickle.
+
+    Raises:
+        SessionError: Rank 0 has returned without calling it.
+    """
     return context.current().broadcast(obj)
 
 

@@ -23,7 +23,10 @@ class Link(Protocol):
     """What a session asks of its controller. Each call waits for the answer and may raise `AttemptEnded`."""
 
     def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        """Wait until every rank came to the ``index``-th meeting of kind ``what``; returns rank 0's payload."""
+        """Wait until every rank that has not returned came to the ``index``-th meeting of kind ``what``.
+
+        Returns rank 0's payload; empty where rank 0 was not there.
+        """
 
     def newest_checkpoint(self, index: int, num_saves: int) -> Any:
         """The newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None.
@@ -149,7 +152,12 @@ class WorkerSession(Session):
 
     def broadcast(self, obj: Any) -> Any:
         payload = self._meet("broadcast", self._codec.dumps(obj) if self.world_rank == 0 else None)
-        return obj if self.world_rank == 0 else self._codec.loads(payload or b"")
+        if not payload:  # no pickle is empty
+            raise SessionError(
+                f"broadcast() on rank {self.world_rank} gives what rank 0 has, but rank 0 has returned without calling it; "
+                "a rank that has returned is not waited for. Every rank calls it, equally often."
+            )
+        return obj if self.world_rank == 0 else self._codec.loads(payload)
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 

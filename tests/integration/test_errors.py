@@ -431,3 +431,25 @@ def trainer_node_ip() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+# ----------------------------------------------------------------------------------------- ranks that have returned
+
+
+def test_what_rank_0_has_cannot_be_had_when_it_has_returned(trainer: raysgd.Trainer, same_processes: None) -> None:
+    def train_func() -> None:
+        raysgd.barrier()
+        if raysgd.world_rank() > 0:
+            raysgd.broadcast()
+
+    with pytest.raises(SessionError, match="rank 0 has returned without calling it"):
+        trainer.run(train_func, callbacks=quiet())
+
+
+def test_a_barrier_does_not_wait_for_ranks_that_have_returned(trainer: raysgd.Trainer, same_processes: None) -> None:
+    def train_func() -> int:
+        for _ in range(3 * raysgd.world_rank()):
+            raysgd.barrier()
+        return raysgd.world_rank()
+
+    assert trainer.run(train_func, callbacks=quiet(), returns="all") == [0, 1]

@@ -393,6 +393,13 @@ def test_a_broadcast_gives_everyone_rank_0s_object() -> None:
     assert one.link.meetings == [("broadcast", 0, None)]
 
 
+def test_a_broadcast_without_rank_0_names_the_rule() -> None:
+    worker = Worker(rank=1)
+    worker.link.answer = b""
+    with pytest.raises(SessionError, match="rank 0 has returned without calling it; a rank that has returned is not"):
+        worker.session.broadcast(None)
+
+
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
