@@ -11,10 +11,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from raysgd._util.fast_json import encode
-from raysgd.session.events import Reports, WorkerEvent
+from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
 from raysgd.session.metrics import Deferred, read_deferred
 
 Row = tuple[float, float, dict[str, Any]]
@@ -23,6 +24,16 @@ Row = tuple[float, float, dict[str, Any]]
 #: without a bound a loop that only reports would fill the memory of its node.
 MAX_PENDING = 200_000
 _WAKE = object()
+
+
+class _Unencoded(NamedTuple):
+    """An event whose metrics are still to be read and encoded."""
+
+    event: Saved | Scored
+    metrics: dict[str, Any]
+
+    def encoded(self) -> Saved | Scored:
+        return replace(self.event, metrics=encode(read_deferred(self.metrics)))
 
 
 class Outbox:
@@ -47,6 +58,10 @@ class Outbox:
         self._queue.put(event)
         if urgent:
             self._urgent.set()
+
+    def put_with_metrics(self, event: Saved | Scored, metrics: dict[str, Any] | None) -> None:
+        """Put an event; its metrics are encoded by the stream's thread, which may wait for a device."""
+        self._queue.put(event if metrics is None else _Unencoded(event, metrics))
 
     def wake(self) -> None:
         """End a `drain` that waits, with what there is."""
@@ -76,7 +91,7 @@ class Outbox:
                 rows.append(item)
             elif item is not _WAKE:
                 self._close_rows(rows, events)
-                events.append(item)
+                events.append(item.encoded() if type(item) is _Unencoded else item)
         self._close_rows(rows, events)
         return events
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from raysgd.errors import AttemptEnded, CheckpointError, SessionError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.events import Saved, Scored
-from raysgd.session.metrics import copy_metrics, read_deferred
+from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.stopping import StopGate
@@ -121,7 +120,7 @@ class WorkerSession(Session):
                 f"save_checkpoint(None) on rank {self.world_rank}, whose state it is; "
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
             )
-        saved = self._describe_save(call, gives_state, files, metrics, all_ranks, trusted)
+        saved, score = self._describe_save(call, gives_state, files, metrics, all_ranks, trusted)
         small = rank_state.capture(self._datasets)
         if not gives_state:
             self._writer.save_nothing(call, small)
@@ -129,7 +128,8 @@ class WorkerSession(Session):
             self._writer.save_files(call, state, small)
         else:
             self._writer.save(call, state, small, trusted=trusted)
-        self._outbox.put(saved)  # only now: a state that cannot be saved has raised, and makes no checkpoint
+        # Only now: a state that cannot be saved has raised, and makes no checkpoint.
+        self._outbox.put_with_metrics(saved, score)
         if self._saves_first:
             self._unscored = call, metrics is None
 
@@ -207,9 +207,10 @@ class WorkerSession(Session):
         metrics: Mapping[str, Any] | None,
         all_ranks: bool,
         trusted: bool,
-    ) -> Saved:
+    ) -> tuple[Saved, dict[str, Any] | None]:
+        """What there is to say of a save, and the metrics that go with it."""
         score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
-        return Saved(
+        saved = Saved(
             call=call,
             reports=self._num_reports,
             time_total_s=time.monotonic() - self._clock_zero,
@@ -217,10 +218,11 @@ class WorkerSession(Session):
             all_ranks=all_ranks,
             is_files=files,
             trusted=trusted,
-            metrics=None if score is None else _encode(score),
+            metrics=None,
             scored=metrics is not None,
             saves_first=self._saves_first,
         )
+        return saved, score
 
     def _newest(self) -> Any:
         index, self._num_loads = self._num_loads, self._num_loads + 1
@@ -231,14 +233,11 @@ class WorkerSession(Session):
     def _score(self, metrics: dict[str, Any]) -> None:
         assert self._unscored is not None
         (call, is_score), self._unscored = self._unscored, None
-        self._outbox.put(Scored(call, _encode(metrics) if is_score else None, time.monotonic() - self._clock_zero))
+        scored = Scored(call, None, time.monotonic() - self._clock_zero)
+        self._outbox.put_with_metrics(scored, metrics if is_score else None)
 
     def _meet(self, what: str, payload: bytes | None) -> bytes | None:
         self._check_live()
         index = self._meetings.get(what, 0)
         self._meetings[what] = index + 1
         return self._link.meet(what, index, payload)
-
-
-def _encode(metrics: dict[str, Any]) -> bytes:
-    return json.dumps(read_deferred(metrics), separators=(",", ":")).encode()

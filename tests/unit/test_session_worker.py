@@ -370,6 +370,42 @@ def test_a_path_is_loaded_as_it_is() -> None:
     assert worker.loaded == [("/somewhere", 1, 2, True)]
 
 
+class OnDevice:
+    """A 0-d CUDA tensor's stand-in: its number costs a wait for the device."""
+
+    def __init__(self, number: float, read: list[int | None]) -> None:
+        self._number = number
+        self._read = read
+
+    def item(self) -> float:
+        self._read.append(threading.current_thread().ident)
+        return self._number
+
+
+OnDevice.__module__ = "jax"  # a framework whose scalars are held as they are
+
+
+@pytest.mark.parametrize("saves_first", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_the_training_thread_never_waits_for_a_device(saves_first: bool, own: bool) -> None:
+    worker = Worker()
+    read: list[int | None] = []
+    metrics = {"metrics": {"best": OnDevice(0.25, read)}} if own else {}
+    if saves_first:
+        worker.save(**metrics)
+    worker.report(loss=OnDevice(0.5, read))
+    if not saves_first:
+        worker.save(**metrics)
+    assert read == []
+    sent: list[WorkerEvent] = []
+    thread = threading.Thread(target=lambda: sent.extend(worker.sent()))
+    thread.start()
+    thread.join()
+    assert read and set(read) == {thread.ident}
+    given = [event.metrics for event in sent if isinstance(event, (Saved, Scored)) and event.metrics is not None]
+    assert [json.loads(metrics) for metrics in given] == [{"best": 0.25} if own else {"loss": 0.5}]
+
+
 # -- meetings ----------------------------------------------------------------------------------------------------------
 
 
