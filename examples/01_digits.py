@@ -5,7 +5,7 @@
 Each epoch's loss and accuracy appear in a live table while training goes on; a checkpoint is kept per epoch.
 """
 
-# test: --epochs 12
+# test: tests/docs/test_digits.py
 
 import argparse
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     args = parser.parse_args()
 
-    config = {"lr": 2e-3, "batch_size": 32, "epochs": args.epochs}
+    config = {"lr": 4e-3, "batch_size": 32, "epochs": args.epochs}
     keep_best = raysgd.CheckpointConfig(num_to_keep=3, score_attribute="accuracy")
     with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint=keep_best) as trainer:
         print(trainer)
