@@ -49,7 +49,7 @@ class TrainerActor:
         self._has_class = False
         self._host: Any = None
         frame_server = FrameServer(self.stream)
-        self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.inboxes.handle})
+        self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
         self._opening: asyncio.Future[Endpoint | None] | None = None
 
     # -- runs -----------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class TrainerActor:
                 announced.set_exception(error)
                 return
             announced.set_result(run)
-            self._group.endpoint = await self.endpoint()
+            self._group.streams.endpoint = await self.endpoint()
             if request.host_callbacks is not None:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
@@ -235,7 +235,7 @@ class TrainerActor:
             actor = ray.remote(CallbackHost).options(name=name, namespace=NAMESPACE, num_cpus=0)
             self._host = actor.remote(self._me)
         done = self._host.follow.remote(
-            request.run_id, info, request.host_callbacks, dict(request.reduce), self._group.endpoint
+            request.run_id, info, request.host_callbacks, dict(request.reduce), self._group.streams.endpoint
         )
 
         async def wait() -> Failed | None:

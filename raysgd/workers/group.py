@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,21 +24,16 @@ from raysgd.config import ScalingConfig
 from raysgd.errors import ConfigError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
-from raysgd.transport import Endpoint
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.ranks import assign_ranks, visible_gpus
-from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Inbox, Inboxes, Place
+from raysgd.workers.streams import WorkerDied, WorkerStreams, first_line
 
 NAMESPACE = "raysgd"
-#: Batches a worker may be ahead of the controller before its stream waits.
-_STREAM_AHEAD = 64
 #: Seconds after a death in which another one counts as the same failure.
 _DIE_TOGETHER_S = 0.2
-#: Seconds for what a dead worker's connection still holds to be read.
-_DRAIN_S = 0.2
 
 
 @dataclass
@@ -83,10 +77,7 @@ class WorkerGroup:
         self._placement: PlacementGroup | None = None
         self._workers: list[Worker | None] = [None] * scaling.min_workers
         self._num_made = 0
-        #: Takes the connections of workers, of kind `raysgd.workers.uplink.KIND`.
-        self.inboxes = Inboxes()
-        #: Where workers connect to; None: their events come through Ray.
-        self.endpoint: Endpoint | None = None
+        self.streams = WorkerStreams()
 
     @property
     def size(self) -> int:
@@ -217,12 +208,12 @@ class WorkerGroup:
         except RayActorError as error:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
             self._drop_dead(answers)
-            raise WorkerError(f"a worker died while it was starting: {_first_line(error)}") from error
+            raise WorkerError(f"a worker died while it was starting: {first_line(error)}") from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
-            raise WorkerError(f"a worker could not start: {_first_line(error)}") from error
+            raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
     def _drop_dead(self, answers: Sequence[asyncio.Future[Any]]) -> tuple[int, ...]:
         """Empty the slots of those who died before they answered; returns their ranks, as far as they had one."""
@@ -295,43 +286,13 @@ class WorkerGroup:
         """
         worker = self._workers[slot]
         assert worker is not None
-        key = secrets.token_hex(8)
-        inbox = self.inboxes.open(key)
-        place = None if self.endpoint is None else Place(self.endpoint, key)
-        stream = worker.handle.run.options(
-            num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD
-        ).remote(run, replace(order, place=place))
-        pump = asyncio.ensure_future(self._pump(worker, stream, inbox))
         try:
-            while (item := await inbox.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
+            async for item in self.streams.read(worker.handle, run, order):
                 yield item
-        finally:
-            pump.cancel()
-            self.inboxes.close(key)
-
-    async def _pump(self, worker: Worker, stream: Any, inbox: Inbox) -> None:
-        """Put what comes through Ray with what comes over the worker's connection; at the end None, or an error."""
-        try:
-            is_value = False
-            async for ref in stream:
-                if is_value:
-                    inbox.put_other(ref)
-                    is_value = False
-                    continue
-                item = await ref
-                if isinstance(item, Batch):
-                    inbox.put(item)
-                is_value = item == VALUE_FOLLOWS
-            inbox.put_other(None)
-        except RayActorError as error:
-            await inbox.wait_drained(_DRAIN_S)
-            if self._workers[worker.slot] is worker:
-                self._workers[worker.slot] = None
-            inbox.put_other(WorkerDied(_first_line(error)))
-        except Exception as error:
-            inbox.put_other(error)
+        except WorkerDied:
+            if self._workers[slot] is worker:
+                self._workers[slot] = None
+            raise
 
     def end(self, slot: int, attempt: int, why: str) -> None:
         self._tell(slot, "end", attempt, why)
@@ -363,7 +324,7 @@ class WorkerGroup:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
             ranks = self._drop_dead(answers)
             who = ", ".join(map(str, ranks))
-            raise WorkerDiedError(f"the worker process of rank {who} died: {_first_line(error)}", ranks=ranks) from None
+            raise WorkerDiedError(f"the worker process of rank {who} died: {first_line(error)}", ranks=ranks) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -392,15 +353,6 @@ class WorkerGroup:
         worker = self._workers[slot]
         if worker is not None:
             getattr(worker.handle, method).remote(*args)
-
-
-class WorkerDied(Exception):
-    """A worker's process is gone; the text is Ray's reason."""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 __all__ = ["NAMESPACE", "Worker", "WorkerDied", "WorkerGroup"]

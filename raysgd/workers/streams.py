@@ -1,0 +1,87 @@
+"""What workers say while they run, as the TrainerActor reads it: over connections and through Ray, in one sequence each."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from raysgd.session.events import WorkerEvent
+from raysgd.transport import Endpoint
+from raysgd.workers.orders import AttemptOrder, Blob
+from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Inbox, Inboxes, Place
+
+#: Items a worker's Ray stream may be ahead of the controller before it waits.
+_STREAM_AHEAD = 64
+#: Seconds for what a dead worker's connection still holds to be read.
+_DRAIN_S = 0.2
+
+
+class WorkerDied(Exception):
+    """A worker's process is gone; the text is Ray's reason."""
+
+
+class WorkerStreams:
+    """Starts attempts in workers, and reads them.
+
+    Attributes:
+        inboxes: Takes the connections of workers, of kind `raysgd.workers.uplink.KIND`.
+        endpoint: Where workers connect to; None: all comes through Ray.
+    """
+
+    def __init__(self) -> None:
+        self.inboxes = Inboxes()
+        self.endpoint: Endpoint | None = None
+
+    async def read(self, handle: Any, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
+        """Start an attempt in the worker ``handle``: batches of events, and references to large values.
+
+        Raises:
+            WorkerDied: The process is gone.
+        """
+        key = secrets.token_hex(8)
+        inbox = self.inboxes.open(key)
+        place = None if self.endpoint is None else Place(self.endpoint, key)
+        stream = handle.run.options(num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD).remote(
+            run, replace(order, place=place)
+        )
+        pump = asyncio.ensure_future(_pump(stream, inbox))
+        try:
+            while (item := await inbox.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            pump.cancel()
+            self.inboxes.close(key)
+
+
+async def _pump(stream: Any, inbox: Inbox) -> None:
+    """Put what comes through Ray with what comes over the worker's connection; at the end None, or an error."""
+    try:
+        is_value = False
+        async for ref in stream:
+            if is_value:
+                inbox.put_other(ref)
+                is_value = False
+                continue
+            item = await ref
+            if isinstance(item, Batch):
+                inbox.put(item)
+            is_value = item == VALUE_FOLLOWS
+        inbox.put_other(None)
+    except RayActorError as error:
+        await inbox.wait_drained(_DRAIN_S)
+        inbox.put_other(WorkerDied(first_line(error)))
+    except Exception as error:
+        inbox.put_other(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of Ray's says before its explanations."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
