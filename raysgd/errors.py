@@ -19,7 +19,7 @@
     │   └── StorageError (OSError)          a write or read that went on failing after its retries
     ├── TrainFuncError                      train_func failed and its own exception could not be brought to the driver
     ├── WorkerError (RuntimeError)          a worker process failed, not the user's code
-    │   ├── WorkerDiedError                 processes died more often than FailureConfig allows
+    │   ├── WorkerDiedError                 processes died; in a run, more often than FailureConfig allows
     │   └── StartTimeoutError (TimeoutError)  workers or their process group were not up in time
     └── RunCancelledError                   the run was cancelled
 
@@ -140,7 +140,7 @@ class WorkerError(RaySGDError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """Worker processes died more often than ``FailureConfig.max_failures`` allows.
+    """Worker processes died: in a run, more often than ``FailureConfig.max_failures`` allows.
 
     Attributes:
         ranks: The ranks that died last.

@@ -21,11 +21,17 @@ class GroupReady:
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """They are not. ``can_retry``: a worker died while starting, rather than something that would happen again."""
+    """They are not.
+
+    Attributes:
+        can_retry: Workers died while starting, rather than something that would happen again.
+        ranks: Those who died, as far as they had a rank.
+    """
 
     error_type: str
     message: str
     can_retry: bool
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
 
+#: Seconds before workers are asked for again after a start that failed; twice as long after each further one in a row.
+PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+
 #: Stands for the node where an error was raised by a callback on the controller's side.
 CALLBACK_NODE = "the process of the controller's callbacks"
 
@@ -46,6 +50,7 @@ class RunMachine:
         self._clock = clock
         self._policy = FailurePolicy(plan.failure)
         self._history: list[Failure] = []
+        self._num_false_starts = 0  # in a row
         self._nodes: tuple[str, ...] = ()
         self._is_stopping = False
         self._is_told = False
@@ -95,6 +100,7 @@ class RunMachine:
         if not isinstance(self.state, Preparing):
             return
         attempt, world_size = self.state.attempt, len(given.nodes)
+        self._num_false_starts = 0
         self._nodes = given.nodes
         start, first_number = self._desk.begin_attempt(attempt, world_size)
         self.state = Running(attempt, start.iteration, inside=set(range(world_size)))
@@ -112,7 +118,8 @@ class RunMachine:
         if not isinstance(self.state, Preparing):
             return
         if given.can_retry:
-            self._retry_or_give_up(Failure((), given.message))
+            self._num_false_starts += 1
+            self._retry_or_give_up(Failure(given.ranks, given.message))
         else:
             self._close(Outcome("error", error_type=given.error_type, message=given.message))
 
@@ -213,6 +220,9 @@ class RunMachine:
             self.state.outcome = outcome
 
     def _time_up(self, given: c.TimeUp) -> None:
+        if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.attempt):
+            self._out(c.PrepareGroup(self.state.attempt))
+            return
         running = self._running(given.attempt)
         if running is None:
             return
@@ -280,7 +290,11 @@ class RunMachine:
     def _prepare_again(self) -> None:
         attempt = self._attempt() + 1
         self.state = Preparing(attempt)
-        self._out(c.PrepareGroup(attempt))
+        if self._num_false_starts:
+            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** (self._num_false_starts - 1))
+            self._out(c.SetTimer("pause", attempt, pause_s))
+        else:
+            self._out(c.PrepareGroup(attempt))
 
     def _say_attempt_end(self, running: Running) -> None:
         self._desk.end_attempt()

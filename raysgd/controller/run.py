@@ -26,7 +26,7 @@ from raysgd.controller.outcome import outcome_data
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.states import Outcome
 from raysgd.data.plan import NO_DATASETS
-from raysgd.errors import RaySGDError, WorkerError
+from raysgd.errors import RaySGDError, WorkerDiedError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
 from raysgd.session.base import Identity
@@ -215,9 +215,11 @@ class Run:
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._storage)
             self._rendezvous = await self._fleet.open_rendezvous()
+        except WorkerDiedError as error:
+            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=True, ranks=error.ranks))
+            return
         except RaySGDError as error:
-            can_retry = type(error) is WorkerError and "died" in str(error)
-            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry))
+            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
             return
         except Exception as error:  # whatever it is, the user must hear of it rather than wait for ever
             self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))

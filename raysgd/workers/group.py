@@ -100,6 +100,7 @@ class WorkerGroup:
         Raises:
             InfeasibleError: The cluster can never hold them.
             StartTimeoutError: They were not up in time.
+            WorkerDiedError: One died on the way.
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         try:
@@ -207,8 +208,8 @@ class WorkerGroup:
             return list(await asyncio.gather(*answers))
         except RayActorError as error:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
-            self._drop_dead(answers)
-            raise WorkerError(f"a worker died while it was starting: {first_line(error)}") from error
+            ranks = self._drop_dead(answers)
+            raise WorkerDiedError(f"a worker died while it was starting: {first_line(error)}", ranks=ranks) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error

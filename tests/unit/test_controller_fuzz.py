@@ -104,6 +104,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.merger = RoundMerger()
         self.results: list[Result] = []
         self.num_prepared = 0
+        self.num_answered = 0
         self.in_flight: list[c.Commit] = []
         self.numbers: list[int] = []  # of all commits, in their order
         self.on_storage: dict[int, int] = {}  # iteration by number
@@ -123,16 +124,18 @@ class RunFuzz(RuleBasedStateMachine):
 
     # -- what may happen ----------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: isinstance(self.run.machine.state, Preparing))
+    @precondition(lambda self: self._is_asked_for_workers())
     @rule()
     def workers_are_up(self) -> None:
+        self.num_answered = self.num_prepared
         self.run.ready()
         self._check()
 
-    @precondition(lambda self: isinstance(self.run.machine.state, Preparing))
+    @precondition(lambda self: self._is_asked_for_workers())
     @rule(can_retry=st.sampled_from([True, True, True, False]))
     def workers_cannot_be_had(self, can_retry: bool) -> None:
         self.happened.add("died" if can_retry else "infeasible")
+        self.num_answered = self.num_prepared
         self.run.feed(c.GroupFailed("WorkerError" if can_retry else "InfeasibleError", "no workers", can_retry))
         self._check()
 
@@ -247,7 +250,7 @@ class RunFuzz(RuleBasedStateMachine):
         self._check_outcome()
 
     def _go_on(self) -> None:
-        if isinstance(self.run.machine.state, Preparing):
+        if self._is_asked_for_workers():
             self.workers_are_up()
         elif self._talking():
             self._deliver(self._talking()[0])
@@ -359,6 +362,9 @@ class RunFuzz(RuleBasedStateMachine):
             before = result
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_asked_for_workers(self) -> bool:
+        return isinstance(self.run.machine.state, Preparing) and self.num_answered < self.num_prepared
 
     def _ranks(self) -> list[Rank]:
         return self.attempts[-1].ranks if self.attempts else []

@@ -7,9 +7,9 @@ import pytest
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine import EXPLAIN_S, GATHER_S
+from raysgd.controller.machine import EXPLAIN_S, GATHER_S, MAX_PAUSE_S, PAUSE_S
 from raysgd.controller.shelf import Start
-from raysgd.controller.states import Preparing, Running
+from raysgd.controller.states import Running
 from raysgd.session import events as e
 from support.stepping import RETURNED, Stepper, broken, failed, finish, kill, part, reports, running, saved, uri_of
 
@@ -98,12 +98,41 @@ def test_workers_that_can_never_be_had_end_the_run_with_that_error() -> None:
 
 def test_a_worker_that_dies_while_starting_is_a_failure_like_any_other() -> None:
     run = Stepper(failure=FailureConfig(max_failures=1))
-    run.feed(c.GroupFailed("WorkerError", "a worker died while it was starting", can_retry=True))
-    assert run.machine.state == Preparing(2)
+    died = c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True, ranks=(1,))
+    run.feed(died)
+    run.advance(PAUSE_S)
     assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(2)]
-    run.feed(c.GroupFailed("WorkerError", "a worker died while it was starting", can_retry=True))
+    run.feed(died)
     assert run.is_closed and run.outcome is not None
-    assert run.outcome.error_type == "WorkerDiedError"
+    assert (run.outcome.error_type, run.outcome.ranks) == ("WorkerDiedError", (1,))
+
+
+def test_starts_that_fail_are_tried_again_after_pauses_that_grow() -> None:
+    run = Stepper(failure=FailureConfig(max_failures=-1))
+    for number in range(2, 12):
+        run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
+        pause_s = run.all_of(c.SetTimer)[-1].delay_s
+        run.advance(pause_s - 0.01)
+        assert len(run.all_of(c.PrepareGroup)) == number - 1
+        run.advance(0.02)
+        assert len(run.all_of(c.PrepareGroup)) == number
+    pauses = [timer.delay_s for timer in run.all_of(c.SetTimer)]
+    assert pauses == sorted(pauses) and (pauses[0], pauses[1], pauses[-1]) == (PAUSE_S, 2 * PAUSE_S, MAX_PAUSE_S)
+    run.ready()
+    run.gone(0, "killed")
+    run.advance(GATHER_S)
+    run.leave(1, e.Ended())
+    assert len(run.all_of(c.PrepareGroup)) == 12  # the last start went well: the next is not held up
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_run_that_is_stopped_during_such_a_pause_asks_for_no_more_workers(cancel: bool) -> None:
+    run = Stepper()
+    run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
+    run.stop(cancel=cancel)
+    assert run.is_closed
+    run.advance(MAX_PAUSE_S)
+    assert len(run.all_of(c.PrepareGroup)) == 1
 
 
 def test_news_of_a_group_that_nobody_waits_for_are_passed_over() -> None:
