@@ -343,7 +343,9 @@ def test_a_death_while_starting_is_one_failure_like_another(ray_cluster: Any, tm
         stream = trainer.run_generator(lambda: raysgd.report(step=1), callbacks=quiet())
         (result,) = stream
         assert stream.get_returns() is None
-        assert (result["step"], result["training_iteration"], result["attempt"]) == (1, 1, 2)
+        assert (result["step"], result["training_iteration"]) == (1, 1)
+        if step != "set_up":  # there the other may have entered train_func
+            assert result["attempt"] == 1
         (event,) = events_of(trainer, "failure")
         assert event["action"] == "retry 1" and "died" in event["error"]
         assert latest_run(trainer).description["num_workers"] == 2
@@ -433,7 +435,9 @@ def train_with_dropout(config: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.slow
 def test_three_ranks_in_a_collective_go_on_and_end_as_if_nothing_had_happened(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path / "runs", 3, "torch", seed=7, deterministic=True) as trainer:
+    # The grace is for a machine that has no core to spare for them; one that stays in the collective stays for ever.
+    failure = raysgd.FailureConfig(abort_grace_s=20)
+    with make_trainer(tmp_path / "runs", 3, "torch", seed=7, deterministic=True, failure=failure) as trainer:
         undisturbed = trainer.run(train_with_dropout, callbacks=quiet(), returns="all")
         before = [pid for _, pid in undisturbed]
         config = {"dies": 1, "folder": str(tmp_path)}
@@ -442,8 +446,8 @@ def test_three_ranks_in_a_collective_go_on_and_end_as_if_nothing_had_happened(ra
         assert [after[0][1], after[2][1]] == [before[0], before[2]], "survivors were replaced"
         assert after[1][1] != before[1]
         assert [digest for digest, _ in after] == [digest for digest, _ in undisturbed]
-        (failure,) = events_of(trainer, "failure")
-        assert failure["ranks"] == [1]
+        (event,) = events_of(trainer, "failure")
+        assert event["ranks"] == [1]
         assert until(lambda: not is_alive(before[1]), PATIENCE_S)
         steps = latest_run(trainer).metrics["step"]
         assert list(steps) == list(range(8))
