@@ -78,10 +78,10 @@ class StopAsked:
 
 @dataclass(frozen=True)
 class TimeUp:
-    """A timer that was set has run out."""
+    """A timer that was set has run out. ``serial``: the group it was set for."""
 
     timer: str
-    attempt: int
+    serial: int
 
 
 Input = GroupReady | GroupFailed | WorkerSaid | WorkerGone | Committed | CommitFailed | StopAsked | TimeUp
@@ -157,7 +157,7 @@ class SetTimer:
     """Feed `TimeUp` back after ``delay_s``."""
 
     timer: str
-    attempt: int
+    serial: int
     delay_s: float
 
 

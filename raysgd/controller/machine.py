@@ -100,10 +100,9 @@ class RunMachine:
         if not isinstance(self.state, Preparing):
             return
         attempt, world_size = self.state.attempt, len(given.nodes)
-        self._num_false_starts = 0
         self._nodes = given.nodes
         start, first_number = self._desk.begin_attempt(attempt, world_size)
-        self.state = Running(attempt, start.iteration, inside=set(range(world_size)))
+        self.state = Running(attempt, self.state.serial, start.iteration, inside=set(range(world_size)))
         data = {
             "attempt": attempt,
             "world_size": world_size,
@@ -118,7 +117,6 @@ class RunMachine:
         if not isinstance(self.state, Preparing):
             return
         if given.can_retry:
-            self._num_false_starts += 1
             self._retry_or_give_up(Failure(given.ranks, given.message))
         else:
             self._close(Outcome("error", error_type=given.error_type, message=given.message))
@@ -149,6 +147,7 @@ class RunMachine:
             case e.Warned():
                 self._out(c.Note("warning", {"rank": rank, "message": said.message}))
             case e.Entered():
+                running.is_entered = True
                 self._out(c.Note("entered", {"rank": rank, "attempt": given.attempt, "timestamp": said.timestamp}))
 
     def _left(self, running: Running, rank: int, *, is_returned: bool) -> None:
@@ -161,7 +160,7 @@ class RunMachine:
         running.ended.add(rank)
         if len(running.ended) == 1:  # the others may wait for it in a collective
             self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), "the run was asked to stop"))
-            self._out(c.SetTimer("grace", running.attempt, self._plan.failure.abort_grace_s))
+            self._out(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
 
     def _failed(self, running: Running, rank: int, failed: e.Failed) -> None:
         if self._is_stopping and failed.in_collective and isinstance(self.state, Running):
@@ -172,7 +171,7 @@ class RunMachine:
         if isinstance(self.state, Ending) and not self.state.is_settled:
             self.state.failures.setdefault(rank, failed)
             if not failed.in_collective:
-                self._out(c.SetTimer("gather", running.attempt, GATHER_S))
+                self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     def _worker_gone(self, given: c.WorkerGone) -> None:
         running = self._running(given.attempt)
@@ -195,15 +194,15 @@ class RunMachine:
             self._end_attempt(running, f"the worker of rank {rank} died")
         if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason))
-            self._out(c.SetTimer("gather", running.attempt, GATHER_S))
+            self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     # -- ending an attempt ----------------------------------------------------------------------------------------
 
     def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
         self.state = Ending(running, preset)
         self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
-        self._out(c.SetTimer("gather", running.attempt, GATHER_S))
-        self._out(c.SetTimer("grace", running.attempt, self._plan.failure.abort_grace_s))
+        self._out(c.SetTimer("gather", running.serial, GATHER_S))
+        self._out(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
 
     def _break_rule(self, running: Running, rule: str | None) -> None:
         if rule is not None and isinstance(self.state, Running):
@@ -220,11 +219,11 @@ class RunMachine:
             self.state.outcome = outcome
 
     def _time_up(self, given: c.TimeUp) -> None:
-        if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.attempt):
+        if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.serial):
             self._out(c.PrepareGroup(self.state.attempt))
             return
-        running = self._running(given.attempt)
-        if running is None:
+        running = self._current()
+        if running is None or running.serial != given.serial:
             return
         if given.timer == "grace":
             self._kill_the_slow(running)
@@ -245,10 +244,10 @@ class RunMachine:
     def _settle(self, *, is_complete: bool) -> None:
         """Say why the attempt ended and what follows, or wait for what would explain a broken collective."""
         assert isinstance(self.state, Ending)
-        ending, attempt = self.state, self.state.running.attempt
+        ending = self.state
         verdict = ending.preset or judge(Evidence(ending.failures, ending.deaths, self._nodes, is_complete))
         if verdict is None:
-            self._out(c.SetTimer("explain", attempt, EXPLAIN_S))
+            self._out(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
         elif isinstance(verdict, Outcome):
             self._say_attempt_end(ending.running)
             self._close(verdict, ending.running, ending.killed)
@@ -288,13 +287,17 @@ class RunMachine:
         return "It has no checkpoint." if uri is None else f"Its last checkpoint, to go on from, is {uri}."
 
     def _prepare_again(self) -> None:
-        attempt = self._attempt() + 1
-        self.state = Preparing(attempt)
-        if self._num_false_starts:
-            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** (self._num_false_starts - 1))
-            self._out(c.SetTimer("pause", attempt, pause_s))
+        """Ask for workers, at once or after a pause; the attempt's number is still free if nobody entered train_func."""
+        before = self._current() or self.state
+        assert isinstance(before, (Preparing, Running))
+        was_entered = isinstance(before, Running) and before.is_entered
+        self._num_false_starts = 0 if was_entered else self._num_false_starts + 1
+        self.state = Preparing(before.attempt + was_entered, before.serial + 1)
+        if was_entered:
+            self._out(c.PrepareGroup(self.state.attempt))
         else:
-            self._out(c.PrepareGroup(attempt))
+            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** (self._num_false_starts - 1))
+            self._out(c.SetTimer("pause", self.state.serial, pause_s))
 
     def _say_attempt_end(self, running: Running) -> None:
         self._desk.end_attempt()
@@ -352,13 +355,13 @@ class RunMachine:
 
     def _running(self, attempt: int) -> Running | None:
         """The data of attempt ``attempt``, if it is the current one and not over."""
-        running = self.state.running if isinstance(self.state, (Ending, Closing)) else self.state
-        return running if isinstance(running, Running) and running.attempt == attempt else None
+        running = self._current()
+        return running if running is not None and running.attempt == attempt else None
 
-    def _attempt(self) -> int:
-        if isinstance(self.state, (Preparing, Running)):
-            return self.state.attempt
-        return self.state.running.attempt if isinstance(self.state, Ending) else 0
+    def _current(self) -> Running | None:
+        """The data of the current attempt, if there is one that is not over."""
+        running = self.state.running if isinstance(self.state, (Ending, Closing)) else self.state
+        return running if isinstance(running, Running) else None
 
     def _out(self, command: c.Command) -> None:
         self._commands.append(command)

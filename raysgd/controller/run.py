@@ -191,7 +191,7 @@ class Run:
             case c.LeaveGroup():
                 self._spawn(self._fleet.leave())
             case c.SetTimer():
-                timer = c.TimeUp(command.timer, command.attempt)
+                timer = c.TimeUp(command.timer, command.serial)
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
             case c.Commit():
                 self._spawn(self._commit(command))

@@ -23,9 +23,10 @@ from raysgd.session.events import Failed
 
 @dataclass
 class Preparing:
-    """Workers are being had for ``attempt``."""
+    """Workers are being had for ``attempt``, as the group number ``serial`` of the run."""
 
     attempt: int
+    serial: int = 1
 
 
 @dataclass
@@ -33,15 +34,20 @@ class Running:
     """train_func runs.
 
     Attributes:
+        attempt: Its number. It is taken when a rank has entered train_func: a group that does not form leaves it to the next.
+        serial: The number of the group, of which there is one for each try.
         iterations_before: Rounds before this attempt.
         inside: Ranks whose stream has not ended.
         ended: Ranks that left without returning, after a stop was asked for.
+        is_entered: Whether any rank has entered train_func.
     """
 
     attempt: int
+    serial: int
     iterations_before: int
     inside: set[int]
     ended: set[int] = field(default_factory=set)
+    is_entered: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,13 @@ class Stepper:
         """Step the machine; returns the commands of this step."""
         return self._keep(self.machine.step(given))
 
-    def ready(self) -> list[c.Command]:
-        """All workers are up."""
-        return self.feed(c.GroupReady(tuple(f"node{rank}" for rank in range(self.num_ranks))))
+    def ready(self, *, enters: bool = True) -> list[c.Command]:
+        """All workers are up, and enter train_func if they are told to; returns what was commanded before."""
+        commands = self.feed(c.GroupReady(tuple(f"node{rank}" for rank in range(self.num_ranks))))
+        if enters and any(isinstance(command, c.Enter) for command in commands):
+            for rank in range(self.num_ranks):
+                self.say(rank, e.Entered(self.now))
+        return commands
 
     def say(self, rank: int, *events: e.WorkerEvent, attempt: int | None = None) -> list[c.Command]:
         """A worker says something; of the attempt entered last, if none is given."""
@@ -199,7 +203,7 @@ class Stepper:
             if isinstance(command, c.Enter):
                 self.attempt = command.attempt
             elif isinstance(command, c.SetTimer):
-                timer = c.TimeUp(command.timer, command.attempt)
+                timer = c.TimeUp(command.timer, command.serial)
                 heapq.heappush(self._timers, (self.now + command.delay_s, next(self._order), timer))
         return commands
 

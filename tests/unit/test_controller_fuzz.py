@@ -74,6 +74,7 @@ class Attempt:
     saved: dict[int, dict[int, e.Saved]] = field(default_factory=dict)
     safe: dict[int, set[int]] = field(default_factory=dict)
     raised: dict[int, e.Failed] = field(default_factory=dict)
+    is_entered: bool = False
 
 
 class RunFuzz(RuleBasedStateMachine):
@@ -128,7 +129,7 @@ class RunFuzz(RuleBasedStateMachine):
     @rule()
     def workers_are_up(self) -> None:
         self.num_answered = self.num_prepared
-        self.run.ready()
+        self.run.ready(enters=False)
         self._check()
 
     @precondition(lambda self: self._is_asked_for_workers())
@@ -182,6 +183,8 @@ class RunFuzz(RuleBasedStateMachine):
     def a_rank_raises(self, index: int, kind: str) -> None:
         rank, at = self._one_of(self._inside(), index), self.run.now
         self.happened.add(kind)
+        if kind == "setup":
+            rank.outbox = deque(item for item in rank.outbox if not isinstance(item, e.Entered))
         error = broken(at=at) if kind == "collective" else failed(f"of {rank.number}", at, in_setup=kind == "setup")
         rank.leave(error)
 
@@ -299,13 +302,13 @@ class RunFuzz(RuleBasedStateMachine):
         assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
-        assert command.attempt == self.num_prepared + 1
+        assert command.attempt == self._num_entered() + 1
         self.num_prepared += 1
         assert not self.in_flight
         assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
 
     def _check_Enter(self, command: c.Enter) -> None:  # noqa: N802
-        assert command.attempt == self.num_prepared
+        assert command.attempt == self._num_entered() + 1
         newest = max(self.on_storage, default=None)
         if newest is None:
             assert (command.checkpoint, command.iterations_before) == (self.start.uri, self.start.iteration)
@@ -313,6 +316,8 @@ class RunFuzz(RuleBasedStateMachine):
             assert (command.checkpoint, command.iterations_before) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(Attempt(command, [Rank(number) for number in range(self.run.num_ranks)]))
+        for rank in self.attempts[-1].ranks:
+            rank.outbox.append(e.Entered(self.run.now))
 
     def _check_EndRanks(self, command: c.EndRanks) -> None:  # noqa: N802
         assert command.attempt == self.run.attempt
@@ -366,6 +371,10 @@ class RunFuzz(RuleBasedStateMachine):
     def _is_asked_for_workers(self) -> bool:
         return isinstance(self.run.machine.state, Preparing) and self.num_answered < self.num_prepared
 
+    def _num_entered(self) -> int:
+        """Attempts in which a rank was seen to enter train_func."""
+        return sum(attempt.is_entered for attempt in self.attempts)
+
     def _ranks(self) -> list[Rank]:
         return self.attempts[-1].ranks if self.attempts else []
 
@@ -410,6 +419,8 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _note(self, attempt: Attempt, number: int, event: e.WorkerEvent) -> None:
         match event:
+            case e.Entered():
+                attempt.is_entered = True
             case e.Saved():
                 attempt.saved.setdefault(event.call, {})[number] = event
             case e.PartSafe():

@@ -81,7 +81,7 @@ def test_an_error_is_told_before_anything_is_cleaned_up() -> None:
 def test_what_workers_have_to_say_beside_training_is_noted() -> None:
     run = running()
     run.say(1, e.Entered(5.0), e.Sample({"rank": 1, "rss_bytes": 7}), e.Warned("careful"))
-    assert run.notes("entered") == [{"rank": 1, "attempt": 1, "timestamp": 5.0}]
+    assert run.notes("entered")[-1] == {"rank": 1, "attempt": 1, "timestamp": 5.0}
     assert run.notes("sample") == [{"rank": 1, "rss_bytes": 7}]
     assert run.notes("warning") == [{"rank": 1, "message": "careful"}]
 
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_while_starting_is_a_failure_like_any_other() -> None
     died = c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True, ranks=(1,))
     run.feed(died)
     run.advance(PAUSE_S)
-    assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(2)]
+    assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(1)]
     run.feed(died)
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.error_type, run.outcome.ranks) == ("WorkerDiedError", (1,))
@@ -123,6 +123,29 @@ def test_starts_that_fail_are_tried_again_after_pauses_that_grow() -> None:
     run.advance(GATHER_S)
     run.leave(1, e.Ended())
     assert len(run.all_of(c.PrepareGroup)) == 12  # the last start went well: the next is not held up
+
+
+def test_a_group_that_did_not_form_leaves_its_number_to_the_next() -> None:
+    run = Stepper(2)
+    run.ready(enters=False)
+    for rank in range(2):
+        run.leave(rank, failed("timed out", in_setup=True))
+    run.advance(PAUSE_S)
+    run.ready()
+    run.advance(FailureConfig().abort_grace_s)
+    assert run.all_of(c.KillRanks) == []  # the timers of the first group are not those of the second
+    kill(run)
+    run.ready()
+    assert [entry.attempt for entry in run.entries] == [1, 1, 2]
+
+
+def test_one_rank_that_entered_takes_the_number() -> None:
+    run = Stepper(2)
+    run.ready(enters=False)
+    run.say(1, e.Entered(1.0))
+    kill(run)
+    run.ready()
+    assert [entry.attempt for entry in run.entries] == [1, 2]
 
 
 @pytest.mark.parametrize("cancel", [False, True])

@@ -258,7 +258,7 @@ def test_a_commit_in_flight_is_waited_for_before_the_next_attempt() -> None:
     kill(run)
     assert isinstance(run.machine.state, Ending)
     run.commit()
-    assert run.machine.state == Preparing(2)
+    assert run.machine.state == Preparing(2, serial=2)
     run.ready()
     assert run.entries[1].checkpoint == uri_of(1)
 
