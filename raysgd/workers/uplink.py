@@ -150,7 +150,7 @@ class Inbox:
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._next_number = 0
-        self._open_lines = 0
+        self._lines: set[asyncio.StreamWriter] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -178,15 +178,20 @@ class Inbox:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take what comes over one connection, until it ends."""
-        self._open_lines += 1
+        self._lines.add(writer)
         self._idle.clear()
         try:
             while True:
                 writer.write(_ACK.pack(self.put(await read_message(reader))))
         finally:
-            self._open_lines -= 1
-            if not self._open_lines:
+            self._lines.discard(writer)
+            if not self._lines:
                 self._idle.set()
+
+    def close(self) -> None:
+        """Nobody reads it any more: hang up on a worker that was given up and still talks."""
+        for line in self._lines:
+            line.close()
 
 
 class Inboxes:
@@ -200,7 +205,9 @@ class Inboxes:
         return inbox
 
     def close(self, key: str) -> None:
-        self._inboxes.pop(key, None)
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            inbox.close()
 
     async def handle(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inbox = self._inboxes.get(str(hello.get("key")))

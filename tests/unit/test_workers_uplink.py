@@ -17,6 +17,7 @@ from raysgd.transport import Endpoint, connect
 from raysgd.workers import uplink
 from raysgd.workers.uplink import Batch, Inbox, Inboxes, Place, Uplink
 from support.listening import Loop, Relay, listening, loop_in_thread
+from support.poll import until
 
 KEY = "k"
 PATIENCE_S = 20.0
@@ -43,6 +44,9 @@ class Controller:
     def listening(self) -> Iterator[Endpoint]:
         with listening(self._loop, {uplink.KIND: self._inboxes.handle}) as endpoint:
             yield endpoint
+
+    async def give_up(self) -> None:
+        self._inboxes.close(KEY)
 
     def take_over_ray(self, batches: list[Batch]) -> None:
         async def put() -> None:
@@ -182,6 +186,16 @@ def test_waiting_for_a_line_that_stays_open_ends(loop: Loop) -> None:
         controller.received(1)
         loop.do(controller.inbox.wait_drained(0.05))
         sender.finish()
+
+
+def test_a_worker_that_was_given_up_is_hung_up_on(loop: Loop) -> None:
+    controller = Controller(loop)
+    with controller.listening() as endpoint:
+        sender = Uplink(Place(endpoint, KEY))
+        sender.send(events(0))
+        controller.received(1)
+        loop.do(controller.give_up())
+        assert until(lambda: sender.send(events(1)) != [], PATIENCE_S)
 
 
 def test_a_batch_that_leaves_a_gap_is_no_batch(loop: Loop) -> None:
