@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
+from raysgd.errors import CheckpointNotFoundError, StorageError
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
 
 if TYPE_CHECKING:
@@ -65,10 +66,19 @@ class CheckpointWriter:
         self._jobs.put(_Job(call, snapshot, rank_state))
 
     def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
-        """Copy the user's file or folder to storage; returns when it is there, so that the caller may delete it."""
+        """Copy the user's file or folder to storage; returns when it is there, so that the caller may delete it.
+
+        Storage that fails is told as in `save`; a source that is not there, or cannot be read, is the caller's mistake.
+        """
         source = os.path.abspath(os.fspath(path))
-        entries = self._store.directory(self._first_number + call).put_path(source, self._prefix)
-        self._put(PartSafe(call, tuple((e.name, e.size, e.crc32) for e in entries), rank_state))
+        try:
+            entries = self._store.directory(self._first_number + call).put_path(source, self._prefix)
+        except (StorageError, CheckpointNotFoundError) as error:
+            if _is_of_source(error, source):
+                raise
+            self._put(PartFailed(call, f"{type(error).__name__}: {error}"))
+        else:
+            self._put(PartSafe(call, tuple((e.name, e.size, e.crc32) for e in entries), rank_state))
 
     def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
         """The part of a rank that gives no state: what its generators and its data position are."""
@@ -96,3 +106,11 @@ class CheckpointWriter:
                 self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
             finally:
                 job.snapshot.release()
+
+
+def _is_of_source(error: Exception, source: str) -> bool:
+    """Whether a copy failed for what it reads, rather than for where it writes."""
+    if error.__cause__ is None:  # found out by looking at the source
+        return True
+    name = getattr(error.__cause__, "filename", None)
+    return isinstance(name, str) and (name == source or name.startswith(source + os.sep))

@@ -326,8 +326,10 @@ def test_one_that_is_kept_by_age_is_the_newest(ray_cluster: Any, tmp_path: Path)
 def lose_the_storage(config: dict[str, Any]) -> str:
     """Saves once, then again after its folder has become a file."""
     (run_dir,) = Path(config["storage"]).glob("*/run_*")
+    file = Path(config["storage"]) / "model.bin"
+    file.write_bytes(b"weights")
     for step in range(2):
-        raysgd.save_checkpoint({"step": step})
+        raysgd.save_checkpoint(file, files=True) if config.get("files") else raysgd.save_checkpoint({"step": step})
         raysgd.report(step=step)
         if step == 0:
             while raysgd.load_checkpoint() is None:
@@ -344,9 +346,10 @@ def test_a_write_that_fails_ends_the_run(ray_cluster: Any, tmp_path: Path) -> No
         assert latest_run(trainer).outcome == "error"
 
 
-def test_a_write_that_fails_is_only_told(ray_cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [False, True])
+def test_a_write_that_fails_is_only_told(ray_cluster: Any, tmp_path: Path, files: bool) -> None:
     with make_trainer(tmp_path, 1, checkpoint=raysgd.CheckpointConfig(on_write_error="warn")) as trainer:
-        config = {"storage": str(tmp_path)}
+        config = {"storage": str(tmp_path), "files": files}
         assert trainer.run(lose_the_storage, config, callbacks=quiet()) == "trained to the end"
         told = [warning["message"] for warning in events_of(trainer, "warning")]
         assert any("checkpoint 2 could not be written" in message for message in told)
