@@ -20,10 +20,6 @@ class AppendFile:
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         _drop_torn_line(path)
 
-    @property
-    def is_empty(self) -> bool:
-        return self._file.seek(0, os.SEEK_END) == 0
-
     def write_line(self, line: str) -> None:
         data = memoryview(f"{line}\n".encode("utf-8", "replace"))
         written = 0

@@ -157,11 +157,6 @@ class TrainerActor:
         infos = [self._group.info(slot) for slot in range(self._group.size)]
         return [None if info is None else asdict(info) for info in infos]
 
-    async def wait_closed(self, run_id: str, timeout_s: float) -> None:
-        """Wait until a run is closed, or the time is up."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._wait_closed(run_id), timeout_s)
-
     async def shutdown(self) -> None:
         """End all workers and give the resources back."""
         if self._host is not None:
@@ -189,11 +184,6 @@ class TrainerActor:
                 self._group.kill(slot)
         with contextlib.suppress(ray.exceptions.RayError):
             await self._group.call("drop_instance")
-
-    async def _wait_closed(self, run_id: str) -> None:
-        run = await self._announced(run_id)
-        async for _ in run.log.read(0):
-            pass
 
     def _announced(self, run_id: str) -> asyncio.Future[Run]:
         """The run of this id, now or when it has begun: a reader may ask before the run's own call arrives."""

@@ -93,11 +93,6 @@ class CheckpointCollector:
         ready = [call for call, pending in sorted(self._pending.items()) if self._is_complete(pending)]
         return [self._manifest(call, self._pending.pop(call)) for call in ready]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no save is on its way."""
-        return not any(pending.calls for pending in self._pending.values())
-
     def scored(self, rank: int, event: Scored) -> None:
         """``rank`` made the report that its call belongs to."""
         self._scores.setdefault(event.call, {})[rank] = event

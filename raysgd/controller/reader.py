@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -86,10 +86,3 @@ class CallbackReader:
             self._is_started = True
             return self._runner.start(self._info)
         return self._runner.event(event) if self._is_started else None
-
-
-def feed_all(reader: CallbackReader, batches: Iterable[Any]) -> None:
-    """Feed ``reader`` until the batches end."""
-    for batch in batches:
-        for frame in batch:
-            reader.feed(frame)

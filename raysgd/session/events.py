@@ -36,22 +36,16 @@ class Saved:
     Attributes:
         reports: Reports this rank had made in the attempt before the call.
         time_total_s: Training time up to the call.
-        gives_state: Whether a part of the state comes from this rank.
         metrics: JSON of the metrics given, or of this rank's last report before; None if there is neither.
-        scored: Whether ``metrics=`` was given.
-        saves_first: The loop saves before it reports, so the checkpoint belongs to the round after it.
     """
 
     call: int
     reports: int
     time_total_s: float
-    gives_state: bool
     all_ranks: bool
     is_files: bool
     trusted: bool
     metrics: bytes | None
-    scored: bool
-    saves_first: bool
 
 
 @dataclass(frozen=True)

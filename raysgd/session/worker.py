@@ -120,7 +120,7 @@ class WorkerSession(Session):
                 f"save_checkpoint(None) on rank {self.world_rank}, whose state it is; "
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
             )
-        saved, score = self._describe_save(call, gives_state, files, metrics, all_ranks, trusted)
+        saved, score = self._describe_save(call, files, metrics, all_ranks, trusted)
         small = rank_state.capture(self._datasets)
         if not gives_state:
             self._writer.save_nothing(call, small)
@@ -202,7 +202,6 @@ class WorkerSession(Session):
     def _describe_save(
         self,
         call: int,
-        gives_state: bool,
         files: bool,
         metrics: Mapping[str, Any] | None,
         all_ranks: bool,
@@ -214,13 +213,10 @@ class WorkerSession(Session):
             call=call,
             reports=self._num_reports,
             time_total_s=time.monotonic() - self._clock_zero,
-            gives_state=gives_state,
             all_ranks=all_ranks,
             is_files=files,
             trusted=trusted,
             metrics=None,
-            scored=metrics is not None,
-            saves_first=self._saves_first,
         )
         return saved, score
 

@@ -37,12 +37,9 @@ def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = N
     """The ``call``-th save of a rank, after ``reports`` reports."""
     fields = {
         "time_total_s": float(reports),
-        "gives_state": True,
         "all_ranks": False,
         "is_files": False,
         "trusted": False,
-        "scored": metrics is not None,
-        "saves_first": False,
         **flags,
     }
     return e.Saved(

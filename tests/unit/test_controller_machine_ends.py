@@ -350,7 +350,7 @@ def test_what_is_no_longer_kept_is_deleted_and_the_readers_hear_of_it() -> None:
 
 def test_a_checkpoint_of_a_loop_that_saves_first_belongs_to_the_round_after_it() -> None:
     run = running(1, checkpoint=CheckpointConfig(score_attribute="loss"))
-    run.say(0, saved(0, 0, saves_first=True), part())
+    run.say(0, saved(0, 0), part())
     run.commit()
     run.say(0, reports(0), e.Scored(0, b'{"loss": 0.5}'))
     (amended,) = [command for command in run.all_of(c.Commit) if command.amend]
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_a_loop_that_saves_first_belongs_to_the_round_after_it()
 
 def test_a_score_that_comes_while_its_checkpoint_is_being_written_is_not_lost() -> None:
     run = running(1)
-    run.say(0, saved(0, 0, saves_first=True), part(), reports(0), e.Scored(0, b'{"loss": 0.5}'))
+    run.say(0, saved(0, 0), part(), reports(0), e.Scored(0, b'{"loss": 0.5}'))
     run.commit()
     (say,) = run.said(frames.CHECKPOINT)
     assert say.data["metrics"] == {"loss": 0.5}
