@@ -2,6 +2,11 @@
 
 The n-th ``save_checkpoint`` calls of all ranks form one checkpoint. It is complete when every rank that is still running
 has made its n-th call and every call's bytes are safe; a rank that has returned is not waited for.
+
+Calls by some ranks only are refused, before anything is made of them:
+
+- calls of which a rank takes no part at all: it has returned without any, or reports on past the first one;
+- a call to which the state is missing, as the rank that gives it has returned.
 """
 
 from __future__ import annotations
@@ -35,16 +40,30 @@ class Score(NamedTuple):
 
 
 class CheckpointCollector:
-    """The saves of one attempt, from first call to complete manifest."""
+    """The saves of one attempt, from first call to complete manifest.
+
+    Args:
+        is_resumed: The attempt goes on from a checkpoint: a rank that has made all its saves before may make none here.
+    """
 
     def __init__(
-        self, attempt: int, world_size: int, *, first_number: int, iterations_before: int, reduce: Reduce
+        self,
+        attempt: int,
+        world_size: int,
+        *,
+        first_number: int,
+        iterations_before: int,
+        reduce: Reduce,
+        is_resumed: bool = False,
     ) -> None:
         self._attempt = attempt
         self._world_size = world_size
         self._first_number = first_number
         self._iterations_before = iterations_before
         self._reduce = reduce
+        self._is_resumed = is_resumed
+        self._refused_from: int | None = None  # this call and all after it
+        self._given_up: set[int] = set()  # calls that could not be written
         self._pending: dict[int, _Pending] = {}
         self._num_calls = [0] * world_size
         self._num_reports = [0] * world_size
@@ -79,18 +98,20 @@ class CheckpointCollector:
     def part_failed(self, call: int) -> int:
         """The part can never be safe: the checkpoint is given up. Returns its number."""
         self._pending.pop(call, None)
+        self._given_up.add(call)
         return self._first_number + call
 
     def left(self, rank: int) -> str | None:
-        """``rank`` has returned; returns what is wrong if that leaves saves without their partner calls."""
+        """``rank`` has returned; returns what is wrong if that leaves calls without what they need of it."""
         self._left.add(rank)
-        if len(self._left) < self._world_size or len(set(self._num_calls)) == 1:
-            return None
-        return self._rule()
+        return self._one_sided()
 
     def complete(self) -> list[Manifest]:
         """The checkpoints that have become complete, oldest first; each is given once."""
-        ready = [call for call, pending in sorted(self._pending.items()) if self._is_complete(pending)]
+        pending = sorted(self._pending.items())
+        if self._refused_from is not None:
+            pending = [(call, which) for call, which in pending if call < self._refused_from]
+        ready = [call for call, which in pending if self._is_complete(which)]
         return [self._manifest(call, self._pending.pop(call)) for call in ready]
 
     def scored(self, rank: int, event: Scored) -> None:
@@ -115,11 +136,13 @@ class CheckpointCollector:
         if pending.is_refused or not pending.calls:
             return False
         running = set(range(self._world_size)) - self._left
+        needed = running | self._givers(pending)
+        return needed <= set(pending.calls) <= set(pending.parts)
+
+    def _givers(self, pending: _Pending) -> set[int]:
+        """The ranks whose state it is."""
         all_ranks = next(iter(pending.calls.values())).all_ranks
-        givers = set(range(self._world_size)) if all_ranks else {0}
-        return (
-            running <= set(pending.calls) and set(pending.calls) <= set(pending.parts) and givers <= set(pending.calls)
-        )
+        return set(range(self._world_size)) if all_ranks else {0}
 
     def _manifest(self, call: int, pending: _Pending) -> Manifest:
         first = pending.calls[min(pending.calls)]
@@ -148,23 +171,38 @@ class CheckpointCollector:
         for name in ("all_ranks", "is_files"):
             values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
             if len(set(values.values())) > 1:
+                pending.is_refused = True
                 return f"save_checkpoint call {call + 1} was made with different {name.replace('is_', '')}: {values}."
         return None
 
     def _one_sided(self) -> str | None:
-        """A rank that has reported past the place of the first save without saving will never make that call."""
-        if self._first_save_after is None:
-            return None
-        passed = [
-            rank
-            for rank in range(self._world_size)
-            if self._num_calls[rank] == 0 and self._num_reports[rank] > self._first_save_after + 1
-        ]
-        return self._rule() if passed else None
+        """What is wrong with calls that some ranks have made and others never will."""
+        return self._without_a_rank() or self._without_a_state()
 
-    def _rule(self) -> str:
+    def _without_a_rank(self) -> str | None:
+        if not any(self._num_calls):
+            return None
+        for rank in (rank for rank, count in enumerate(self._num_calls) if count == 0):
+            if rank in self._left and not self._is_resumed:
+                return self._refuse(0, f"rank {rank} has returned without having called it")
+            if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
+                return self._refuse(0, f"rank {rank} went on without calling it")
+        return None
+
+    def _without_a_state(self) -> str | None:
+        for call, pending in sorted(self._pending.items()):
+            if not pending.calls or call in self._given_up:
+                continue
+            missing = sorted((self._givers(pending) & self._left) - set(pending.calls))
+            if missing:
+                return self._refuse(call, f"rank {missing[0]} has returned without giving a state to call {call + 1}")
+        return None
+
+    def _refuse(self, from_call: int, why: str) -> str:
+        """Make no checkpoint of this call nor of later ones; returns the rule that they break."""
+        self._refused_from = from_call if self._refused_from is None else min(self._refused_from, from_call)
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self._num_calls))
         return (
             f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "
-            "rank 0 gives the state and the others may give None."
+            f"rank 0 gives the state and the others may give None. Here {why}."
         )

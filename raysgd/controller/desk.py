@@ -66,6 +66,7 @@ class CheckpointDesk:
             first_number=self._last_number + 1,
             iterations_before=start.iteration,
             reduce=self._reduce,
+            is_resumed=start.uri is not None,
         )
         return start, self._last_number + 1
 
@@ -104,8 +105,7 @@ class CheckpointDesk:
     def left(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that is broken by what it did not do."""
         rule = self._collector.left(rank)
-        if rule is None:
-            self._commit_complete()
+        self._commit_complete()
         return rule
 
     # -- what storage does ----------------------------------------------------------------------------------------

@@ -217,6 +217,17 @@ def test_every_rank_calls_it_equally_often(trainer: raysgd.Trainer, other: str) 
         trainer.run(train_func, {"other": other}, callbacks=quiet())
 
 
+def test_a_rank_that_has_returned_is_not_waited_for(trainer: raysgd.Trainer) -> None:
+    def train_func() -> None:
+        for step in range(4 if raysgd.world_rank() == 0 else 2):
+            raysgd.report(step=step)
+            raysgd.save_checkpoint({"step": step})
+
+    trainer.run(train_func, callbacks=quiet())
+    assert last_of(trainer).load() == {"step": 3}
+    assert [checkpoint.iteration for checkpoint in latest_run(trainer).checkpoints] == [1, 2, 3, 4]
+
+
 def test_rank_0_gives_a_state(trainer: raysgd.Trainer) -> None:
     with pytest.raises(CheckpointError, match=r"save_checkpoint\(None\) on rank 0"):
         trainer.run(lambda: raysgd.save_checkpoint(None), callbacks=quiet())

@@ -19,10 +19,15 @@ from support.stepping import part, saved, uri_of
 
 
 def collector(
-    world_size: int = 2, first_number: int = 1, iterations_before: int = 0, **reduce: str
+    world_size: int = 2, first_number: int = 1, iterations_before: int = 0, is_resumed: bool = False, **reduce: str
 ) -> CheckpointCollector:
     return CheckpointCollector(
-        3, world_size, first_number=first_number, iterations_before=iterations_before, reduce=reduce
+        3,
+        world_size,
+        first_number=first_number,
+        iterations_before=iterations_before,
+        reduce=reduce,
+        is_resumed=is_resumed,
     )
 
 
@@ -80,31 +85,72 @@ def test_several_that_become_complete_at_once_come_oldest_first() -> None:
 
 def test_a_rank_that_has_returned_is_not_waited_for() -> None:
     desk = collector()
+    save(desk)
     assert desk.left(1) is None
-    save(desk, ranks=(0,))
-    assert numbers(desk) == [1]
+    save(desk, 1, ranks=(0,))
+    assert desk.left(0) is None
+    assert numbers(desk) == [1, 2]
 
 
 def test_a_rank_that_returns_completes_what_only_it_was_missing_from() -> None:
     desk = collector(3)
-    save(desk, ranks=(0, 1))
-    assert numbers(desk) == []
-    desk.left(2)
+    save(desk, ranks=(0, 1, 2))
+    save(desk, 1, ranks=(0, 1))
+    assert numbers(desk) == [1]
+    assert desk.left(2) is None
+    assert numbers(desk) == [2]
+
+
+def test_a_rank_that_made_all_its_saves_before_the_attempt_may_make_none_in_it() -> None:
+    desk = collector(is_resumed=True)
+    assert desk.left(1) is None
+    save(desk, ranks=(0,))
+    assert desk.left(0) is None
     assert numbers(desk) == [1]
 
 
-def test_the_state_is_rank_0s_so_without_its_call_there_is_no_checkpoint() -> None:
+@pytest.mark.parametrize("is_first_to_leave", [False, True])
+def test_a_rank_that_returns_without_a_save_breaks_the_rule_and_nothing_is_committed(is_first_to_leave: bool) -> None:
     desk = collector()
-    save(desk, ranks=(1,))
+    if is_first_to_leave:
+        assert desk.left(1) is None
+        rule = desk.saved(0, saved())
+    else:
+        assert desk.saved(0, saved()) is None
+        rule = desk.left(1)
+    assert rule is not None
+    assert "rank 0: 1, rank 1: 0" in rule and "rank 1 has returned without having called it" in rule
+    desk.part_safe(0, part())
     desk.left(0)
     assert numbers(desk) == []
 
 
-def test_with_all_ranks_each_must_have_given_its_part() -> None:
+@pytest.mark.parametrize("all_ranks", [False, True])
+@pytest.mark.parametrize("is_first_to_leave", [False, True])
+def test_a_call_whose_state_can_no_longer_come_breaks_the_rule(is_first_to_leave: bool, all_ranks: bool) -> None:
+    giver = 1 if all_ranks else 0
     desk = collector()
-    save(desk, ranks=(0,), all_ranks=True)
-    desk.left(1)
-    assert numbers(desk) == []
+    save(desk, all_ranks=all_ranks)
+    if is_first_to_leave:
+        assert desk.left(giver) is None
+        rule = desk.saved(1 - giver, saved(1, all_ranks=all_ranks))
+    else:
+        assert desk.saved(1 - giver, saved(1, all_ranks=all_ranks)) is None
+        rule = desk.left(giver)
+    assert rule is not None
+    assert f"rank {giver} has returned without giving a state to call 2" in rule
+    desk.part_safe(1 - giver, part(1))
+    assert numbers(desk) == [1]  # it is whole
+
+
+def test_a_call_that_could_not_be_written_breaks_no_rule_when_its_ranks_return() -> None:
+    desk = collector()
+    save(desk, 0)
+    save(desk, 1, ranks=(0,))
+    desk.part_failed(1)
+    save(desk, 1, ranks=(1,))
+    assert desk.left(0) is None and desk.left(1) is None
+    assert numbers(desk) == [1]
 
 
 def test_a_part_that_failed_makes_no_checkpoint_whatever_else_arrives() -> None:
@@ -221,6 +267,9 @@ def test_calls_that_disagree_break_the_rule(flag: str, named: str) -> None:
     rule = desk.saved(1, saved(4, **{flag: False}))
     assert rule is not None
     assert named in rule and "call 5" in rule and "{0: True, 1: False}" in rule
+    for rank in range(2):
+        desk.part_safe(rank, part(4))
+    assert numbers(desk) == []
 
 
 def test_a_rank_that_reported_past_the_first_save_without_saving_breaks_the_rule() -> None:
@@ -230,7 +279,7 @@ def test_a_rank_that_reported_past_the_first_save_without_saving_breaks_the_rule
     desk.reported(1, 3)
     rule = desk.saved(0, saved(1, reports=2))
     assert rule is not None
-    assert "rank 0: 2, rank 1: 0" in rule
+    assert "rank 0: 2, rank 1: 0" in rule and "rank 1 went on without calling it" in rule
 
 
 def test_a_rank_whose_calls_are_behind_breaks_no_rule_while_it_runs() -> None:
@@ -239,16 +288,6 @@ def test_a_rank_whose_calls_are_behind_breaks_no_rule_while_it_runs() -> None:
         desk.reported(0, call + 1)
         assert desk.saved(0, saved(call, reports=call + 1)) is None
     assert desk.saved(1, saved(0, reports=1)) is None
-
-
-def test_counts_that_differ_when_all_have_returned_break_the_rule() -> None:
-    desk = collector()
-    save(desk, 0)
-    save(desk, 1, ranks=(0,))
-    assert desk.left(0) is None
-    rule = desk.left(1)
-    assert rule is not None
-    assert "rank 0: 2, rank 1: 1" in rule
 
 
 def test_ranks_at_different_places_of_their_data_break_the_rule_and_make_no_checkpoint() -> None:
