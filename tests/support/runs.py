@@ -31,7 +31,9 @@ def quiet() -> list[raysgd.Callback]:
     return [ProgressCallback(mode="off")]
 
 
-def make_trainer(storage: Path, num_workers: int = 2, backend: str = "none", **settings: Any) -> raysgd.Trainer:
+def make_trainer(
+    storage: Path, num_workers: int = 2, backend: str | raysgd.BackendConfig = "none", **settings: Any
+) -> raysgd.Trainer:
     """A Trainer whose runs lie below ``storage``."""
     return raysgd.Trainer(num_workers, backend, run=raysgd.RunConfig(storage_path=storage), **settings)
 
