@@ -16,11 +16,13 @@ class Failure:
         ranks: The ranks it began with.
         what: One sentence for the user.
         nodes: The nodes of these ranks.
+        raised: The last exception of train_func that came with the deaths, in one line.
     """
 
     ranks: tuple[int, ...]
     what: str
     nodes: tuple[str, ...] = ()
+    raised: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,4 +60,6 @@ class FailurePolicy:
             limit = (
                 f"failure {len(history)} of the run; FailureConfig(max_failures={self._max_failures}) allows no more"
             )
-        return f"{last.what} ({limit})"
+        raised = next((failure.raised for failure in reversed(history) if failure.raised), "")
+        beside = f". The last exception of train_func beside it was {raised}." if raised else ""
+        return f"{last.what} ({limit}){beside}"

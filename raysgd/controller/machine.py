@@ -18,7 +18,7 @@ from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Pr
 from raysgd.controller.verdict import Evidence, judge
 from raysgd.session import events as e
 
-#: Seconds the errors of other ranks have to arrive after the first one, so that the first in time is told.
+#: Seconds the errors of other ranks have to arrive after the first one, so that a broken collective is not told for it.
 GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
@@ -170,6 +170,7 @@ class RunMachine:
             self._end_attempt(running, f"rank {rank} failed")
         if isinstance(self.state, Ending) and not self.state.is_settled:
             self.state.failures.setdefault(rank, failed)
+            self.state.arrived.setdefault(rank, self._clock())
             if not failed.in_collective:
                 self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
@@ -245,7 +246,8 @@ class RunMachine:
         """Say why the attempt ended and what follows, or wait for what would explain a broken collective."""
         assert isinstance(self.state, Ending)
         ending = self.state
-        verdict = ending.preset or judge(Evidence(ending.failures, ending.deaths, self._nodes, is_complete))
+        evidence = Evidence(ending.failures, ending.arrived, ending.deaths, self._nodes, is_complete)
+        verdict = ending.preset or judge(evidence)
         if verdict is None:
             self._out(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
         elif isinstance(verdict, Outcome):
@@ -260,7 +262,7 @@ class RunMachine:
         action = "give up" if isinstance(decision, GiveUp) else f"retry {decision.number}"
         action = "stop" if self._is_stopping else action
         data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
-        self._out(c.Note("failure", data))
+        self._out(c.Note("failure", data | ({"raised": failure.raised} if failure.raised else {})))
         ending = self.state if isinstance(self.state, Ending) else None
         if not self._is_stopping and not isinstance(decision, GiveUp):
             if ending is not None:

@@ -92,12 +92,15 @@ class Ending:
 
     Attributes:
         preset: The outcome, where it does not depend on what the ranks say.
+        failures: What each rank raised, in the order of arrival.
+        arrived: When each arrived.
         is_settled: A retry was decided; only the ranks inside and the pending writes are waited for.
     """
 
     running: Running
     preset: Outcome | None = None
     failures: dict[int, Failed] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
     deaths: list[Death] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
     is_settled: bool = False

@@ -288,7 +288,7 @@ class RunFuzz(RuleBasedStateMachine):
     def _check_cause(last: Attempt, cause: e.Failed) -> None:
         own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
         assert cause.in_collective is False or not own
-        assert all(cause.timestamp <= error.timestamp for error in own)
+        assert not own or cause is own[0]  # they are in the order of arrival
 
     # -- what must hold at each command -------------------------------------------------------------------------------
 

@@ -307,15 +307,15 @@ def test_an_exception_of_train_func_is_the_users_and_is_not_retried() -> None:
     assert len(run.entries) == 1 and run.is_closed
 
 
-def test_the_exception_that_was_first_in_time_wins_whichever_arrives_first() -> None:
+def test_the_exception_that_arrived_first_wins_whatever_the_clocks_say() -> None:
     run = running(3)
-    run.say(0, failed("second", at=1000.02))
-    run.say(2, failed("first", at=1000.01))
-    run.say(1, broken("peer gone", at=1000.03))
+    run.say(1, broken("peer gone", at=1000.00))
+    run.say(2, failed("first", at=1000.02))
+    run.say(0, failed("second", at=1000.01))
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
     assert (run.outcome.failed.summary, run.outcome.rank) == ("first", 2)
-    assert run.outcome.followed == ((0, "second"), (1, "peer gone"))
+    assert run.outcome.followed == ((1, "peer gone"), (0, "second"))
 
 
 def test_a_collective_that_broke_before_the_exception_arrived_is_listed_not_raised() -> None:
@@ -366,18 +366,41 @@ def test_there_is_nothing_to_wait_for_when_all_ranks_have_said_why_they_left() -
 def test_an_exception_that_came_after_a_death_followed_from_it() -> None:
     run = running()
     run.gone(1, "killed")
-    run.say(0, failed("queue of the dead peer is closed", at=run.now))
+    run.say(0, failed("queue of the dead peer is closed", at=run.now - 100))  # its clock is far behind
     run.advance(GATHER_S)
     run.gone(0)
     assert run.outcome is None
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
 
 
+def test_the_last_exception_beside_deaths_is_told_when_the_run_is_given_up() -> None:
+    run = running(3, failure=FailureConfig(max_failures=2))
+    run.say(0, failed("ValueError: bad batch"), failed("of another thread"))
+    run.say(1, failed("KeyError: 'x'"))
+    run.gone(2, "killed")
+    for exception in (failed("OSError: no space left"), broken()):
+        run.advance(GATHER_S)
+        for rank in range(3):
+            run.gone(rank)
+        run.ready()
+        run.say(1, exception)
+        run.gone(2, "killed")
+    run.advance(GATHER_S)
+    assert run.outcome is not None and run.outcome.error_type == "WorkerDiedError"
+    assert "died: killed (failure 3 of the run" in run.outcome.message
+    assert "The last exception of train_func beside it was OSError: no space left (rank 1)" in run.outcome.message
+    assert [failure.get("raised") for failure in run.notes("failure")] == [
+        "KeyError: 'x' (rank 1)",
+        "OSError: no space left (rank 1)",
+        None,
+    ]
+
+
 def test_an_exception_well_before_a_death_is_the_cause() -> None:
     run = running()
-    run.say(0, broken(at=1000.0))
-    run.now = 1001.0
-    run.say(1, failed("the cause", at=1000.0))
+    run.say(0, broken())
+    run.say(1, failed("the cause", at=2000.0))  # its clock is far ahead
+    run.now += 0.5  # the controller was busy: its timers come late
     run.gone(0, "aborted by its framework")
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
