@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from raysgd._util.redact import redact_uri
 from raysgd.callbacks.formatting import duration, end_state, one_line
 from raysgd.callbacks.print_ import result_line
 from raysgd.callbacks.progress_state import failure_text, stop_text
@@ -40,7 +41,7 @@ class LinesDisplay:
         self._name = info.name
         self._start_at = self._next_at = self._clock()
         workers = "1 worker" if info.num_workers == 1 else f"{info.num_workers} workers"
-        self._print(f"started with {workers}, {info.backend}; files in {info.run_dir}")
+        self._print(f"started with {workers}, {info.backend}; files in {redact_uri(info.run_dir)}")
 
     def result(self, result: Result) -> None:
         self._num_results += 1

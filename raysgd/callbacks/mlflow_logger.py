@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from raysgd._util.redact import redact_uri
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.folder import parent_of
 from raysgd.callbacks.formatting import clip, end_state, one_line
@@ -99,7 +100,7 @@ class MLflowCallback(Callback):
             return
         try:
             if self._checkpoint is not None:
-                self._set_tag("raysgd.last_checkpoint", self._checkpoint)
+                self._set_tag("raysgd.last_checkpoint", redact_uri(self._checkpoint))
             if error is not None:
                 self._set_tag("raysgd.error", one_line(error, _MAX_TAG))
             self._flush(force=True)
@@ -118,14 +119,13 @@ class MLflowCallback(Callback):
         name = self._experiment_name or parent_of(info.run_dir).rpartition("/")[2] or "raysgd"
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs(
-            [experiment_id], f"tags.`{_RUN_DIR_TAG}` = {_quoted(info.run_dir)}", max_results=1
-        )
+        run_dir = redact_uri(info.run_dir)
+        found = self._client.search_runs([experiment_id], f"tags.`{_RUN_DIR_TAG}` = {_quoted(run_dir)}", max_results=1)
         if found:
             run_id = str(found[0].info.run_id)
             self._client.update_run(run_id, status="RUNNING")
             return run_id
-        tags = {**self._tags, _RUN_DIR_TAG: info.run_dir, "raysgd.backend": info.backend}
+        tags = {**self._tags, _RUN_DIR_TAG: run_dir, "raysgd.backend": info.backend}
         run = self._client.create_run(experiment_id, tags=tags, run_name=self._run_name or info.name)
         return str(run.info.run_id)
 
@@ -154,7 +154,9 @@ class MLflowCallback(Callback):
 
 def _store_beside(run_dir: str) -> str:
     if "://" in run_dir:
-        raise ConfigError(f"MLflow has no store for runs in {run_dir}; give MLflowCallback(tracking_uri=...).")
+        raise ConfigError(
+            f"MLflow has no store for runs in {redact_uri(run_dir)}; give MLflowCallback(tracking_uri=...)."
+        )
     return f"sqlite:///{parent_of(run_dir)}/mlflow.db"
 
 

@@ -16,10 +16,11 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
+from raysgd._util.redact import redact, redact_texts
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
@@ -111,24 +112,32 @@ class SegmentedLog:
 
 
 class Journal:
-    """The files of one run."""
+    """The files of one run.
 
-    def __init__(self, storage: Storage) -> None:
+    What is written is free of secrets; frames are not, since readers need working URIs.
+
+    Args:
+        secrets: The user's, to be found in texts; what stands under a secret name or in a URI is known without.
+    """
+
+    def __init__(self, storage: Storage, secrets: Set[str] = frozenset()) -> None:
         self._storage = storage
+        self._secrets = secrets
         self._lock = threading.Lock()
         self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
         self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``. Blocks."""
-        self._storage.write_bytes("run.json", json.dumps(description, indent=2, default=str).encode())
+        shown = redact(description, self._secrets)
+        self._storage.write_bytes("run.json", json.dumps(shown, indent=2, default=str).encode())
 
     def append(self, frame: Frame) -> None:
         """Take a frame down; it is on storage after the next `flush`."""
         if frame.kind == frames.REPORTS:
             self._append_reports(frame)
         else:
-            self._events.append(frame.seq, _event_line(frame))
+            self._events.append(frame.seq, _event_line(frame, self._secrets))
 
     def flush(self) -> None:
         """Blocks; safe to call from any thread."""
@@ -173,10 +182,11 @@ def event_frame(line: bytes) -> Frame:
     return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
 
 
-def _event_line(frame: Frame) -> bytes:
+def _event_line(frame: Frame, secrets: Set[str]) -> bytes:
     if frame.kind == frames.EVENT:
         fields = {"seq": frame.seq, "attempt": frame.attempt, **frame.data}
     else:
         data = {key: value for key, value in frame.data.items() if not isinstance(value, bytes)}
         fields = {"seq": frame.seq, "attempt": frame.attempt, "kind": frame.kind, "rank": frame.rank, "data": data}
+    fields = redact_texts(fields, secrets, untouched=("kind",))
     return json.dumps(fields, separators=(",", ":"), default=str).encode() + b"\n"

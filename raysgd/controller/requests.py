@@ -37,7 +37,8 @@ class RunRequest:
         start: The checkpoint to start from, if it is one on storage.
         datasets: The datasets; the references to their rows keep these alive as long as the request travels or is held.
         host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
-        description: What else goes into ``run.json``.
+        description: What else goes into ``run.json``; the TrainerActor redacts it.
+        secrets: Texts that must not stand in the run's files.
     """
 
     run_id: str
@@ -54,3 +55,4 @@ class RunRequest:
     worker_callbacks: Blob | None = None
     host_callbacks: Blob | None = None
     description: dict[str, Any] = field(default_factory=dict)
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)

@@ -83,7 +83,7 @@ class Run:
         self._share = share
         self._checkpoint = checkpoint
         self._store = CheckpointStore(storage.child("checkpoints"))
-        self._journal = Journal(storage)
+        self._journal = Journal(storage, request.secrets)
         self.log = FrameLog(self._journal, min_interval_s=stream_interval_s(1))
         plan = RunPlan(failure, checkpoint, request.start, request.reduce)
         self._machine = RunMachine(plan, uri_of=lambda n: self._store.directory(n).uri, clock=time.time)

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from raysgd._util.redact import plain, redact, redact_arguments
+from raysgd._util.redact import plain, redact, redact_arguments, secret_values
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
@@ -127,6 +127,7 @@ def begin_run(
         worker_callbacks=_dump_callbacks(by_place["worker"]),
         host_callbacks=_dump_callbacks(by_place["controller"]),
         description=_describe(spec, function),
+        secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
     )
     info = RunInfo("", "", shown, spec.scaling.min_workers, spec.backend.name)
 
@@ -181,14 +182,13 @@ def _describe(spec: TrainerSpec, function: Any) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    runtime_env = redact(plain(dict(spec.runtime_env or {})))
     return {
         "versions": versions,
         "train_func": getattr(function, "__qualname__", type(function).__name__),
         "command": redact_arguments(sys.argv),
         "seed": spec.seed,
         "deterministic": spec.deterministic,
-        "runtime_env": runtime_env,
+        "runtime_env": plain(dict(spec.runtime_env or {})),
         "failure": plain(vars(spec.failure)),
         "checkpoint": plain(vars(spec.checkpoint)),
         "backend_config": plain(vars(spec.backend)),

@@ -8,12 +8,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
+from raysgd.backends.none import NoneConfig
 from raysgd.errors import CheckpointNotFoundError
 from support.poll import until
 from support.runs import PATIENCE_S, latest_run, make_trainer, quiet, travels_by_value
@@ -170,6 +172,44 @@ def test_run_json_says_what_ran_and_no_secrets(trainer: raysgd.Trainer, monkeypa
     assert description["backend"] == "none" and description["resources"] == [{"CPU": 1}] * 2
     assert [worker["rank"] for worker in description["workers"]] == [0, 1]
     assert len({worker["pid"] for worker in description["workers"]}) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithKey(NoneConfig):
+    """A backend that is given a key."""
+
+    api_key: str
+
+
+class Leaks(raysgd.Callback):
+    """Says what it should not."""
+
+    runs_in = "worker"
+
+    def __init__(self, secret: str) -> None:
+        self.secret = secret
+
+    def on_result(self, result: Any) -> None:
+        raise ConnectionError(f"no answer to {self.secret} from s3://KEY:leak-4@bucket")
+
+
+def test_secrets_of_settings_and_what_callbacks_say_are_in_no_file(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        raysgd.report(step=0)
+
+    config = {"hf_token": "leak-1", "data": "s3://KEY:leak-4@bucket/data"}
+    env = {"env_vars": {"MY_API_KEY": "leak-2", "MODE": "x"}}
+    with make_trainer(tmp_path, 1, WithKey(api_key="leak-3"), runtime_env=env) as trainer:
+        for secret in ("leak-1", "leak-2", "leak-3"):
+            trainer.run(train_func, config, callbacks=[*quiet(), Leaks(secret)])
+            events = latest_run(trainer).events
+            assert any("no answer to *** from s3://***@bucket" in str(data) for data in events["data"])
+            for file in run_dir(trainer).glob("*.json*"):
+                assert "leak" not in file.read_text(), file.name
+        description = latest_run(trainer).description
+    assert description["backend_config"] == {"api_key": "***"}
+    assert description["runtime_env"] == {"env_vars": {"MY_API_KEY": "***", "MODE": "x"}}
+    assert description["config"]["data"] == "s3://***@bucket/data"
 
 
 # ------------------------------------------------------------------------------------------------------ compare_runs

@@ -128,6 +128,22 @@ def test_what_json_cannot_hold_does_not_stop_the_journal(storage: Storage) -> No
     assert json.loads(storage.read_bytes("run.json"))["config"] == {"lr": 0.1}
 
 
+def test_what_is_written_holds_no_secret(storage: Storage) -> None:
+    log = Journal(storage, {"hunter2!"})
+    log.append(event(0, "run_start", run_dir="s3://KEY:SECRET@bucket/run_001"))
+    log.append(event(1, "warning", message="callback X failed: 401 for hunter2!"))
+    log.append(Frame(2, frames.CHECKPOINT, 1, data={"uri": "s3://KEY:SECRET@bucket/c", "metrics": {"token_acc": 0.5}}))
+    log.append(event(3, "run_end", kind="error", message="could not read s3://KEY:SECRET@bucket: api_key=hunter2!"))
+    log.write_run({"run_dir": "s3://KEY:SECRET@bucket/run_001", "backend_config": {"api_key": "x", "port": 3}})
+    log.flush()
+    text = b"".join(storage.read_bytes(name) for name in storage.list_names()).decode()
+    assert "SECRET" not in text and "hunter2!" not in text
+    assert [line["kind"] for line in lines(storage, events_file(storage))][-1] == "run_end"
+    assert lines(storage, events_file(storage))[2]["data"]["metrics"] == {"token_acc": 0.5}
+    run = json.loads(storage.read_bytes("run.json"))
+    assert run == {"run_dir": "s3://***@bucket/run_001", "backend_config": {"api_key": "***", "port": 3}}
+
+
 # -- how they are written ----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from raysgd._util.redact import (
     redact,
     redact_arguments,
     redact_text,
+    redact_texts,
+    redact_uri,
     secret_values,
 )
 
@@ -200,6 +203,33 @@ def test_a_traceback_shows_no_secret() -> None:
         text = redact_text("".join(traceback.format_exception(error)), frozenset(secret_values(config)))
     assert SECRET not in text
     assert "ConnectionError: 401 for ***" in text and "test_redact.py" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://KEY:SECRET@bucket/runs", "s3://***@bucket/runs"),
+        ("could not read s3://KEY:p@ss@bucket/a: denied", "could not read s3://***@bucket/a: denied"),
+        ("'postgres://u:p@h', https://t0ken@host/x?y=a@b", "'postgres://***@h', https://***@host/x?y=a@b"),
+        ("s3://bucket/user@home and mail to me@host", "s3://bucket/user@home and mail to me@host"),
+        ("file:///data/@old", "file:///data/@old"),
+    ],
+)
+def test_the_users_part_of_a_uri_is_replaced(text: str, shown: str) -> None:
+    assert redact_uri(text) == redact_text(text) == shown
+    assert redact({"storage": [text]}) == {"storage": [shown]}
+
+
+def test_a_tree_of_our_own_names_keeps_its_values_and_loses_the_secrets_in_its_texts() -> None:
+    tree = {"kind": "done", "data": {"message": f"401 for {SECRET}", "metrics": {"token_accuracy": 0.5}}}
+    shown = redact_texts(tree, {SECRET, "done"}, untouched=("kind",))
+    assert shown == {"kind": "done", "data": {"message": "401 for ***", "metrics": {"token_accuracy": 0.5}}}
+
+
+def test_a_long_text_does_not_hold_anybody_up() -> None:
+    started = time.perf_counter()
+    redact_text("a-" * 100_000)
+    assert time.perf_counter() - started < 1
 
 
 # -- command lines -----------------------------------------------------------------------------------------------------
