@@ -16,7 +16,7 @@ EVENT = "event"  # data: kind, timestamp, data
 CHECKPOINT = "checkpoint"  # data: number, uri, iteration, metrics
 CHECKPOINT_SCORED = "checkpoint_scored"  # data: the same
 CHECKPOINT_DELETED = "checkpoint_deleted"  # data: number
-RUN_END = "run_end"  # data: error (a dict, or None), stopped
+RUN_END = "run_end"  # data: kind (done, stopped, cancelled, error), message; see `outcome_data`
 RUN_CLOSED = "run_closed"  # data: nothing; the last frame of a run
 
 

@@ -53,6 +53,7 @@ class RunMachine:
         self._num_false_starts = 0  # in a row
         self._nodes: tuple[str, ...] = ()
         self._is_stopping = False
+        self._why_stopped = ""
         self._is_told = False
         self._commands: list[c.Command] = []
         self._desk = CheckpointDesk(plan.checkpoint, plan.start, plan.reduce, uri_of=uri_of, out=self._out)
@@ -186,7 +187,8 @@ class RunMachine:
         elif isinstance(self.state, Running) and not running.inside:
             self._out(c.LeaveGroup(running.attempt))
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
-            self.state = Closing(Outcome("stopped" if running.ended else "done"), running)
+            outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
+            self.state = Closing(outcome, running)
 
     def _died(self, running: Running, rank: int, reason: str) -> None:
         if self._is_stopping and isinstance(self.state, Running) and running.ended:
@@ -272,7 +274,7 @@ class RunMachine:
             return
         if ending is not None:
             self._say_attempt_end(ending.running)
-        outcome = self._given_up(decision) if isinstance(decision, GiveUp) else Outcome("stopped")
+        outcome = self._given_up(decision) if isinstance(decision, GiveUp) else self._stopped()
         self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
 
     def _given_up(self, decision: GiveUp) -> Outcome:
@@ -317,7 +319,7 @@ class RunMachine:
         elif isinstance(self.state, Running) and given.cancel:
             self._end_attempt(self.state, given.why, outcome)
         elif isinstance(self.state, Running) and not self._is_stopping:
-            self._is_stopping = True
+            self._is_stopping, self._why_stopped = True, given.why
             self._out(c.Note("stop", {"why": given.why}))
             self._out(c.AskToStop(self.state.attempt))
         elif isinstance(self.state, Ending) and self.state.is_settled:  # on its way to a retry
@@ -327,7 +329,11 @@ class RunMachine:
             if given.cancel:
                 self.state.preset = outcome  # an error that is on its way no longer matters
             else:
-                self._is_stopping = True  # no further attempt; an exception that is on its way is still raised
+                # No further attempt; an exception that is on its way is still raised.
+                self._is_stopping, self._why_stopped = True, given.why
+
+    def _stopped(self) -> Outcome:
+        return Outcome("stopped", message=self._why_stopped)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

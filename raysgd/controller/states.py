@@ -64,13 +64,13 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        kind: ``"done"``, ``"stopped"``, ``"cancelled"`` or ``"error"``.
+        kind: ``"done"``, ``"stopped"`` (a success too: it was asked to end, and did), ``"cancelled"`` or ``"error"``.
         failed: The user's exception, for an error that is one.
         rank: Its rank.
         node: The node of that rank.
         followed: ``(rank, one line)`` of the errors that followed from it.
         error_type: Name in `raysgd.errors` of an error that is raysgd's own.
-        message: Its text.
+        message: Its text; for a run that was stopped or cancelled the reason.
         ranks: The ranks it began with.
         failures: How many failures the run had, where they are the reason.
     """

@@ -41,7 +41,8 @@ class LoadedRun:
         config: The config, secrets redacted.
         description: All of ``run.json``.
         checkpoints: The committed checkpoints, oldest first.
-        outcome: ``"done"``, ``"stopped"``, ``"cancelled"``, ``"error"``; None while it runs, or if it was lost.
+        outcome: ``"done"``, ``"stopped"`` (ended early and in peace), ``"cancelled"``, ``"error"``; None while it runs, or if
+            it was lost. Why is in the event ``run_end``.
     """
 
     run_dir: str

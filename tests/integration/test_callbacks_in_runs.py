@@ -176,7 +176,8 @@ def test_stop_ends_the_run_as_a_success(trainer: raysgd.Trainer, tmp_path: Path,
     witness = PLACES[place](tmp_path, hook, raysgd.Stop("enough"))
     returned = trainer.run(endless, callbacks=[*quiet(), witness])
     assert returned in ("stopped early", None)  # None where it was stopped before it began
-    assert latest_run(trainer).outcome in ("stopped", "done")
+    assert latest_run(trainer).outcome == "stopped"
+    assert [(end["kind"], end["message"]) for end in events_of(trainer, "run_end")] == [("stopped", "enough")]
     assert seen(tmp_path, place)[-1][:2] == ("on_run_end", None)
     if hook == "on_result":
         assert returned == "stopped early"

@@ -22,7 +22,9 @@ def test_a_stop_asks_and_leaves_it_to_train_func() -> None:
     assert run.all_of(c.EndRanks) == []
     run.leave(0)
     run.leave(1)
-    assert run.outcome is not None and run.outcome.kind == "done"
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.message) == ("stopped", "enough")
+    assert run.machine.has_ended_well
 
 
 def test_a_rank_that_is_ended_by_a_stop_takes_the_others_with_it() -> None:
@@ -33,7 +35,8 @@ def test_a_rank_that_is_ended_by_a_stop_takes_the_others_with_it() -> None:
     assert end.ranks == (0, 1, 2)
     for rank in range(3):
         run.leave(rank, e.Ended())
-    assert run.outcome is not None and run.outcome.kind == "stopped"
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.message) == ("stopped", "enough")
     assert len(run.all_of(c.EndRanks)) == 1
     assert run.is_closed
 
