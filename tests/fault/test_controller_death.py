@@ -10,14 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import raysgd
 from raysgd.errors import WorkerError
 from support.cluster import ClusterState
 from support.poll import until
-from support.runs import PATIENCE_S, are_gone, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
+from support.runs import (
+    PATIENCE_S,
+    are_gone,
+    controller_pid,
+    events_of,
+    latest_run,
+    make_trainer,
+    pids,
+    quiet,
+    travels_by_value,
+)
 
 pytestmark = [
     pytest.mark.shared_trainer,
@@ -52,13 +61,6 @@ def until_there_is_a_file(config: dict[str, Any]) -> str:
         step += 1
         time.sleep(0.01)
     return "went"
-
-
-def controller_pid() -> int:
-    """Of this process's own cluster."""
-    family = psutil.Process().children(recursive=True)
-    (pid,) = [process.pid for process in family if "ray::TrainerActor" in " ".join(process.cmdline())]
-    return pid
 
 
 def test_the_process_of_the_callbacks(trainer: raysgd.Trainer, tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def controller_pid() -> int:
+    """The process of the one TrainerActor of this process's own cluster."""
+    family = psutil.Process().children(recursive=True)
+    (pid,) = [process.pid for process in family if "ray::TrainerActor" in " ".join(process.cmdline())]
+    return pid
+
+
 def latest_run(trainer: raysgd.Trainer) -> Any:
     """The files of the latest run, once it has written all of them."""
     trainer.get_last_checkpoint()  # waits until the run is closed, also one that failed
