@@ -12,6 +12,8 @@ from raysgd.trainer.runs import LoadedRun, load_run
 #: Metrics that differ between equal runs.
 _CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt"})
 
+Span = tuple[int, int] | None
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -25,6 +27,8 @@ class Difference:
         config: ``{key: (in a, in b)}`` of differing config entries.
         versions: The same of software versions.
         lengths: Iterations in a, in b.
+        spans: First and last iteration of a, of b; None where a run has none. A run that started from a checkpoint begins
+            later, which is no difference; an earlier end is one.
     """
 
     iteration: int | None
@@ -33,28 +37,39 @@ class Difference:
     config: dict[str, tuple[Any, Any]]
     versions: dict[str, tuple[Any, Any]]
     lengths: tuple[int, int]
+    spans: tuple[Span, Span]
 
     def __bool__(self) -> bool:
-        return self.iteration is not None or self.lengths[0] != self.lengths[1]
+        ends = [None if span is None else span[1] for span in self.spans]
+        return self.iteration is not None or ends[0] != ends[1]
 
     def __str__(self) -> str:
         if self.iteration is not None:
             found = ", ".join(f"{name}: {a!r} != {b!r}" for name, (a, b) in self.metrics.items())
             text = f"first difference at iteration {self.iteration}, rank {self.rank}: {found}"
-        elif self:
-            text = f"equal for {min(self.lengths)} iterations, then one ends ({self.lengths[0]} and {self.lengths[1]})"
         else:
-            text = f"equal in all {self.lengths[0]} iterations"
+            text = self._equality()
         for what, entries in (("config", self.config), ("versions", self.versions)):
             if entries:
                 text += f"; {what}: " + ", ".join(f"{name} {a!r} / {b!r}" for name, (a, b) in entries.items())
         return text
 
+    def _equality(self) -> str:
+        if self.spans[0] == self.spans[1]:
+            return f"equal in all {self.lengths[0]} iterations"
+        told = f"({_told(self.spans[0])} and {_told(self.spans[1])})"
+        both = _common(*self.spans)
+        if both is None:
+            return f"no iteration in common {told}"
+        number = both[1] - both[0] + 1
+        text = f"equal in the {number} iteration{'s' * (number > 1)} both have ({_told(both)})"
+        return f"{text}, then one ends {told}" if self else text
+
 
 def compare_runs(
     a: str | os.PathLike[str], b: str | os.PathLike[str], *, rel_tol: float = 0.0, ignore: tuple[str, ...] = ()
 ) -> Difference:
-    """Compare the metrics of two runs, rank by rank.
+    """Compare the metrics of two runs in the iterations that both have, rank by rank.
 
     Args:
         a: A run's folder.
@@ -75,6 +90,7 @@ def compare_runs(
         _differing(first.config, second.config, 0.0),
         _differing(first.description.get("versions", {}), second.description.get("versions", {}), 0.0),
         (len(first.metrics), len(second.metrics)),
+        (_span(rows_a), _span(rows_b)),
     )
 
 
@@ -96,6 +112,24 @@ def _first_difference(
         if differing := _differing(rows_a.get(key, {}), rows_b.get(key, {}), rel_tol):
             return key[0], key[1], differing
     return None, None, {}
+
+
+def _span(rows: dict[tuple[int, int], dict[str, Any]]) -> Span:
+    iterations = [iteration for iteration, _ in rows]
+    return (min(iterations), max(iterations)) if iterations else None
+
+
+def _common(a: Span, b: Span) -> Span:
+    if a is None or b is None:
+        return None
+    first, last = max(a[0], b[0]), min(a[1], b[1])
+    return (first, last) if first <= last else None
+
+
+def _told(span: Span) -> str:
+    if span is None:
+        return "none"
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any], rel_tol: float) -> dict[str, tuple[Any, Any]]:

@@ -419,6 +419,8 @@ def test_repeated_and_resumed_runs_are_equal_bit_for_bit(torch_trainer: raysgd.T
     resumed = torch_trainer.run(train_epochs, {"epochs": 5}, checkpoint=checkpoint, callbacks=quiet())
     assert resumed == undisturbed
     assert list(latest_run(torch_trainer).metrics["training_iteration"])[-1] == 5
+    difference = raysgd.compare_runs(str(first), str(torch_trainer.run_dir))
+    assert not difference and "equal in the 2 iterations both have (4-5)" in str(difference)
     assert torch_trainer.run(train_epochs, {"epochs": 4}, callbacks=quiet()) != undisturbed
 
 

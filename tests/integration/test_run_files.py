@@ -245,7 +245,7 @@ def test_runs_of_different_length(trainer: raysgd.Trainer) -> None:
     trainer.run(lambda: raysgd.report(step=0, number=random.random(), rank=raysgd.world_rank()), callbacks=quiet())
     difference = raysgd.compare_runs(first, run_dir(trainer))
     assert difference.iteration is None and difference.lengths == (6, 1)
-    assert "equal for 1 iterations, then one ends (6 and 1)" in str(difference)
+    assert "equal in the 1 iteration both have (1), then one ends (1-6 and 1)" in str(difference)
 
 
 # ------------------------------------------------------------------------------------------------------ samples

@@ -289,7 +289,38 @@ def test_runs_of_different_length_are_equal_up_to_there(pair: Pair) -> None:
     difference = compare_runs(pair[0].path, pair[1].path)
     assert difference
     assert (difference.iteration, difference.lengths) == (None, (2, 1))
-    assert str(difference) == "equal for 1 iterations, then one ends (2 and 1)"
+    assert str(difference) == "equal in the 1 iteration both have (1), then one ends (1-2 and 1)"
+
+
+def test_a_run_that_began_later_is_compared_in_the_iterations_it_has(pair: Pair) -> None:
+    two_ranks(pair[0], 5.0, 4.0, 3.0, 2.0, 1.0)
+    resume(pair[1], 2.0, 1.0)
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert not difference
+    assert str(difference) == "equal in the 2 iterations both have (4-5)"
+    assert (difference.lengths, difference.spans) == ((5, 2), ((1, 5), (4, 5)))
+
+
+def test_a_run_that_began_later_and_differs(pair: Pair) -> None:
+    two_ranks(pair[0], 5.0, 4.0, 3.0, 2.0, 1.0)
+    resume(pair[1], 2.0, 1.5)
+    assert (compare_runs(pair[0].path, pair[1].path).iteration) == 5
+
+
+def test_runs_without_an_iteration_in_common_are_not_equal(pair: Pair) -> None:
+    two_ranks(pair[0], 5.0, 4.0)
+    resume(pair[1], 2.0)
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert difference
+    assert str(difference) == "no iteration in common (1-2 and 4)"
+
+
+def resume(folder: RunFolder, *losses: float) -> None:
+    """A run that starts from a checkpoint of iteration 3."""
+    folder.attempt(before=3)
+    for number, loss in enumerate(losses):
+        for rank in (0, 1):
+            folder.reports(rank, number, {"loss": loss * (rank + 1), "epoch": number + 3})
 
 
 def test_a_metric_that_only_one_run_has_is_a_difference(pair: Pair) -> None:
