@@ -70,6 +70,11 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({self.uri!r})"
 
+    @property
+    def name(self) -> str:
+        """The folder's own name, without what leads to it and without the options of its URI."""
+        return self._files.root.rstrip("/").rpartition("/")[2]
+
     def child(self, *components: str) -> Storage:
         """The folder below this one; it need not exist."""
         for component in components:

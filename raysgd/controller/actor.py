@@ -199,7 +199,7 @@ class TrainerActor:
         settings = self._settings
         storage = new_run_folder(Storage.from_uri(request.runs_uri))
         info = RunInfo(
-            name=storage.uri.rstrip("/").rpartition("/")[2],
+            name=storage.name,
             run_dir=storage.uri,
             config=request.config,
             num_workers=self._group.size,

@@ -52,6 +52,17 @@ class Flaky:
         return "done"
 
 
+def test_a_folder_has_a_name(storage: Storage) -> None:
+    assert storage.child("run_001").name == "run_001"
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/runs?region=eu&endpoint=http://h:9/x", "s3://bucket/runs/?a=b", "s3://b"])
+def test_options_of_a_uri_are_no_part_of_the_name(uri: str) -> None:
+    runs = Storage(pyarrow.fs._MockFileSystem(), "bucket/runs", uri=uri)
+    assert runs.name == "runs"
+    assert runs.child("run_001").name == "run_001"
+
+
 def test_what_was_written_is_read(storage: Storage) -> None:
     assert storage.write_bytes("a.bin", b"hello") == (5, zlib.crc32(b"hello"))
     assert storage.read_bytes("a.bin") == b"hello"
