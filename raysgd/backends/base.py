@@ -31,6 +31,7 @@ class Member:
         rendezvous: What rank 0's `Backend.open_rendezvous` returned.
         node_ip: This worker's address, the only one its servers may bind.
         has_gpu: Whether the workers were given GPUs.
+        shares_gpu: Whether what each was given is a part of one, so that several may be on the same.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Member:
     rendezvous: str
     node_ip: str
     has_gpu: bool
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

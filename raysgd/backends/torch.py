@@ -35,7 +35,8 @@ class TorchConfig(BackendConfig):
     """Settings of the torch process group.
 
     Attributes:
-        backend: ``"gloo"`` or ``"nccl"``; None: nccl where the workers have GPUs, gloo elsewhere.
+        backend: ``"gloo"`` or ``"nccl"``; None: nccl where each worker has GPUs of its own, gloo elsewhere (nccl refuses two
+            members on one GPU).
         init_timeout_s: Seconds for all members to join a new group.
         timeout_s: Seconds after which a collective that does not end fails.
     """
@@ -80,13 +81,14 @@ class TorchBackend(Backend):
         import torch
         import torch.distributed as dist
 
-        if member.has_gpu and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("RAYSGD_DEVICE_INDEX", "0")))
+        index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as `raysgd.torch.device` reads it: without it no GPU is ours
+        if index and torch.cuda.is_available():
+            torch.cuda.set_device(int(index))
         host, port = json.loads(member.rendezvous)
         _export(member, host, port)
         self._store = self._join_store(member, host, port)
         dist.init_process_group(
-            self._config.backend or ("nccl" if member.has_gpu else "gloo"),
+            self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo"),
             store=self._store,
             rank=member.rank,
             world_size=member.world_size,

@@ -30,11 +30,8 @@ def device() -> torch.device:
         return torch.device("cpu")
     if not context.current().in_worker:
         return torch.device("cuda", torch.cuda.current_device() if uses_cuda() else 0)
-    given = os.environ.get(DEVICE_INDEX)
-    if given:
-        return torch.device("cuda", _checked(given))
-    # Without an index only a single visible GPU is certain to be this worker's own.
-    return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else torch.device("cpu")
+    given = os.environ.get(DEVICE_INDEX)  # without it this worker was given none, though it may see some
+    return torch.device("cuda", _checked(given)) if given else torch.device("cpu")
 
 
 def uses_cuda() -> bool:

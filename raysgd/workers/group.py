@@ -277,6 +277,7 @@ class WorkerGroup:
             rendezvous=rendezvous,
             node_ip=worker.info.node_ip,
             has_gpu=self._scaling.gpus_per_worker > 0,
+            shares_gpu=0 < self._scaling.gpus_per_worker < 1,
         )
 
     async def run(self, slot: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:

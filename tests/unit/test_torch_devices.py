@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import raysgd.torch
+from raysgd.backends.base import Member
+from raysgd.backends.torch import TorchBackend, TorchConfig
 from raysgd.errors import ConfigError
 from raysgd.session import context
 
@@ -41,14 +44,31 @@ def test_a_worker_takes_its_own_of_several_visible_gpus(machine: Machine) -> Non
     assert raysgd.torch.device() == torch.device("cuda:2")
 
 
-def test_without_an_index_the_only_visible_gpu_is_taken(machine: Machine) -> None:
-    machine(1)
-    assert raysgd.torch.device() == torch.device("cuda:0")
-
-
-def test_without_an_index_no_gpu_of_several_is_taken(machine: Machine) -> None:
-    machine(2)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_worker_that_was_given_no_gpu_takes_none_of_those_it_sees(machine: Machine, gpus: int) -> None:
+    machine(gpus)
     assert raysgd.torch.device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("gpus", "index"), [(0, None), (0, "0"), (1, None), (2, None), (1, "0"), (4, "2")])
+@pytest.mark.parametrize("given", [0.0, 0.5, 1.0, 2.0])
+def test_the_process_group_takes_the_same_device(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, index: str | None, given: float
+) -> None:
+    machine(gpus, index)
+    taken: list[int] = []
+    formed: list[str] = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # what a member of a group exports
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: formed.append(backend))
+    monkeypatch.setattr(TorchBackend, "_join_store", lambda *_: None)
+    has_gpu = given > 0 and gpus > 0
+    member = Member(0, 2, 0, 2, 0, '["127.0.0.1", 1]', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
+    TorchConfig().make().set_up(member)
+    device = raysgd.torch.device()
+    assert taken == ([device.index] if device.type == "cuda" else [])
+    assert formed == ["nccl" if has_gpu and given >= 1 else "gloo"]
 
 
 def test_a_machine_without_gpus_gives_the_cpu(machine: Machine) -> None:
