@@ -46,7 +46,7 @@ class Sampler:
         if self._export is None:
             from ray.util.metrics import Gauge
 
-            keys = ("cpu_percent", "rss_bytes", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
+            keys = ("cpu_percent", "rss_bytes", "gpu_memory_bytes", "gpu_percent", "reports_per_s", "time_per_report_s")
             self._export = {
                 key: Gauge(f"raysgd_worker_{key}", f"{key} of a raysgd worker", tag_keys=("run", "rank"))
                 for key in keys

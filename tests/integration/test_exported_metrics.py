@@ -60,6 +60,8 @@ def test_workers_are_watched_while_they_train(ray_cluster: Any, tmp_path: Path) 
         assert all(10e6 < value < 10e9 for value in memory.values())
         assert until(lambda: all(5 < value < 25 for value in exported("raysgd_worker_reports_per_s").values()), 20, 0.5)
         assert set(exported("raysgd_worker_cpu_percent")) == set(memory)
+        times = exported("raysgd_worker_time_per_report_s")
+        assert set(times) == set(memory) and all(0.04 < value < 0.2 for value in times.values())
         stream.cancel()
         samples = latest_run(trainer).samples
     assert set(samples["rank"]) == {0, 1}
