@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,63 +11,17 @@ from raysgd.callbacks import WandbCallback
 from raysgd.checkpoint import Checkpoint
 from raysgd.result import RunInfo
 from raysgd.testing.callback_suite import ODD_METRICS, drive, make_result, running
+from support.wandb_files import exit_codes, read, records, rows, updates
 
 pytestmark = pytest.mark.slow
 wandb = pytest.importorskip("wandb")
 fsspec = pytest.importorskip("fsspec")
-
-BLOCK_BYTES, HEADER_BYTES = 32768, 7
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _service() -> Iterator[None]:
     yield
     wandb.teardown()  # it outlives its runs
-
-
-def records(data: bytes) -> list[Any]:
-    """The records of an offline run's file: LevelDB's log format behind seven bytes of identification."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found, parts, position = [], b"", HEADER_BYTES
-    while position + HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - position % BLOCK_BYTES < HEADER_BYTES:  # too little for a header: the block is padded
-            position += BLOCK_BYTES - position % BLOCK_BYTES
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + HEADER_BYTES])
-        parts += data[position + HEADER_BYTES : position + HEADER_BYTES + length]
-        position += HEADER_BYTES + length
-        if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(parts))
-            parts = b""
-    return found
-
-
-def read(run_dir: Path) -> list[Any]:
-    time.sleep(0.5)  # the service writes the end of the file after the run's finish has returned
-    (file,) = run_dir.rglob("run-*.wandb")
-    return records(file.read_bytes())
-
-
-def rows(found: list[Any]) -> list[dict[str, Any]]:
-    history = [record.history for record in found if record.WhichOneof("record_type") == "history"]
-    return [{_key(item): json.loads(item.value_json) for item in row.item} for row in history]
-
-
-def updates(found: list[Any], kind: str) -> dict[str, Any]:
-    """The last value of each item that the run's ``config`` or ``summary`` was given."""
-    items = [item for record in found for item in getattr(getattr(record, kind), "update", ())]
-    if kind == "config":
-        items += [item for record in found for item in record.run.config.update]
-    return {_key(item): json.loads(item.value_json) for item in items}
-
-
-def exit_codes(found: list[Any]) -> list[int]:
-    return [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"]
-
-
-def _key(item: Any) -> str:
-    return item.key or "/".join(item.nested_key)
 
 
 def test_config_and_results_are_logged(tmp_path: Path) -> None:
