@@ -7,10 +7,12 @@ executed from its first cell to its last. Each starts Ray by itself, as on a use
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,16 +61,38 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
 def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    outputs, updates = _execute(notebook, tmp_path)
+    printed = "".join(output.get("text", "") for output in outputs)
+    starts_s = [float(seconds) for seconds in re.findall(r"train_func began ([\d.]+) s after the call", printed)]
+    assert len(starts_s) >= 2 and all(warm_s < min(1.5, starts_s[0] / 2) for warm_s in starts_s[1:])
+    pictures = {data["image/png"] for data in updates if "image/png" in data}
+    assert len(pictures) > 2 * len(starts_s), "the plots did not grow with the results"
+    tables = [
+        output["data"]["text/html"] for output in outputs if "<table>" in output.get("data", {}).get("text/html", "")
+    ]
+    assert all("<caption>Trainer: 2 x torch worker (1 CPU)</caption>" in table for table in tables)
+    assert [table.count(f"<td>{os.uname().nodename} (") for table in tables] == [0, 2], (
+        "before the first run, and after"
+    )
+
+
+def _execute(notebook: Path, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The outputs of a notebook's cells when all have run, and the data of each update of one."""
     import nbformat
     from nbclient import NotebookClient
 
+    updates = []
+
+    class Client(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if msg["msg_type"] == "update_display_data":
+                updates.append(msg["content"]["data"])
+            return super().process_message(msg, cell, cell_index)
+
     content = nbformat.read(notebook, as_version=4)
     nbformat.validate(content)
-    NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
-    printed = "".join(output.get("text", "") for output in outputs)
-    starts_s = [float(seconds) for seconds in re.findall(r"train_func began ([\d.]+) s after the call", printed)]
-    assert starts_s and all(warm_s < min(1.5, starts_s[0] / 2) for warm_s in starts_s[1:])
+    Client(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    return [output for cell in content.cells for output in cell.get("outputs", [])], updates
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
