@@ -10,12 +10,20 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raysgd._util.fast_json import encode
+from raysgd._util.wording import with_article
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS
 
 MAX_METRICS_BYTES = 1 << 20
-_PLAIN = frozenset({int, float, bool, type(None)})
+_SMALL = frozenset({float, bool, type(None)})
+_NAMES = frozenset({str})
 _MAX_DEPTH = 20
+_SMALL_INT = 1 << 63
+#: What Python reads of an int that was written in digits, 4300 of them, in bits.
+_MAX_INT_BITS = 14_284
+#: The size is estimated from numbers of characters and of values, which as JSON take up to so many times as much.
+_UNDERESTIMATE = 12
 
 
 class Deferred:
@@ -38,20 +46,24 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         MetricError: A key raysgd sets by itself, or a value that is no metric, or more than 1 MiB in all.
     """
     copied = {}
-    size = 16 * len(metrics)  # about a name and a number each; looking at every name would cost the common case
+    size = 8 * len(metrics)
     for key, value in metrics.items():
-        if type(value) not in _PLAIN:
+        kind = type(value)
+        if kind not in _SMALL and not (kind is int and -_SMALL_INT < value < _SMALL_INT):
             value, cost = _copy(str(key), value, 0)
             size += cost
         copied[key] = value
     if not AUTOMATIC_KEYS.isdisjoint(copied):
         taken = sorted(AUTOMATIC_KEYS.intersection(copied))
         raise MetricError(f"report() sets {', '.join(taken)} by itself; give your metric another name.", key=taken[0])
-    if size > MAX_METRICS_BYTES:
-        raise _too_large(max(metrics, key=lambda k: _copy(str(k), metrics[k], 0)[1]), size)
-    if not all(type(key) is str for key in copied):
+    if not {*map(type, copied)} <= _NAMES:
         key = next(key for key in copied if type(key) is not str)
-        raise MetricError(f"report() got the name {key!r}, a {type(key).__name__}; names are strings.", key=str(key))
+        raise MetricError(
+            f"report() got the name {key!r}, {with_article(type(key).__name__)}; names are strings.", key=str(key)
+        )
+    size += len("".join(copied))
+    if size * _UNDERESTIMATE > MAX_METRICS_BYTES:
+        _check_size(copied, size)
     return copied
 
 
@@ -70,8 +82,10 @@ def read_deferred(value: Any) -> Any:
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     """A plain copy of ``value``, and about how many bytes it will take as JSON."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _SMALL:
         return value, 8
+    if kind is int:
+        return value, 8 if -_SMALL_INT < value < _SMALL_INT else _int_size(key, value)
     if kind is str:
         return value, len(value)
     if depth >= _MAX_DEPTH:
@@ -81,12 +95,14 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     if isinstance(value, (list, tuple)):
         copies = [_copy(f"{key}[{i}]", item, depth + 1) for i, item in enumerate(value)]
         return [copied for copied, _ in copies], sum(cost for _, cost in copies)
-    if isinstance(value, (int, float, str)):  # subclasses: np.float64, IntEnum, ...
-        return _copy_subclass(value)
+    if isinstance(value, float):  # a subclass, such as np.float64
+        return float(value), 8
+    if isinstance(value, (int, str)):  # the same: IntEnum, ...
+        return _copy(key, _base_value(value), depth)
     scalar = _copy_scalar(value)
     if scalar is None:
         raise MetricError(f"report({key}=...) got {_describe(value)}, which is no metric; {_advice(value)}.", key=key)
-    return scalar[0], 8
+    return (scalar[0], 8) if type(scalar[0]) is Deferred else _copy(key, scalar[0], depth)
 
 
 def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], int]:
@@ -99,11 +115,46 @@ def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[
     return copied, size
 
 
-def _copy_subclass(value: Any) -> tuple[Any, int]:
-    for base in (bool, int, float):
-        if isinstance(value, base):
-            return base(value), 8
-    return str.__str__(value), len(value)
+def _base_value(value: Any) -> Any:
+    return int(value) if isinstance(value, int) else str.__str__(value)
+
+
+def _int_size(key: str, value: int) -> int:
+    bits = value.bit_length()
+    if bits > _MAX_INT_BITS:
+        raise MetricError(
+            f"report({key}=...) got an int of {bits:,} bits; up to 4300 digits can be read back: report a number made of it.",
+            key=key,
+        )
+    return bits // 4
+
+
+def _check_size(copied: dict[str, Any], estimate: int) -> None:
+    size = max(estimate, _json_size(copied))
+    if size > MAX_METRICS_BYTES:
+        largest = max(copied, key=lambda key: len(key) + _json_size(copied[key]))
+        raise MetricError(
+            f"report() got about {size / 2**20:.1f} MiB of metrics, most of it in {_cut(largest)!r}; the limit is 1 MiB: "
+            "keep large things with raysgd.save_checkpoint.",
+            key=largest,
+        )
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= 100 else name[:97] + "..."
+
+
+def _json_size(value: Any) -> int:
+    return len(encode(_without_deferred(value)))
+
+
+def _without_deferred(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _without_deferred(item) for key, item in value.items()}
+    if kind is list:
+        return [_without_deferred(item) for item in value]
+    return 0.0 if kind is Deferred else value
 
 
 def _copy_scalar(value: Any) -> tuple[Any] | None:
@@ -116,7 +167,7 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
         return None if value.is_complex() else (_copy_torch(torch, value),)
     if module == "numpy" and hasattr(value, "item"):
         item = value.item()
-        return (item,) if type(item) in _PLAIN or type(item) is str else None
+        return (item,) if type(item) in _SMALL or type(item) in (int, str) else None
     if module in ("jax", "jaxlib", "tensorflow"):  # immutable: holding it is a copy
         return (Deferred(lambda: value.numpy().item() if module == "tensorflow" else value.item()),)
     return None
@@ -150,11 +201,3 @@ def _advice(value: Any) -> str:
         return "report a number made of it (.mean(), .item()), or keep it with raysgd.save_checkpoint"
     plain = "metrics are numbers, strings, bools, None, and small lists and dicts of them"
     return f"{plain}; keep objects with raysgd.save_checkpoint"
-
-
-def _too_large(key: str, size: int) -> MetricError:
-    return MetricError(
-        f"report() got about {size / 2**20:.1f} MiB of metrics, most of it in {key!r}; the limit is 1 MiB: "
-        "keep large things with raysgd.save_checkpoint.",
-        key=key,
-    )

@@ -46,6 +46,15 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
+def scalar_of(module: str, **members: Any) -> Any:
+    """A scalar of a framework that is not installed here."""
+    return type("Scalar", (), {"__module__": module, "shape": (), **members})()
+
+
+def jax_scalar(value: float) -> Any:
+    return scalar_of("jaxlib._jax", item=lambda self: value)
+
+
 # -- what may be reported ----------------------------------------------------------------------------------------------
 
 
@@ -222,8 +231,18 @@ def test_a_metric_that_holds_itself_is_refused() -> None:
         [0.5] * (MAX_METRICS_BYTES // 8 + 1),
         {"x" * MAX_METRICS_BYTES: 1},
         ["x" * 1024] * 1025,
+        "\u00e9" * (MAX_METRICS_BYTES // 2 + 1),
+        "\U0001f600" * (MAX_METRICS_BYTES // 4 + 1),
+        "\x00" * (MAX_METRICS_BYTES // 6 + 1),
+        "\ud800" * (MAX_METRICS_BYTES // 6 + 1),
+        [2**62] * (MAX_METRICS_BYTES // 19),
+        [2**10_000] * 400,
+        {"\u00e9" * 100 + str(number): None for number in range(6000)},
     ],
-    ids=["text", "list", "name", "list of texts"],
+    ids=[
+        *["text", "list", "name", "list of texts", "two bytes each", "four bytes each", "escaped", "surrogates"],
+        *["ints", "large ints", "long names"],
+    ],
 )
 def test_more_than_a_mebibyte_is_refused_and_the_largest_named(large: Any) -> None:
     with pytest.raises(MetricError, match="1 MiB") as caught:
@@ -236,5 +255,32 @@ def test_a_mebibyte_in_many_small_metrics_is_refused_too() -> None:
         copy_metrics({f"metric {number}": 0.5 for number in range(100_000)})
 
 
-def test_a_metric_of_half_a_mebibyte_is_fine() -> None:
-    assert copy_metrics({"text": "x" * (MAX_METRICS_BYTES // 2)})
+@pytest.mark.parametrize("name", ["x" * (MAX_METRICS_BYTES + 1), "\u00e9" * (MAX_METRICS_BYTES // 2 + 1)])
+def test_names_count_for_their_length(name: str) -> None:
+    with pytest.raises(MetricError, match="1 MiB") as caught:
+        copy_metrics({"loss": 1.0, name: 1.0})
+    assert caught.value.key == name and len(str(caught.value)) < 300
+
+
+def test_what_is_not_read_yet_is_in_a_large_report_too() -> None:
+    waiting = jax_scalar(0.5)
+    assert read_deferred(copy_metrics({"x": waiting, "text": "x" * 500_000}))["x"] == 0.5
+    with pytest.raises(MetricError, match="1 MiB"):
+        copy_metrics({"x": [waiting], "text": "\u00e9" * 800_000})
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * (MAX_METRICS_BYTES // 2), "\u00e9" * (MAX_METRICS_BYTES // 2 - 100), "x" * (MAX_METRICS_BYTES - 100)]
+)
+def test_what_is_below_a_mebibyte_is_fine(text: str) -> None:
+    assert copy_metrics({"text": text}) == {"text": text}
+
+
+@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [n], lambda n: {"n": n}, lambda n: np.array(n, dtype=object)])
+def test_an_int_that_cannot_be_read_back_is_refused_at_the_call(wrap: Any) -> None:
+    largest = 10**4299
+    assert f"{largest}" in json.dumps(copy_metrics({"n": wrap(largest)}))
+    for number in (10**4300, -(10**4300), 2**1_000_000):
+        with pytest.raises(MetricError, match=r"report\(n.*=\.\.\.\) got an int of [0-9,]* bits") as caught:
+            copy_metrics({"loss": 1.0, "n": wrap(number)})
+        assert caught.value.key.startswith("n")
