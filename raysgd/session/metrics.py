@@ -22,6 +22,7 @@ _MAX_DEPTH = 20
 _SMALL_INT = 1 << 63
 #: What Python reads of an int that was written in digits, 4300 of them, in bits.
 _MAX_INT_BITS = 14_284
+_JAX_VARIABLES = ("MutableArray", "Ref")
 #: The size is estimated from numbers of characters and of values, which as JSON take up to so many times as much.
 _UNDERESTIMATE = 12
 
@@ -168,8 +169,14 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
     if module == "numpy" and hasattr(value, "item"):
         item = value.item()
         return (item,) if type(item) in _SMALL or type(item) in (int, str) else None
-    if module in ("jax", "jaxlib", "tensorflow"):  # immutable: holding it is a copy
-        return (Deferred(lambda: value.numpy().item() if module == "tensorflow" else value.item()),)
+    if module == "tensorflow":  # a variable's value now; a tensor is immutable: holding it is a copy
+        tensor = value.read_value() if hasattr(value, "read_value") else value
+        return (Deferred(lambda: tensor.numpy().item()),)
+    if module in ("jax", "jaxlib"):
+        array = value[...] if type(value).__name__ in _JAX_VARIABLES else value
+        return (Deferred(array.item),)
+    if module == "keras" and hasattr(value, "value"):  # a variable of one of the above, such as a learning rate
+        return _copy_scalar(value.value)
     return None
 
 

@@ -149,6 +149,62 @@ def test_a_scalar_on_a_device_is_not_read_at_the_call() -> None:
     assert reads == ["read", "read"]
 
 
+class Variable:
+    """As TensorFlow's: read at some time, and assigned to."""
+
+    shape = ()
+
+    def __init__(self, value: float) -> None:
+        self.now = value
+
+    def read_value(self) -> Any:
+        return tf_scalar(self.now)
+
+    def numpy(self) -> Any:
+        return np.float32(self.now)
+
+
+def tf_scalar(value: float) -> Any:
+    return scalar_of("tensorflow.python.framework.ops", numpy=lambda self: np.float32(value))
+
+
+Variable.__module__ = "tensorflow.python.ops.resource_variable_ops"
+
+
+class Ref:
+    """As JAX's array that can be written to."""
+
+    shape = ()
+
+    def __init__(self, value: float) -> None:
+        self.now = value
+
+    def __getitem__(self, index: Any) -> Any:
+        return jax_scalar(self.now)
+
+    def item(self) -> float:
+        return self.now
+
+
+Ref.__module__ = "jax._src.core"
+
+
+@pytest.mark.parametrize("scalar", [tf_scalar(0.5), jax_scalar(0.5)], ids=["tensorflow", "jax"])
+def test_a_scalar_of_another_framework_is_held(scalar: Any) -> None:
+    copied = copy_metrics({"x": scalar})
+    assert type(copied["x"]) is Deferred
+    assert read_deferred(copied) == {"x": 0.5}
+
+
+@pytest.mark.parametrize("kind", [Variable, Ref], ids=["tensorflow", "jax"])
+def test_a_variable_is_read_at_the_call(kind: Any) -> None:
+    variable = kind(0.5)
+    wrapped = scalar_of("keras.src.backend.Variable", value=variable)
+    copied = copy_metrics({"lr": variable, "wrapped": wrapped})
+    variable.now = 0.25
+    assert read_deferred(copied) == {"lr": 0.5, "wrapped": 0.5}
+
+
 # -- what may not ------------------------------------------------------------------------------------------------------
 
 
