@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import raysgd
+from raysgd.callbacks import JsonLinesCallback
 from support.runs import events_of, latest_run, make_trainer, pids, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
@@ -79,10 +85,92 @@ def test_it_listens_on_the_nodes_address_alone(trainer: raysgd.Trainer) -> None:
     assert endpoint.host not in ("0.0.0.0", "::")
 
 
-def test_beside_an_encrypted_ray_nothing_goes_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raysgd.workers.cluster import uses_tls
+@pytest.mark.slow
+def test_what_workers_listen_on_too(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """Ray's own sockets are those that workers without a process group have."""
+    without = trainer.run(listens_on, callbacks=quiet(), returns="all")
+    with make_trainer(tmp_path, 2, "torch") as torch_trainer:
+        within = torch_trainer.run(listens_on, callbacks=quiet(), returns="all")
+    host = endpoint_of(trainer).host
+    for plain, grouped in zip(without, within, strict=True):
+        more = Counter(grouped) - Counter(plain)
+        assert more, "no socket of a process group was found"
+        assert set(more) == {host}, f"torch workers listen on {more}"
 
-    monkeypatch.delenv("RAY_USE_TLS", raising=False)
-    assert not uses_tls()
-    monkeypatch.setenv("RAY_USE_TLS", "1")
-    assert uses_tls()
+
+def listens_on() -> list[str]:
+    if "torch" in sys.modules:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(()))
+    raysgd.barrier()
+    return [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+
+# ------------------------------------------------------------------------------------------------------ none at all
+
+
+class SeemsEncrypted(raysgd.FailureConfig):
+    """Lets the process of the TrainerActor, and no other, take Ray for encrypted: when it opens its settings."""
+
+    def __reduce__(self) -> Any:
+        return _open_settings, (self.max_failures,)
+
+
+def _open_settings(max_failures: int) -> raysgd.FailureConfig:
+    os.environ["RAY_USE_TLS"] = "1"
+    return raysgd.FailureConfig(max_failures=max_failures)
+
+
+@pytest.fixture(scope="module")
+def encrypted(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    with make_trainer(tmp_path_factory.mktemp("runs"), failure=SeemsEncrypted()) as trainer:
+        pids(trainer)
+        assert endpoint_of(trainer) is None
+        yield trainer
+
+
+def much(config: dict[str, Any]) -> Any:
+    start = 0
+    if (state := raysgd.load_checkpoint()) is not None:
+        start = state["step"] + 1
+    for step in range(start, 2000):
+        raysgd.report(step=step)
+        if step == 999:
+            raysgd.save_checkpoint({"step": step})
+            while config["how"] == "dies" and raysgd.load_checkpoint() is None:
+                time.sleep(0.01)
+            if config["how"] == "dies" and raysgd.world_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    raysgd.barrier()
+    if config["how"] == "raises":
+        raise ValueError("of the user")
+    return start, bytes([raysgd.world_rank()]) * (8 << 20)
+
+
+def test_beside_an_encrypted_ray_all_goes_through_it(encrypted: raysgd.Trainer) -> None:
+    stream = encrypted.run_generator(much, {"how": "ends"}, callbacks=[*quiet(), JsonLinesCallback()], returns="all")
+    assert [result["step"] for result in stream] == list(range(2000))
+    assert [(start, value[0], len(value)) for start, value in stream.get_returns()] == [
+        (0, 0, 8 << 20),
+        (0, 1, 8 << 20),
+    ]
+    assert len(latest_run(encrypted).workers) == 4000
+    assert not [told for told in events_of(encrypted, "warning") if "connection" in told["message"]]
+    logs = [file for file in Path(str(encrypted.run_dir)).rglob("*.jsonl") if "metrics" not in file.name]
+    assert 2000 in [len(file.read_text().splitlines()) for file in logs], "what the callbacks' process got"
+
+
+def test_beside_an_encrypted_ray_an_error(encrypted: raysgd.Trainer) -> None:
+    stream = encrypted.run_generator(much, {"how": "raises"}, callbacks=quiet())
+    with pytest.raises(ValueError, match="of the user"):
+        stream.get_returns()
+    assert len(latest_run(encrypted).metrics) == 2000
+
+
+def test_beside_an_encrypted_ray_a_worker_dies(encrypted: raysgd.Trainer) -> None:
+    assert encrypted.run(much, {"how": "dies"}, callbacks=quiet())[0] == 1000
+    assert list(latest_run(encrypted).metrics["step"]) == list(range(2000))
+    (failure,) = events_of(encrypted, "failure")
+    assert failure["ranks"] == [1]
