@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.config.checks import check_amount, check_choice
+from raysgd.errors import ConfigError
 
 _COLLECTIVE_ERRORS = (
     "gloo",
@@ -84,11 +85,13 @@ class TorchBackend(Backend):
         index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as `raysgd.torch.device` reads it: without it no GPU is ours
         if index and torch.cuda.is_available():
             torch.cuda.set_device(int(index))
+        backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
+        _check_available(backend)
         host, port = json.loads(member.rendezvous)
         _export(member, host, port)
         self._store = self._join_store(member, host, port)
         dist.init_process_group(
-            self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo"),
+            backend,
             store=self._store,
             rank=member.rank,
             world_size=member.world_size,
@@ -149,6 +152,25 @@ class TorchBackend(Backend):
             timeout=timedelta(seconds=self._config.init_timeout_s),
             master_listen_fd=fd,
             wait_for_workers=True,
+        )
+
+
+def _check_available(backend: str) -> None:
+    """Refuse what would fail in the same way at every retry.
+
+    Raises:
+        ConfigError: There is no nccl in this build of torch, or no GPU that it can see.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        has_nccl = dist.is_nccl_available()
+        raise ConfigError(
+            f"torch {torch.__version__} on {socket.gethostname()} "
+            + ("sees no GPU" if has_nccl else "has no nccl built in")
+            + ", which workers with GPUs need. Install a build of torch for them, or give "
+            'Trainer(backend_args={"backend": "gloo"}).'
         )
 
 

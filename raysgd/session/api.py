@@ -34,7 +34,9 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         MetricError: A value that is no metric (it names the key), more than 1 MiB, or a key raysgd sets by itself.
         SessionError: The attempt is over.
     """
-    session = context._current or context.current()
+    session = context._current
+    if session is None or context._left_behind:
+        session = context.acting()
     session.report(more if metrics is None else {**metrics, **more})
 
 
@@ -64,7 +66,7 @@ def save_checkpoint(
         CheckpointError: Ranks disagree, or the state cannot be held; `UnsafeStateError` names the offending leaf.
         SessionError: The attempt is over.
     """
-    context.current().save_checkpoint(state, files=files, metrics=metrics, all_ranks=all_ranks, trusted=trusted)
+    context.acting().save_checkpoint(state, files=files, metrics=metrics, all_ranks=all_ranks, trusted=trusted)
 
 
 def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> Any:
@@ -85,7 +87,7 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool
         ReshardError: It was saved with ``all_ranks=True`` by another number of ranks.
         CheckpointError: It stands in the middle of a dataset that has another number of rows now.
     """
-    return context.current().load_checkpoint(path, trusted=trusted)
+    return context.acting().load_checkpoint(path, trusted=trusted)
 
 
 def get_dataset(name: str | None = None) -> WorkerDataset:
@@ -100,7 +102,7 @@ def get_dataset(name: str | None = None) -> WorkerDataset:
         ConfigError: There is none, none of that name, or more than one and no name.
         SessionError: The attempt is over.
     """
-    return context.current().get_dataset(name)
+    return context.acting().get_dataset(name)
 
 
 def get_datasets() -> dict[str, WorkerDataset] | tuple[Any, ...]:
@@ -109,7 +111,7 @@ def get_datasets() -> dict[str, WorkerDataset] | tuple[Any, ...]:
     Raises:
         SessionError: The attempt is over.
     """
-    return context.current().get_datasets()
+    return context.acting().get_datasets()
 
 
 def world_rank() -> int:
@@ -153,7 +155,7 @@ def should_stop() -> bool:
 
 def barrier() -> None:
     """Wait until every rank has come here; one that has returned is not waited for."""
-    context.current().barrier()
+    context.acting().barrier()
 
 
 def broadcast(obj: Any = None) -> Any:
@@ -162,7 +164,7 @@ def broadcast(obj: Any = None) -> Any:
     Raises:
         SessionError: Rank 0 has returned without calling it.
     """
-    return context.current().broadcast(obj)
+    return context.acting().broadcast(obj)
 
 
 @contextmanager

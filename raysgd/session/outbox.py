@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd._util.fast_json import encode
+from raysgd.errors import MetricError
 from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
 from raysgd.session.metrics import Deferred, read_deferred
 
@@ -23,6 +24,8 @@ Row = tuple[float, float, dict[str, Any]]
 #: Reports that may wait for the stream before ``report`` waits too. The controller takes far more than training makes;
 #: without a bound a loop that only reports would fill the memory of its node.
 MAX_PENDING = 200_000
+#: Seconds for the stream's thread to read what was reported, which may wait for a device.
+_SETTLE_TIMEOUT_S = 60.0
 _WAKE = object()
 
 
@@ -37,7 +40,13 @@ class _Unencoded(NamedTuple):
 
 
 class Outbox:
-    """Events on their way out, in the order in which they were put."""
+    """Events on their way out, in the order in which they were put.
+
+    Attributes:
+        flush_interval_s: Least time between two batches.
+        unreadable: A metric that was taken at the call and could not be read later, such as of a device that failed. From
+            its report on none is sent; the session raises it in the training thread.
+    """
 
     def __init__(self, flush_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -46,6 +55,7 @@ class Outbox:
         self._urgent = threading.Event()
         self._last_flush = float("-inf")
         self._num_reports = 0
+        self.unreadable: MetricError | None = None
 
     def put_report(self, row: Row) -> None:
         """Called by ``report``."""
@@ -67,6 +77,19 @@ class Outbox:
         """End a `drain` that waits, with what there is."""
         self._queue.put(_WAKE)
         self._urgent.set()
+
+    def settle(self) -> None:
+        """Wait until every metric put so far was read.
+
+        Raises:
+            MetricError: One of them could not be.
+        """
+        settled = threading.Event()
+        self._queue.put(settled)
+        self._urgent.set()
+        settled.wait(_SETTLE_TIMEOUT_S)
+        if self.unreadable is not None:
+            raise self.unreadable
 
     def drain(self, timeout_s: float) -> list[WorkerEvent]:
         """The next batch; empty after ``timeout_s`` without an event. Called by the stream's thread alone."""
@@ -91,16 +114,56 @@ class Outbox:
                 rows.append(item)
             elif item is not _WAKE:
                 self._close_rows(rows, events)
-                events.append(item.encoded() if type(item) is _Unencoded else item)
+                if type(item) is threading.Event:
+                    item.set()
+                else:
+                    events.append(self._encoded(item) if type(item) is _Unencoded else item)
         self._close_rows(rows, events)
         return events
 
+    def _encoded(self, item: _Unencoded) -> WorkerEvent:
+        try:
+            return item.encoded()
+        except Exception as error:
+            self.unreadable = self.unreadable or _name_unreadable(item.metrics, error)
+            return item.event
+
     def _close_rows(self, rows: list[Row], events: list[WorkerEvent]) -> None:
-        if not rows:
-            return
-        events.append(Reports(self._num_reports, len(rows), encode_rows(rows)))
-        self._num_reports += len(rows)
+        if rows and self.unreadable is None:
+            try:
+                data = encode_rows(rows)
+            except Exception:
+                data = self._encode_readable(rows)
+            if rows:
+                events.append(Reports(self._num_reports, len(rows), data))
+                self._num_reports += len(rows)
         rows.clear()
+
+    def _encode_readable(self, rows: list[Row]) -> bytes:
+        """The rows before the first that cannot be read; the others are dropped from ``rows``."""
+        for number, row in enumerate(rows):
+            try:
+                encode_rows([row])
+            except Exception as error:
+                self.unreadable = _name_unreadable(row[2], error)
+                del rows[number:]
+                break
+        return encode_rows(rows)
+
+
+def _name_unreadable(metrics: dict[str, Any], error: Exception) -> MetricError:
+    """The error that names the metric at fault."""
+    for key, value in metrics.items():
+        try:
+            encode(read_deferred(value))
+        except Exception as cause:
+            error, name = cause, key
+            break
+    else:
+        name = ", ".join(metrics)
+    told = MetricError(f"report({name}=...) could not be read: {type(error).__name__}: {error}", key=name)
+    told.__cause__ = error
+    return told
 
 
 def encode_rows(rows: list[Row]) -> bytes:

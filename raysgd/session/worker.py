@@ -11,6 +11,7 @@ from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import AttemptEnded, CheckpointError, SessionError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
+from raysgd.session.context import LEFT_BEHIND
 from raysgd.session.events import Saved, Scored
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
@@ -94,7 +95,7 @@ class WorkerSession(Session):
     # -- what train_func calls --------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        if self._ended is not None or self._is_closed:
+        if self._ended is not None or self._is_closed or self._outbox.unreadable is not None:
             self._check_live()
         if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
             raise AttemptEnded("the run was asked to stop")
@@ -193,11 +194,10 @@ class WorkerSession(Session):
     def _check_live(self) -> None:
         if self._ended is not None:
             raise AttemptEnded(*self._ended.args)
+        if self._outbox.unreadable is not None:
+            raise self._outbox.unreadable
         if self._is_closed:
-            raise SessionError(
-                "train_func has returned, so nothing can be reported, saved or read any more; this call came from a thread "
-                "it left behind. Join such threads before returning."
-            )
+            raise SessionError(LEFT_BEHIND)
 
     def _describe_save(
         self,

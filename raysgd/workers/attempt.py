@@ -131,6 +131,7 @@ class Attempt:
     # -- the training thread ----------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        threads = threading.enumerate()
         try:
             outcome = self._train()
         except AttemptEnded:  # an injected exception that arrived just after train_func had left
@@ -141,6 +142,7 @@ class Attempt:
         if not isinstance(outcome, Returned):
             self._leave_group()
         self._session.close()
+        context.leave_behind(threads)
         self._writer.close()  # what was saved is to be durable, however train_func left
         # The session stays installed, closed, so that a thread left behind gets its error.
         if not isinstance(outcome, Failed):  # that one has left already
@@ -159,7 +161,9 @@ class Attempt:
             in_setup = False
             context.install(self._session)
             self._callbacks.start()
-            returned = self._returned(self._call(function, config))
+            value = self._call(function, config)
+            self._outbox.settle()
+            returned = self._returned(value)
             self._callbacks.end(None)  # a critical one may make a failure of it
             return returned
         except AttemptEnded:

@@ -355,8 +355,11 @@ class TestMisuseInTheWorker:
         with pytest.raises(UsageError, match="a Trainer inside train_func"):
             trainer.run(lambda: raysgd.Trainer(2) and None, callbacks=quiet())
 
+    @pytest.mark.parametrize("during", ["nothing", "the next run"])
     @pytest.mark.parametrize("call", ["report", "save_checkpoint"])
-    def test_calls_of_a_thread_that_was_left_behind(self, trainer: raysgd.Trainer, tmp_path: Path, call: str) -> None:
+    def test_calls_of_a_thread_that_was_left_behind(
+        self, trainer: raysgd.Trainer, tmp_path: Path, call: str, during: str
+    ) -> None:
         def train_func(config: dict[str, Any]) -> str:
             def late() -> None:
                 until(Path(config["gate"]).exists, 30)
@@ -373,11 +376,48 @@ class TestMisuseInTheWorker:
 
         gate = tmp_path / "gate"
         assert trainer.run(train_func, {"gate": str(gate), "call": call}, callbacks=quiet()) == "done"
-        gate.write_text("")
-        assert until(lambda: (tmp_path / "gate0").exists() and (tmp_path / "gate0").read_text(), PATIENCE_S)
-        said = (tmp_path / "gate0").read_text()
-        assert said.startswith(f"{SessionError.__name__}: train_func has returned")
-        assert len(latest_run(trainer).metrics) == 1
+        said = [tmp_path / "gate0", tmp_path / "gate1"]
+
+        def next_one(config: dict[str, Any]) -> None:
+            raysgd.report(early=1)
+            Path(config["gate"]).write_text("")
+            until(lambda: all(path.exists() and path.read_text() for path in map(Path, config["said"])), 60)
+
+        if during == "nothing":
+            gate.write_text("")
+        else:
+            trainer.run(next_one, {"gate": str(gate), "said": [str(path) for path in said]}, callbacks=quiet())
+        assert until(lambda: all(path.exists() and path.read_text() for path in said), PATIENCE_S)
+        for path in said:
+            assert path.read_text().startswith(f"{SessionError.__name__}: train_func has returned")
+        run = latest_run(trainer)
+        assert len(run.workers) == 2 and not run.checkpoints
+
+    @pytest.mark.parametrize("goes_on", [True, False])
+    def test_a_device_scalar_that_cannot_be_read(self, trainer: raysgd.Trainer, goes_on: bool) -> None:
+        """It is taken at the call and read later, when train_func is elsewhere, or has returned."""
+
+        def train_func(config: dict[str, Any]) -> None:
+            class Lost:
+                shape = ()
+
+                def item(self) -> float:
+                    raise RuntimeError("buffer has been deleted or donated")
+
+            Lost.__module__ = "jaxlib.lost"
+            raysgd.report(step=0)
+            raysgd.report(loss=Lost() if raysgd.world_rank() == 1 else 0.0)
+            while config["goes_on"]:
+                raysgd.report(step=1)
+                time.sleep(0.001)
+
+        stream = trainer.run_generator(train_func, {"goes_on": goes_on}, callbacks=quiet())
+        with pytest.raises(
+            MetricError, match=r"report\(loss=...\) could not be read: RuntimeError: buffer has been del"
+        ):
+            stream.get_returns()
+        assert next(stream)["step"] == 0
+        assert events_of(trainer, "failure") == []
 
 
 # ------------------------------------------------------------------------------------------ the Trainer

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._util.fast_json import decode
-from raysgd.session.events import Reports, Warned, WorkerEvent
+from raysgd.errors import MetricError
+from raysgd.session.events import Reports, Scored, Warned, WorkerEvent
 from raysgd.session.metrics import Deferred
 from raysgd.session.outbox import Outbox, encode_rows
 
@@ -199,3 +200,56 @@ def test_device_scalars_are_read_when_the_batch_is_made() -> None:
 
 def test_a_row_is_one_line() -> None:
     assert b"\n" not in encode_rows([(1.0, 2.0, {"text": "a\nb\r\x85\u2028"})])
+
+
+# ------------------------------------------------------------------------------- metrics that cannot be read
+
+
+def broken() -> Deferred:
+    def read() -> float:
+        raise RuntimeError("the device was lost")
+
+    return Deferred(read)
+
+
+def test_what_was_reported_before_a_metric_that_cannot_be_read_is_sent() -> None:
+    outbox = Outbox(0)
+    outbox.put_report(row(0))
+    outbox.put_report((1001.0, 1.0, {"n": 1, "loss": broken()}))
+    outbox.put_report(row(2))
+    outbox.put(Warned("after"))
+    assert shown(outbox.drain(NEVER_S)) == [[0], "after"]
+    assert str(outbox.unreadable) == "report(loss=...) could not be read: RuntimeError: the device was lost"
+    assert outbox.unreadable is not None and outbox.unreadable.key == "loss"
+    outbox.put_report(row(3))
+    assert outbox.drain(NEVER_S) == []
+
+
+def test_settling_waits_for_what_is_on_its_way_and_raises_what_could_not_be_read() -> None:
+    outbox = Outbox(0)
+    got: list[WorkerEvent] = []
+    is_over = threading.Event()
+
+    def drain() -> None:
+        while not is_over.is_set():
+            got.extend(outbox.drain(NEVER_S))
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    outbox.put_report(row(0))
+    outbox.settle()
+    assert shown(got) in ([[0]], [])  # read, if not handed on yet
+    outbox.put_report((1001.0, 1.0, {"n": 10**5000}))
+    with pytest.raises(MetricError, match=r"report\(n=...\) could not be read"):
+        outbox.settle()
+    is_over.set()
+    outbox.wake()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_score_of_a_checkpoint_that_cannot_be_read() -> None:
+    outbox = Outbox(0)
+    outbox.put_with_metrics(Scored(0, None), {"loss": broken()})
+    assert outbox.drain(NEVER_S) == [Scored(0, None)]
+    assert outbox.unreadable is not None and outbox.unreadable.key == "loss"

@@ -86,3 +86,14 @@ def test_an_index_that_is_not_visible_names_itself_and_what_is_allowed(machine: 
     machine(2, index=index)
     with pytest.raises(ConfigError, match=rf"RAYSGD_DEVICE_INDEX='{index}'.*from 0 to 1"):
         raysgd.torch.device()
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(0, "sees no GPU"), (1, "has no nccl built in")])
+def test_nccl_where_there_is_none_is_refused_before_the_group_is_formed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, says: str
+) -> None:
+    machine(gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: gpus == 0)
+    member = Member(0, 1, 0, 1, 0, '["127.0.0.1", 1]', "127.0.0.1", has_gpu=True)
+    with pytest.raises(ConfigError, match=says + r".*backend_args=\{\"backend\": \"gloo\"\}"):
+        TorchConfig(backend="nccl").make().set_up(member)
