@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import sys
+from operator import attrgetter
 from typing import Any
 
 from raysgd.session.generators import GeneratorStates, capture_generators, restore_generators
+
+#: Below ``torch.backends``; those further down are written last, since they set some of those above, or raise for a mixture.
+_FLAGS = (
+    ("cudnn", "deterministic"),
+    ("cudnn", "benchmark"),
+    ("cuda.matmul", "allow_tf32"),
+    ("cudnn", "allow_tf32"),
+    ("", "fp32_precision"),
+    ("cudnn", "fp32_precision"),
+    ("mkldnn", "fp32_precision"),
+    ("cuda.matmul", "fp32_precision"),
+    ("cudnn.conv", "fp32_precision"),
+    ("cudnn.rnn", "fp32_precision"),
+    ("mkldnn.matmul", "fp32_precision"),
+    ("mkldnn.conv", "fp32_precision"),
+    ("mkldnn.rnn", "fp32_precision"),
+)
 
 
 class Baseline:
@@ -34,7 +53,9 @@ class Baseline:
                 "threads": torch.get_num_threads(),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
                 "grad": torch.is_grad_enabled(),
-                "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+                "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+                "matmul": torch.get_float32_matmul_precision(),
+                "flags": _read_flags(torch.backends),
             }
 
     def restore(self) -> None:
@@ -65,6 +86,18 @@ class Baseline:
         if torch.are_deterministic_algorithms_enabled() != self._torch["deterministic"]:
             torch.use_deterministic_algorithms(self._torch["deterministic"])  # imports the compiler: 1.5 s at first
         torch.set_grad_enabled(self._torch["grad"])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._torch["cudnn"]
+        torch.autograd.set_detect_anomaly(*self._torch["anomaly"])
+        torch.set_float32_matmul_precision(self._torch["matmul"])
+        for (owner, name), value in self._torch["flags"].items():
+            setattr(attrgetter(owner)(torch.backends) if owner else torch.backends, name, value)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+def _read_flags(backends: Any) -> dict[tuple[str, str], Any]:
+    """Those that this version of torch has."""
+    found = {}
+    for owner, name in _FLAGS:
+        with contextlib.suppress(AttributeError):
+            found[owner, name] = attrgetter(f"{owner}.{name}" if owner else name)(backends)
+    return found

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import raysgd
@@ -404,20 +405,73 @@ def test_runs_without_a_seed_draw_other_numbers(trainer: raysgd.Trainer) -> None
 
 
 def test_each_run_begins_with_torchs_defaults(torch_trainer: raysgd.Trainer) -> None:
-    import torch
-
     def make_a_mess() -> None:
+        import torch  # here: torch.backends does not travel
+
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(3)
         torch.set_grad_enabled(False)
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = False
 
     def look() -> tuple[Any, ...]:
-        return str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(), os.getpid()
+        import torch
+
+        tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        modes = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(), *tf32
+        return str(torch.get_default_dtype()), torch.get_num_threads(), *modes, os.getpid()
 
     before = torch_trainer.run(look, callbacks=quiet())
     torch_trainer.run(make_a_mess, callbacks=quiet())
     assert torch_trainer.run(look, callbacks=quiet()) == before
     assert before[0] == "torch.float32" and before[2] is True
+
+
+def test_torchs_newer_names_of_the_same_flags_are_reset_too(torch_trainer: raysgd.Trainer) -> None:
+    import torch
+
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has them not")
+
+    def make_a_mess() -> None:
+        import torch
+
+        torch.backends.fp32_precision = "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+    def look() -> list[Any]:
+        import torch
+
+        backends = torch.backends
+        new = [owner.fp32_precision for owner in (backends, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn)]
+        return [*new, backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
+
+    before = torch_trainer.run(look, callbacks=quiet())
+    torch_trainer.run(make_a_mess, callbacks=quiet())
+    assert torch_trainer.run(look, callbacks=quiet()) == before
+
+
+def test_what_a_run_held_is_freed_before_the_next(trainer: raysgd.Trainer) -> None:
+    def hold() -> float:
+        import numpy as np
+
+        cycle: dict[str, Any] = {"large": np.ones(300 << 17)}  # 300 MiB
+        cycle["itself"] = cycle
+        return rss_mib()
+
+    before = trainer.run(rss_mib, callbacks=quiet())
+    held = trainer.run(hold, callbacks=quiet())
+    after = trainer.run(rss_mib, callbacks=quiet())
+    assert held > before + 290
+    assert after < before + 50
+
+
+def rss_mib() -> float:
+    """What the process has of the machine's memory."""
+    return float(psutil.Process().memory_info().rss / 2**20)
 
 
 def test_edited_modules_replace_the_workers_that_loaded_them(trainer: raysgd.Trainer, tmp_path: Path) -> None:
