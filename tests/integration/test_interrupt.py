@@ -45,13 +45,19 @@ def train_func(config):
                         time.sleep(1)
                     except BaseException:
                         pass
+            if config["how"] == "collective":
+                import torch
+                import torch.distributed as dist
+
+                dist.recv(torch.ones(()), src=1 - raysgd.world_rank())  # each waits for the other, below Python
         step += 1
         time.sleep(0.01)
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
-failure = raysgd.FailureConfig(abort_grace_s=30 if how == "stubborn" else 2)
-trainer = raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path=folder), failure=failure)
+failure = raysgd.FailureConfig(abort_grace_s=30 if how in ("stubborn", "collective") else 2)
+backend = "torch" if how in ("collective", "cold") else "none"
+trainer = raysgd.Trainer(2, backend, run=raysgd.RunConfig(storage_path=folder), failure=failure)
 config = {"folder": folder, "how": how}
 try:
     if how == "generator":
@@ -86,13 +92,19 @@ class Driver:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert until(lambda: len(self.workers()) == 2 or self.process.poll() is not None, PATIENCE_S)
+        is_there = self.has_a_controller if how == "cold" else lambda: len(self.workers()) == 2
+        assert until(lambda: is_there() or self.process.poll() is not None, PATIENCE_S)
         if self.process.poll() is not None:
             raise AssertionError(self.process.communicate())
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> list[int]:
         return [int(path.name.rpartition("-")[2]) for path in self.folder.glob("training-*")]
+
+    def has_a_controller(self) -> bool:
+        """Whether a TrainerActor is up, which is about to start workers."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        return any("ray::TrainerActor" in title for title in map(_title, processes))
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -110,6 +122,13 @@ class Driver:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 @pytest.fixture
@@ -140,8 +159,22 @@ def test_once_ends_in_peace(start: Any, tmp_path: Path, how: str) -> None:
     assert len(run.metrics) >= 5
 
 
-def test_twice_ends_at_once(start: Any, tmp_path: Path) -> None:
-    driver = start("stubborn")
+def test_while_the_workers_are_started(start: Any, tmp_path: Path) -> None:
+    driver = start("cold")
+    assert not driver.workers(), "they train already"
+    driver.interrupt()
+    out, err = driver.ends()
+    assert driver.process.returncode != 0
+    assert "KeyboardInterrupt" in err and "interrupted: ending the run" in err
+    assert "interrupted, free: 2.0" in out, "resources were held until the driver's end"
+    assert not driver.workers()
+    (run_dir,) = tmp_path.glob("train_func_*/run_001")
+    assert raysgd.load_run(run_dir).outcome == "cancelled"
+
+
+@pytest.mark.parametrize("how", ["stubborn", "collective"])
+def test_twice_ends_at_once(start: Any, tmp_path: Path, how: str) -> None:
+    driver = start(how)
     driver.interrupt()
     time.sleep(1)
     assert driver.process.poll() is None, "it waits for the workers, which take their time"
