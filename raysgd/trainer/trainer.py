@@ -170,14 +170,13 @@ class Trainer:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
         self._check_free()
         channel = self._connect()
-        if self._runs_uri is None:
-            self._runs_uri = assembly.runs_folder(self._spec, train_func)
+        runs_uri = self._runs_uri or assembly.runs_folder(self._spec, train_func)
         self._stream = assembly.begin_run(
             channel,
             self._spec,
             train_func,
             config,
-            runs_uri=self._runs_uri,
+            runs_uri=runs_uri,
             dataset=dataset,
             callbacks=callbacks,
             checkpoint=checkpoint,
@@ -185,6 +184,7 @@ class Trainer:
             returns=returns,
             on_problem=tell,
         )
+        self._runs_uri = runs_uri  # only now: a function that was refused gives its name to no folder
         return self._stream
 
     # -- the class API --------------------------------------------------------------------------------------------

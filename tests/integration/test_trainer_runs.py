@@ -23,7 +23,7 @@ import pytest
 
 import raysgd
 from raysgd.callbacks import ProgressCallback
-from raysgd.errors import RunCancelledError, UsageError
+from raysgd.errors import ConfigError, RunCancelledError, UsageError
 from raysgd.result import AUTOMATIC_KEYS
 from support.cluster import ClusterState
 from support.poll import until
@@ -527,6 +527,17 @@ def test_two_trainers_side_by_side(trainer: raysgd.Trainer, tmp_path: Path) -> N
         assert not set(pids(trainer)) & set(pids(other))
         assert trainer.run_dir != other.run_dir
     assert trainer.run(count_to, {"n": 1}, callbacks=quiet()) == 1
+
+
+def test_a_function_that_is_refused_gives_its_name_to_no_folder(ray_cluster: Any, tmp_path: Path) -> None:
+    def refused(config: Any, more: Any) -> None: ...
+
+    with make_trainer(tmp_path, 1) as trainer:
+        with pytest.raises(ConfigError, match="needs config, more"):
+            trainer.run(refused, callbacks=quiet())
+        trainer.run(count_to, {"n": 1}, callbacks=quiet())
+        assert Path(str(trainer.run_dir)).parent.name.startswith("count_to_")
+    assert not list(tmp_path.glob("*refused*"))
 
 
 def test_runs_get_folders_of_their_own(trainer: raysgd.Trainer) -> None:
