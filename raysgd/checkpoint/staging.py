@@ -133,15 +133,10 @@ class StagingPool:
                 self.release(buffer)
 
     def close(self) -> None:
-        """Make waiting and later `acquire` calls fail; snapshots in flight go on. `reopen` undoes it."""
+        """Make waiting and later `acquire` calls fail; snapshots in flight go on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def reopen(self) -> None:
-        """Let `acquire` work again, with the buffers as they are: a worker keeps them from attempt to attempt."""
-        with self._changed:
-            self._closed = False
 
     @property
     def pending_bytes(self) -> int:

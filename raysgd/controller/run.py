@@ -120,6 +120,8 @@ class Run:
         self._request = dataclasses.replace(self._request, datasets=NO_DATASETS)
         if self.before_close is not None:
             self._tell_late(await self.before_close())
+        if self._attempt > 1 or not self._machine.has_ended_well:
+            await self._sweep()
         await self._flush(self._writer)  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
         await self._flush(self._writer)
@@ -324,6 +326,13 @@ class Run:
         """A critical callback failed when training had ended well: then the run did not."""
         if failed is not None and self._machine.has_ended_well:
             self._act(c.TellOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
+
+    async def _sweep(self) -> None:
+        """Delete what attempts that were cut off had written of checkpoints that never came to be."""
+        try:
+            await self._in_writer(self._store.sweep_uncommitted)
+        except Exception as error:  # the run itself is safe
+            self.warn(f"parts of unfinished checkpoints are left in {self._store.storage.uri}: {error}")
 
     def _say(self, say: c.Say) -> None:
         self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))

@@ -22,6 +22,7 @@ from raysgd.errors import (
     StorageError,
     UnsafeStateError,
 )
+from support.poll import until
 from support.runs import events_of, latest_run, make_trainer, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
@@ -440,3 +441,24 @@ def test_a_wrapped_model_an_optimizer_and_a_scheduler_are_saved_as_plain_ones(to
     scheduler.load_state_dict(state["scheduler"])
     assert optimizer.state[next(iter(model.parameters()))]["step"] == 4  # 24 rows, 3 ranks, 4 a batch, 2 epochs
     assert scheduler.get_last_lr() == pytest.approx([0.007])
+
+
+def test_parts_of_a_checkpoint_that_never_came_to_be_do_not_stay(trainer: raysgd.Trainer) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        raysgd.save_checkpoint({"step": 1}, all_ranks=True)
+        raysgd.report(step=1)
+        if raysgd.world_rank() == 0:
+            raysgd.save_checkpoint({"step": 2}, all_ranks=True)
+            folder = Path(config["runs"], f"run_{config['number']:03d}/checkpoints/checkpoint_000002")
+            assert until(lambda: (folder / "a0001-r00000.json").exists(), 30)
+        raysgd.barrier()
+        raise ValueError("before all ranks had saved")
+
+    trainer.run(os.getpid, callbacks=quiet())
+    before = Path(str(trainer.run_dir))
+    config = {"runs": str(before.parent), "number": int(before.name[4:]) + 1}
+    with pytest.raises(ValueError, match="before all ranks had saved"):
+        trainer.run(train_func, config, callbacks=quiet())
+    (left,) = latest_run(trainer).checkpoints
+    assert left.load(rank=1)["step"] == 1
+    assert os.listdir(Path(str(trainer.run_dir)) / "checkpoints") == ["checkpoint_000001"]
