@@ -12,10 +12,12 @@ from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
 from raysgd.controller.downlink import read_frames
 from raysgd.controller.frames import Frame
+from raysgd.controller.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.errors import RaySGDError, WorkerError
 from raysgd.workers.group import NAMESPACE
 from raysgd.workers.pickling import loads
+from raysgd.workers.returned import CallFailed
 
 
 class Channel:
@@ -91,6 +93,9 @@ class Channel:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, CallFailed):
+                failed = outcome_error(cause.data) or cause
+                raise failed from failed.__cause__
             if not isinstance(cause, Exception):
                 raise error from None
             raise cause from None if isinstance(cause, RaySGDError) else error  # where in the user's code

@@ -25,15 +25,9 @@ def check_train_func(function: Any) -> Callable[..., Any]:
     name = getattr(function, "__qualname__", repr(function))
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"train_func={function!r} is no function; give a function train_func(config).")
-    if _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
-        raise ConfigError(f"train_func {name} is async; give a plain function (it may use asyncio.run inside).")
-    if _is_any(function, inspect.isgeneratorfunction):
-        raise ConfigError(
-            f"train_func {name} is a generator; give a plain function and call raysgd.report in its loop."
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C
+    _check_plain(function, f"train_func {name}", "give a plain function and call raysgd.report in its loop")
+    signature = _signature(function)
+    if signature is None:
         return function  # type: ignore[no-any-return]
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
     if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
@@ -43,6 +37,42 @@ def check_train_func(function: Any) -> Callable[..., Any]:
             "Put the others into the config, or bind them with functools.partial."
         )
     return function  # type: ignore[no-any-return]
+
+
+def check_call(method: str, function: Any, has_instance: bool) -> None:
+    """A function for `Trainer.execute`: of one argument, the worker's instance, or of none where there are no instances.
+
+    Raises:
+        ConfigError: It is no such thing, or a coroutine or generator function.
+    """
+    if not callable(function):
+        raise ConfigError(f"{method}({function!r}) got no function.")
+    name = getattr(function, "__qualname__", repr(function))
+    _check_plain(function, f"{method}() got {name}, which", "give a plain function")
+    signature = _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*([None] if has_instance else []))
+    except TypeError as error:
+        gets = "one argument, the worker's instance" if has_instance else "no argument: start() was given no class"
+        raise ConfigError(
+            f"{method}() got {name}{signature}, which gets {gets} ({error}). Bind others with functools.partial."
+        ) from None
+
+
+def _check_plain(function: Any, subject: str, instead_of_generator: str) -> None:
+    if _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+        raise ConfigError(f"{subject} is async; give a plain function (it may use asyncio.run inside).")
+    if _is_any(function, inspect.isgeneratorfunction):
+        raise ConfigError(f"{subject} is a generator; {instead_of_generator}.")
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return None
 
 
 def _is_any(function: Any, *kinds: Callable[[Any], bool]) -> bool:

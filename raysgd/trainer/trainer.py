@@ -23,6 +23,7 @@ from raysgd.session import context
 from raysgd.trainer import assembly
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.channel import Channel
+from raysgd.trainer.given import check_call
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable
 from raysgd.workers.pickling import loads
@@ -209,12 +210,16 @@ class Trainer:
         self._class_name = None if ExecutionClass is None else ExecutionClass.__name__
 
     def execute(self, fn: Callable[..., Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker (``fn()`` where no class was given); results by rank."""
-        return self._execute(fn, first_only=False)
+        """Call ``fn(instance)`` on every worker (``fn()`` where no class was given); results by rank.
+
+        Raises:
+            Exception: What ``fn`` raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
+        """
+        return self._execute("execute", fn, first_only=False)
 
     def execute_single(self, fn: Callable[..., Any]) -> Any:
         """Call ``fn`` on rank 0 alone."""
-        return self._execute(fn, first_only=True)[0]
+        return self._execute("execute_single", fn, first_only=True)[0]
 
     # -- what a run left ------------------------------------------------------------------------------------------
 
@@ -290,10 +295,9 @@ class Trainer:
         if self._class_name is not None and not class_api:
             raise TrainerBusyError(f"instances of {self._class_name} are live; start() without a class drops them.")
 
-    def _execute(self, fn: Callable[..., Any], *, first_only: bool) -> list[Any]:
+    def _execute(self, method: str, fn: Callable[..., Any], *, first_only: bool) -> list[Any]:
         self._check_free(class_api=True)
-        if not callable(fn):
-            raise ConfigError(f"execute({fn!r}) got no function.")
+        check_call(method, fn, has_instance=self._class_name is not None)
         channel = self._connect()
         blob = assembly.share_call(fn, "the function")
         return [loads(value) for value in channel.call("execute", blob, first_only)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ class WorkerActor:
         self._pool: Any = None
         self._attempt: Attempt | None = None
         self._instances = Instances()
+        self._rank = 0
         self._lock = threading.Lock()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -68,6 +68,7 @@ class WorkerActor:
 
     def prepare(self, order: PrepareOrder) -> Readiness:
         """Make ready for a run: a clean slate, the environment, the framework imported."""
+        self._rank = order.rank
         context.uninstall()
         self._modules.look()
         if stale := self._modules.stale():
@@ -144,17 +145,15 @@ class WorkerActor:
         """Join a group and make this worker's instance of the user's class."""
         self._backend.set_up(order.member)
         try:
-            self._instances.make(_resolve(blob), order.member)
-        except BaseException as error:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # what they hold keeps the group's sockets open, and so the peers
+            self._instances.make(_resolve(blob), order.member, _node(order.member.node_ip))
+        except BaseException:
             self.drop_instance()
             raise
 
     def execute(self, blob: Blob, has_instance: bool) -> bytes:
         """Call the user's function here; returns the pickle of its value."""
-        return self._instances.execute(_resolve(blob), has_instance, self._backend.reducers())
+        node = _node(ray.util.get_node_ip_address())
+        return self._instances.execute(_resolve(blob), has_instance, self._backend.reducers(), self._rank, node)
 
     def drop_instance(self) -> None:
         """Forget the instance and leave its group."""
@@ -218,7 +217,7 @@ class WorkerActor:
             outbox=outbox,
             writer=writer,
             callbacks=callbacks,
-            node=f"{socket.gethostname()} ({member.node_ip})",
+            node=_node(member.node_ip),
         )
 
     def _open_code(self, run: RunOrder, rank: int) -> tuple[Any, Any]:
@@ -258,6 +257,10 @@ def _starting_point(run: RunOrder, order: AttemptOrder) -> FromCheckpoint | From
 def _load_path(path: Any, rank: int, world_size: int, trusted: bool) -> Any:
     folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
     return load_state(folder, read_manifest(folder), rank, trusted=trusted, world_size=world_size)
+
+
+def _node(ip: str) -> str:
+    return f"{socket.gethostname()} ({ip})"
 
 
 def _resolve(blob: Blob) -> bytes:

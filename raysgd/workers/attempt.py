@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from raysgd._util.redact import redact_text, secret_values
@@ -26,7 +25,8 @@ from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, RunOrder
-from raysgd.workers.pickling import dumps, dumps_error, dumps_named
+from raysgd.workers.pickling import dumps, dumps_error
+from raysgd.workers.returned import check_returned, dumps_returned, user_part
 from raysgd.workers.sampler import SAMPLE_INTERVAL_S, Sampler
 
 #: Return values above this travel as an item of their own, which the controller hands on without looking.
@@ -193,8 +193,10 @@ class Attempt:
 
     def _returned(self, value: Any) -> Returned:
         if self._run.returns == "first" and self._order.member.rank != 0:
+            check_returned(value, "train_func")
             return Returned(dumps(None), 0)
-        data = dumps_named(value, "the value train_func returned", self._backend.reducers())
+        rank = self._order.member.rank if self._run.returns == "all" else None
+        data = dumps_returned(value, "train_func", self._backend.reducers(), rank)
         if len(data) <= MAX_INLINE_BYTES:
             return Returned(data, len(data))
         self._large_value = data
@@ -202,7 +204,7 @@ class Attempt:
 
     def _failed(self, error: BaseException, in_setup: bool) -> Failed:
         timestamp, rank = time.time(), self._order.member.rank
-        error.__traceback__ = _user_part(error.__traceback__)
+        error.__traceback__ = user_part(error.__traceback__, __file__)
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         carried = _carriable(error, rank)
         line = traceback.format_exception_only(carried)[-1].strip()
@@ -274,14 +276,6 @@ def takes_config(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # some callables written in C tell nothing
         return True
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
-
-
-def _user_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from where it leaves this file; all of it if it never does."""
-    inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
-        inner = inner.tb_next
-    return inner or trace
 
 
 def _shown_by_name(error: BaseException) -> Failed:

@@ -195,7 +195,11 @@ class WorkerGroup:
     async def _prepare(self) -> list[Readiness]:
         workers = self._all()
         infos = [worker.info for worker in workers if worker.info is not None]
-        orders = [PrepareOrder(self._backend, *gpus) for gpus in visible_gpus(infos, shared=self._shares_gpus)]
+        gpus = visible_gpus(infos, shared=self._shares_gpus)
+        orders = [
+            PrepareOrder(self._backend, *seen, rank=self.identity(worker.slot).world_rank)
+            for worker, seen in zip(workers, gpus, strict=True)
+        ]
         readiness = await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
         for worker, ready in zip(workers, readiness, strict=True):
             if ready.error is not None:

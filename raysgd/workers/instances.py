@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from raysgd.backends.base import Member
 from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.local import LocalSession
-from raysgd.workers.pickling import Reducers, dumps_named, loads
+from raysgd.workers.pickling import Reducers, loads
+from raysgd.workers.returned import dumps_returned, failed_call
 
 
 class MemberSession(LocalSession):
@@ -29,16 +31,36 @@ class Instances:
     def __init__(self) -> None:
         self._instance: Any = None
 
-    def make(self, blob: bytes, member: Member) -> None:
-        """Make the instance of ``(class, args, kwargs)``; a class of None makes none."""
-        context.install(MemberSession(member))
-        cls, args, kwargs = loads(blob)
-        self._instance = None if cls is None else cls(*args, **kwargs)
+    def make(self, blob: bytes, member: Member, node: str) -> None:
+        """Make the instance of ``(class, args, kwargs)``; a class of None makes none.
 
-    def execute(self, blob: bytes, has_instance: bool, reducers: Reducers) -> bytes:
-        function = loads(blob)
-        value = function(self._instance) if has_instance else function()
-        return dumps_named(value, "the value the function returned", reducers)
+        Raises:
+            CallFailed: The constructor failed.
+        """
+        context.install(MemberSession(member))
+        try:
+            cls, args, kwargs = loads(blob)
+            self._instance = None if cls is None else cls(*args, **kwargs)
+            return
+        except BaseException as error:
+            failed = failed_call(error, member.rank, node, __file__)
+            # What they hold keeps the group's sockets open, and so the peers.
+            traceback.clear_frames(error.__traceback__)
+        raise failed
+
+    def execute(self, blob: bytes, has_instance: bool, reducers: Reducers, rank: int, node: str) -> bytes:
+        """Call a function; the pickle of what it returned.
+
+        Raises:
+            CallFailed: It failed, or what it returned cannot travel.
+        """
+        try:
+            function = loads(blob)
+            value = function(self._instance) if has_instance else function()
+            return dumps_returned(value, "the function", reducers)
+        except BaseException as error:
+            failed = failed_call(error, rank, node, __file__)
+        raise failed
 
     def drop(self) -> None:
         self._instance = None

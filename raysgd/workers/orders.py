@@ -98,3 +98,4 @@ class PrepareOrder:
     backend: BackendConfig
     visible_gpus: tuple[int, ...] = ()
     device_index: int = 0
+    rank: int = 0

@@ -42,8 +42,13 @@ def dumps(obj: Any, reducers: Reducers | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def dumps_named(obj: Any, name: str, reducers: Reducers | None = None) -> bytes:
-    """Pickle ``obj``, and name the part that does not pickle.
+def dumps_named(
+    obj: Any,
+    name: str,
+    reducers: Reducers | None = None,
+    advice: str = "Make it inside train_func, or pass what it is made of.",
+) -> bytes:
+    """Pickle ``obj``, and name the part that does not pickle: ``name`` is one of code, such as ``config``, or some words.
 
     Raises:
         SerializationError: It does not pickle; ``path`` says which part.
@@ -51,10 +56,11 @@ def dumps_named(obj: Any, name: str, reducers: Reducers | None = None) -> bytes:
     try:
         return dumps(obj, reducers)
     except Exception as error:
-        path, part = find_unpicklable(obj, name, reducers)
+        inside, part = find_unpicklable(obj, "", reducers)
+        path = f"{name} {inside}" if " " in name and inside.startswith(("[", ".")) else name + inside
         raise SerializationError(
             f"{path} cannot be sent to another process: a {type(part).__module__}.{type(part).__qualname__} does not pickle "
-            f"({type(error).__name__}: {error}). Make it inside train_func, or pass what it is made of.",
+            f"({type(error).__name__}: {error}). {advice}",
             path=path,
         ) from error
 

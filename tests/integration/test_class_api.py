@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd.errors import ConfigError, SerializationError, TrainerBusyError
+from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, WorkerTraceback
 from support.runs import make_trainer, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
@@ -127,7 +127,7 @@ def test_an_error_in_a_function_is_raised_and_the_instances_stay(started: raysgd
 
 
 def test_a_value_that_does_not_pickle(started: raysgd.Trainer) -> None:
-    with pytest.raises(SerializationError, match="the value the function returned"):
+    with pytest.raises(SerializationError, match="the function's return value cannot be sent"):
         started.execute(lambda learner: threading.Lock())
     lock = threading.Lock()
     with pytest.raises(SerializationError, match="the function"):
@@ -186,3 +186,60 @@ def test_what_is_no_class_or_function(trainer: raysgd.Trainer, tmp_path: Path) -
         trainer.start(Learner(0) if False else "Learner")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="got no function"):
         trainer.execute("train")  # type: ignore[arg-type]
+
+
+async def coroutine(learner: Any = None) -> None: ...
+
+
+def generator(learner: Any = None) -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda a, b: 1, r"execute\(\) got .*<lambda>\(a, b\), which gets one argument, the worker's instance .*'b'"),
+        (lambda: 1, "which gets one argument"),
+        (coroutine, "coroutine, which is async; give a plain function"),
+        (generator, "generator, which is a generator"),
+        (lambda learner: coroutine(), "the function is async: it returned a coroutine"),
+        (lambda learner: generator(), "the function returned a generator"),
+    ],
+)
+def test_what_cannot_be_executed(started: raysgd.Trainer, function: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        started.execute(function)
+    with pytest.raises(ConfigError, match=says.replace("execute", "execute_single")):
+        started.execute_single(function)
+
+
+def test_a_function_that_wants_an_instance_where_there_is_none(trainer: raysgd.Trainer) -> None:
+    trainer.start()
+    with pytest.raises(ConfigError, match=r"which gets no argument: start\(\) was given no class"):
+        trainer.execute(lambda learner: learner)
+
+
+@pytest.mark.parametrize("has_class", [True, False])
+def test_an_error_says_where_it_was_raised(trainer: raysgd.Trainer, has_class: bool) -> None:
+    def fail(*instance: Any) -> None:
+        if not has_class or raysgd.world_rank() == 1:
+            raise LookupError("no data")
+
+    trainer.start(*([Learner, 10] if has_class else []))  # type: ignore[arg-type]
+    with pytest.raises(LookupError, match=r"^'?no data'?$") as caught:
+        trainer.execute(fail)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerTraceback)
+    assert cause.rank == 1 if has_class else cause.rank in (0, 1)
+    assert cause.node.startswith(f"{os.uname().nodename} (")
+    assert "in fail" in cause.traceback and "instances.py" not in cause.traceback
+    trainer.start()
+
+
+def test_an_error_in_the_constructor_says_where_it_was_raised(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(LookupError) as caught:
+        trainer.start(FailsOnRank1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerTraceback) and cause.rank == 1
+    assert "in __init__" in cause.traceback
+    trainer.start()

@@ -198,9 +198,27 @@ class TestExceptionsOfTheUser:
         def train_func() -> dict[str, Any]:
             return {"model": {"lock": threading.Lock()}}
 
-        with pytest.raises(SerializationError, match="the value train_func returned") as caught:
+        with pytest.raises(SerializationError, match="train_func's return value") as caught:
             trainer.run(train_func, callbacks=quiet())
-        assert caught.value.path == "the value train_func returned['model']['lock']"
+        assert caught.value.path == "train_func's return value ['model']['lock']"
+
+    def test_a_value_of_one_rank_that_does_not_pickle(self, trainer: raysgd.Trainer) -> None:
+        with pytest.raises(SerializationError, match="train_func's return value on rank 1 cannot be sent"):
+            trainer.run(lambda: threading.Lock() if raysgd.world_rank() == 1 else 0, callbacks=quiet(), returns="all")
+
+    @pytest.mark.parametrize(
+        ("train_func", "says"),
+        [
+            (lambda: coroutine(None), "train_func is async: it returned a coroutine"),
+            (lambda: coroutine(None) if raysgd.world_rank() == 1 else linger(), "train_func is async"),
+            (lambda: generator(None), "train_func returned a generator"),
+        ],
+    )
+    def test_a_function_that_hides_that_it_is_async(
+        self, trainer: raysgd.Trainer, train_func: Callable[..., Any], says: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=says):
+            trainer.run(train_func, callbacks=quiet())
 
     def test_results_before_the_error_are_iterated_and_then_it_is_raised(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
