@@ -1,0 +1,52 @@
+"""The benchmarks run, in small: one measure and the scaling, of raysgd. What they find out is not looked at.
+
+Ray Train takes a minute even so, and is left out: the measure is one that has torchrun to compare with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.project import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _no_empty_work_folder() -> Iterator[None]:
+    yield
+    with contextlib.suppress(OSError):  # somebody's work is in there
+        os.removedirs(ROOT / "build" / "benchmarks")
+
+
+def run(script: str, *arguments: str, output: Path) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *arguments, "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    document: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    return document
+
+
+@pytest.mark.timeout(220)
+def test_a_measure_and_then_the_scaling(tmp_path: Path) -> None:
+    measured = run("vs_ray_train.py", "--only", "ddp", output=tmp_path)
+    assert measured["rows"]
+    for row in measured["rows"]:
+        assert row["cells"].keys() == {"torchrun", "raysgd"}
+        assert all(cell["value"] > 0 for cell in row["cells"].values()), row
+
+    document = run("scale.py", output=tmp_path)
+    assert document["rows"] == measured["rows"], "the one took away what the other had found"
+    points = [*document["scale"]["simulated"], document["scale"]["real"]]
+    assert [point["workers"] for point in points] == [1, 8, 4]
+    assert all(point["reports_per_s"] > 0 for point in points), points
+    assert (tmp_path / "index.md").exists()
