@@ -281,7 +281,7 @@ class RunMachine:
         return Outcome(
             "error",
             error_type="WorkerDiedError",
-            message=f"{decision.why} {self._last_checkpoint()}",
+            message=f"{decision.why}. {self._last_checkpoint()}",
             ranks=self._history[-1].ranks,
             failures=len(self._history),
         )

@@ -26,10 +26,11 @@ from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
 from raysgd.workers.cluster import check_feasible, cluster_nodes
+from raysgd.workers.deaths import death_reason, first_line
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.ranks import assign_ranks, visible_gpus
-from raysgd.workers.streams import WorkerDied, WorkerStreams, first_line
+from raysgd.workers.streams import WorkerDied, WorkerStreams
 
 NAMESPACE = "raysgd"
 #: Seconds after a death in which another one counts as the same failure.
@@ -213,7 +214,7 @@ class WorkerGroup:
         except RayActorError as error:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
             ranks = self._drop_dead(answers)
-            raise WorkerDiedError(f"a worker died while it was starting: {first_line(error)}", ranks=ranks) from error
+            raise WorkerDiedError(f"a worker died while it was starting: {death_reason(error)}", ranks=ranks) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
@@ -330,7 +331,9 @@ class WorkerGroup:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
             ranks = self._drop_dead(answers)
             who = ", ".join(map(str, ranks))
-            raise WorkerDiedError(f"the worker process of rank {who} died: {first_line(error)}", ranks=ranks) from None
+            raise WorkerDiedError(
+                f"the worker process of rank {who} died: {death_reason(error)}", ranks=ranks
+            ) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError
-
 from raysgd.session.events import WorkerEvent
 from raysgd.transport import Endpoint
+from raysgd.workers.deaths import DEATHS, death_reason
 from raysgd.workers.orders import AttemptOrder, Blob
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Inbox, Inboxes, Place
 
@@ -74,14 +73,8 @@ async def _pump(stream: Any, inbox: Inbox) -> None:
                 inbox.put(item)
             is_value = item == VALUE_FOLLOWS
         inbox.put_other(None)
-    except RayActorError as error:
+    except DEATHS as error:
         await inbox.wait_drained(_DRAIN_S)
-        inbox.put_other(WorkerDied(first_line(error)))
+        inbox.put_other(WorkerDied(death_reason(error)))
     except Exception as error:
         inbox.put_other(error)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of Ray's says before its explanations."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

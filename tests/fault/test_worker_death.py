@@ -260,9 +260,10 @@ def test_no_failure_allowed(ray_cluster: Any, tmp_path: Path) -> None:
         os._exit(1)
 
     with make_trainer(tmp_path / "runs", 1, failure=raysgd.FailureConfig(max_failures=0)) as trainer:
-        with pytest.raises(WorkerDiedError, match=r"max_failures=0\) allows none.*It has no checkpoint"):
+        with pytest.raises(WorkerDiedError, match=r"max_failures=0\) allows none\)\. It has no checkpoint") as caught:
             trainer.run(train_func, callbacks=quiet())
         assert counted(tmp_path, "attempt") == 1
+        assert "died: SYSTEM_ERROR, " in str(caught.value) and "SIGKILL" in str(caught.value)
 
 
 def test_an_error_of_the_user_is_not_retried(trainer: raysgd.Trainer, tmp_path: Path) -> None:
