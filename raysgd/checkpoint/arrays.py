@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from raysgd._util.wording import with_article
 from raysgd.checkpoint.leaves import ByteArray, Leaf
 from raysgd.errors import CheckpointError
 
@@ -57,7 +58,9 @@ def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
 
 def _encode_array(encoder: Any, array: Any) -> Json:
     if type(array) not in (np.ndarray, np.memmap):
-        return encoder.unsafe(array, f"is a {type(array).__name__}, not a plain array: save np.asarray(...) of it")
+        return encoder.unsafe(
+            array, f"is {with_article(type(array).__name__)}, not a plain array: save np.asarray(...) of it"
+        )
     name, stored = array.dtype.name, _stored_dtype(array.dtype)
     if stored is not None:
         leaf = _leaf(encoder, array, stored, array.shape)
@@ -132,7 +135,9 @@ def _encode_dtype(encoder: Any, value: Any) -> Json:
 
 def _encode_bit_generator(encoder: Any, value: Any) -> Json:
     if type(value) not in _BIT_GENERATORS:
-        return encoder.unsafe(value, f"is a {type(value).__name__}, which only pickle can hold: save its .state")
+        return encoder.unsafe(
+            value, f"is {with_article(type(value).__name__)}, which only pickle can hold: save its .state"
+        )
     seed = getattr(value, "seed_seq", None)
     seed_state = seed.state if type(seed) is np.random.SeedSequence else None  # for spawn(), which goes on from it
     return ["np.bits", type(value).__name__, encoder.encode(value.state), encoder.encode(seed_state)]
@@ -166,7 +171,9 @@ def _checked_positions(state: dict[str, Any]) -> dict[str, Any]:
 def _encode_random_state(encoder: Any, value: Any) -> Json:
     state = value.get_state(legacy=False)
     if type(value) is not np.random.RandomState or state["bit_generator"] != "MT19937":
-        return encoder.unsafe(value, f"is a {type(value).__name__}, which only pickle can hold: save its get_state()")
+        return encoder.unsafe(
+            value, f"is {with_article(type(value).__name__)}, which only pickle can hold: save its get_state()"
+        )
     return ["np.random_state", encoder.encode(state)]
 
 

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raysgd._util.wording import with_article
 from raysgd.checkpoint.leaves import Leaf
 from raysgd.errors import CheckpointError
 
@@ -109,7 +110,7 @@ def _encode_key(encoder: Encoder, key: Any) -> Json:
     node = encoder.encode(key)
     if is_shared(node) or (type(node) is list and node[0] == "same"):
         raise CheckpointError(
-            f"{encoder.where()} has a {type(key).__name__} as key; use strings, numbers or tuples of them"
+            f"{encoder.where()} has {with_article(type(key).__name__)} as key; use strings, numbers or tuples of them"
         )
     return node
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from raysgd._util.wording import with_article
 from raysgd.errors import ConfigError
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 def check_count(name: str, value: Any, *, minimum: int) -> int:
     """An int of at least ``minimum``; bools and floats are refused, since ``True`` and ``2.0`` are slips."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}.")
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give an int >= {minimum}.")
     if value < minimum:
         raise ConfigError(f"{name}={value} is too small; give an int >= {minimum}.")
     return value
@@ -27,7 +28,7 @@ def check_count(name: str, value: Any, *, minimum: int) -> int:
 def check_amount(name: str, value: Any, *, positive: bool = False) -> float:
     """A finite number that is not negative (with ``positive``: above zero)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a number.")
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a number.")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ConfigError(f"{name}={value!r} is out of range; give a finite number {'> 0' if positive else '>= 0'}.")
     return value

@@ -11,6 +11,12 @@ from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+#: What looks like a resource of Ray's and is a field here.
+_FIELDS = {
+    name: f"{kind}s_per_worker"
+    for kind in ("cpu", "gpu")
+    for name in (kind, f"{kind}s", f"num_{kind}s", f"{kind}_per_worker", f"{kind}s_per_worker")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +91,11 @@ def _checked_resources(resources: Any) -> dict[str, float]:
     if not isinstance(resources, Mapping):
         raise ConfigError(f"resources_per_worker={resources!r} is no dict; give {{'name': amount}}.")
     for name, amount in resources.items():
-        if name in ("CPU", "GPU"):
-            flat = f"{name.lower()}s_per_worker"
-            raise ConfigError(f"resources_per_worker has {name!r}={amount!r}; say that by {flat}={amount!r} alone.")
         if not isinstance(name, str):
             raise ConfigError(f"resources_per_worker has the name {name!r}; names are strings.")
+        if flat := _FIELDS.get(name.lower().replace("-", "_")):
+            raise ConfigError(f"resources_per_worker has {name!r}={amount!r}; did you mean {flat}={amount!r}?")
+        if name in ("memory", "object_store_memory"):
+            raise ConfigError(f"resources_per_worker has {name!r}, which Ray keeps for itself; leave it out.")
         check_amount(f"resources_per_worker[{name!r}]", amount)
     return dict(resources)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from raysgd._util.wording import with_article
 from raysgd.data.blocks import arrow_blocks, blocks_of_arrays, blocks_of_rows, table_of_frame
 from raysgd.data.plan import LONE, DatasetPlan, Source
 from raysgd.errors import ConfigError, SerializationError
@@ -107,7 +108,7 @@ class _Resolver:
             return self._store("items", [(given, len(given))])
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SerializationError(
-                f"dataset {name!r}, a {type(given).__name__}, cannot be sent to the workers: {error}. A map-style "
+                f"dataset {name!r}, {with_article(type(given).__name__)}, cannot be sent to the workers: {error}. A map-style "
                 "dataset travels pickled: open files and connections in its __getitem__, at first use.",
                 path=f"dataset[{name!r}]",
             ) from error
@@ -148,8 +149,9 @@ def _is_columns(given: Mapping[Any, Any]) -> bool:
     arrays = [key for key, value in given.items() if _is_array(value)]
     if arrays and len(arrays) < len(given):
         other = next(key for key in given if key not in arrays)
+        kind = with_article(type(given[other]).__name__)
         raise ConfigError(
-            f"dataset has an array under {arrays[0]!r} and a {type(given[other]).__name__} under {other!r}; give arrays only, "
+            f"dataset has an array under {arrays[0]!r} and {kind} under {other!r}; give arrays only, "
             "the columns of one dataset, or datasets only, by name."
         )
     return bool(arrays)

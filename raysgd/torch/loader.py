@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from raysgd._util.wording import with_article
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
@@ -56,7 +57,7 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     if not isinstance(loader, DataLoader):
-        raise ConfigError(f"prepare_data_loader takes a torch DataLoader, not a {type(loader).__name__}.")
+        raise ConfigError(f"prepare_data_loader takes a torch DataLoader, not {with_article(type(loader).__name__)}.")
     target = device() if move_to_device else None
     return PreparedLoader(_for_this_rank(loader, add_sampler, global_batch_size), target)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from raysgd._util.wording import with_article
 from raysgd.errors import ConfigError
 from raysgd.torch.transfer import to_device
 
@@ -28,7 +29,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
         ConfigError: It is no optimizer.
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-        raise ConfigError(f"prepare_optimizer takes a torch optimizer, not a {type(optimizer).__name__}.")
+        raise ConfigError(f"prepare_optimizer takes a torch optimizer, not {with_article(type(optimizer).__name__)}.")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:

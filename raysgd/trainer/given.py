@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from raysgd._util.wording import with_article
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller.shelf import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
@@ -94,10 +95,10 @@ def check_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, Mapping):
-        raise ConfigError(f"config={config!r} is a {type(config).__name__}; give a dict.")
+        raise ConfigError(f"config={config!r} is {with_article(type(config).__name__)}; give a dict.")
     for key in config:
         if not isinstance(key, str):
-            raise ConfigError(f"config has the key {key!r}, a {type(key).__name__}; give strings.")
+            raise ConfigError(f"config has the key {key!r}, {with_article(type(key).__name__)}; give strings.")
     return dict(config)
 
 
@@ -113,12 +114,18 @@ def resolve_start(checkpoint: Any) -> tuple[Start, Any]:
     Raises:
         CheckpointNotFoundError: There is none at the path.
         CheckpointCorruptError: Its manifest is not valid.
+        ConfigError: It is none of these.
     """
     if checkpoint is None:
         return Start(), None
     if isinstance(checkpoint, (str, os.PathLike)):
         checkpoint = Checkpoint.from_path(checkpoint)
     if not isinstance(checkpoint, Checkpoint):
+        if not isinstance(checkpoint, Mapping):
+            raise ConfigError(
+                f"run(checkpoint=...) got {with_article(type(checkpoint).__name__)}; "
+                "give a Checkpoint, a path, or a state (a dict)."
+            )
         return Start(), checkpoint
     if checkpoint.path is None:
         raise CheckpointError("run(checkpoint=...) got a Checkpoint that lives in memory only and has no path.")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import ray
 
 from raysgd._util.console import tell
+from raysgd._util.wording import with_article
 from raysgd.backends.base import BackendConfig
 from raysgd.backends.registry import resolve_backend
 from raysgd.callbacks.base import Callback
@@ -291,7 +292,8 @@ class Trainer:
     def _check_free(self, *, class_api: bool = False) -> None:
         self._check_open()
         if self._stream is not None and self._stream.is_live:
-            raise TrainerBusyError(f"{self._stream!r} is live; wait for it with get_returns(), or cancel() it.")
+            folder = (self._stream.run_dir or "").partition("?")[0].rstrip("/").rpartition("/")[2]
+            raise TrainerBusyError(f"{folder or 'a run'} is running; wait for it with get_returns(), or cancel() it.")
         if self._class_name is not None and not class_api:
             raise TrainerBusyError(f"instances of {self._class_name} are live; start() without a class drops them.")
 
@@ -353,5 +355,5 @@ def _instance(name: str, value: Any, kind: type) -> Any:
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a {kind.__name__}(...).")
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a {kind.__name__}(...).")
     return value

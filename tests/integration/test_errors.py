@@ -331,7 +331,7 @@ def test_what_is_no_train_func(trainer: raysgd.Trainer, train_func: Any, says: s
     ("given", "says"),
     [
         ({"config": [("lr", 1)]}, r"config=\[\('lr', 1\)\] is a list; give a dict"),
-        ({"config": {1: 2}}, "config has the key 1, a int; give strings"),
+        ({"config": {1: 2}}, "config has the key 1, an int; give strings"),
         ({"returns": "last"}, "returns='last' is not known"),
         ({"reduce": {"loss": "median"}}, r"reduce\['loss'\]='median' is not known"),
         ({"callbacks": raysgd.Callback()}, r"give callbacks=\[...\]"),
@@ -444,8 +444,11 @@ class TestMisuseInTheWorker:
 def test_a_second_run_while_one_is_live(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
     for second in (trainer.run, trainer.run_generator, trainer.start):
-        with pytest.raises(TrainerBusyError, match=r"is live; wait for it with get_returns\(\), or cancel\(\) it"):
+        with pytest.raises(TrainerBusyError, match=r"is running; wait for it with get_returns\(\), or cancel\(\) it"):
             second(None if second == trainer.start else os.getpid)  # type: ignore[operator]
+    assert until(lambda: stream.run_dir, PATIENCE_S)
+    with pytest.raises(TrainerBusyError, match=rf"^{Path(str(stream.run_dir)).name} is running;"):
+        trainer.run(os.getpid)
     (tmp_path / "go").write_text("")
     assert stream.get_returns() == "went"
 

@@ -218,7 +218,7 @@ def test_a_config_is_a_dict_of_our_own(config: Any) -> None:
         ([("lr", 0.1)], "is a list; give a dict"),
         ("lr=0.1", "is a str; give a dict"),
         (0.1, "is a float; give a dict"),
-        ({1: 2}, "has the key 1, a int; give strings"),
+        ({1: 2}, "has the key 1, an int; give strings"),
         ({("a", "b"): 2}, "a tuple; give strings"),
         ({None: 2}, "a NoneType; give strings"),
     ],
@@ -263,6 +263,16 @@ def test_a_checkpoint_is_gone_on_from_in_a_run_that_counts_its_own(kind: Callabl
 def test_a_state_is_what_the_first_attempt_loads() -> None:
     state = {"epoch": 3}
     assert resolve_start(state) == (Start(), state)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(3, "an int"), (0.5, "a float"), ([1], "a list"), (True, "a bool"), (b"x", "a bytes")]
+)
+def test_what_is_neither_a_checkpoint_nor_a_path_nor_a_state_is_refused(given: Any, kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"run\(checkpoint=\.\.\.\) got {kind}; give a Checkpoint, a path, or a state"
+    ):
+        resolve_start(given)
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
