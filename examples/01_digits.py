@@ -2,7 +2,8 @@
 
     python examples/01_digits.py [--workers 2] [--epochs 12]
 
-Each epoch's loss and accuracy appear in a live table while training goes on; a checkpoint is kept per epoch.
+Each epoch's loss and accuracy appear in a live table while training goes on; a checkpoint is saved per epoch; the three best
+and the newest are kept.
 """
 
 # test: tests/docs/test_digits.py
