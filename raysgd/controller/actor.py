@@ -219,10 +219,15 @@ class TrainerActor:
 
     def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
         if self._host is None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
             from raysgd.controller.host import CallbackHost  # with the callbacks: not in the way of a cold start
 
-            name = f"{self._settings.name}-callbacks"
-            actor = ray.remote(CallbackHost).options(name=name, namespace=NAMESPACE, num_cpus=0)
+            # Here: its files go to the same disk.
+            strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            actor = ray.remote(CallbackHost).options(
+                name=f"{self._settings.name}-callbacks", namespace=NAMESPACE, num_cpus=0, scheduling_strategy=strategy
+            )
             self._host = actor.remote(self._me)
         done = self._host.follow.remote(
             request.run_id, info, request.host_callbacks, dict(request.reduce), self._group.streams.endpoint

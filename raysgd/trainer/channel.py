@@ -28,7 +28,9 @@ class Channel:
 
         self._name = settings.name
         self._is_gone = False
-        here = ray.get_runtime_context().get_node_id()  # on the driver's node: its disk holds a local storage_path
+        # On the driver's node: its disk holds a local storage_path. An actor without CPUs is placed by chance if it is not
+        # bound to a node; and were that node gone, so would be the driver.
+        here = ray.get_runtime_context().get_node_id()
         self._actor: Any = (
             ray.remote(TrainerActor)
             .options(
@@ -36,7 +38,7 @@ class Channel:
                 namespace=NAMESPACE,
                 num_cpus=0,
                 max_concurrency=1000,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=True),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
             )
             .remote(settings)
         )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -20,7 +21,7 @@ from ray.cluster_utils import Cluster
 import raysgd
 from raysgd.errors import ConfigError
 from support.poll import until
-from support.runs import make_trainer, quiet, travels_by_value
+from support.runs import latest_run, make_trainer, quiet, travels_by_value
 
 CAN_HIDE = (
     shutil.which("unshare") is not None
@@ -45,7 +46,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def two_nodes(_no_process_is_left: None, hidden: Path) -> Iterator[None]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"disk": 2}})
     start = str(Path(sys.executable).parent / "ray")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     node = subprocess.Popen(
@@ -79,3 +80,25 @@ def test_a_folder_on_one_nodes_disk_is_refused(hidden: Path) -> None:
 def test_a_folder_both_see_is_taken(tmp_path: Path) -> None:
     with make_trainer(tmp_path, 2, placement_strategy="STRICT_SPREAD") as trainer:
         assert trainer.run(rank, callbacks=quiet(), returns="all") == [0, 1]
+
+
+class Log(raysgd.Callback):
+    runs_in = "controller"
+
+    def on_run_start(self, info: raysgd.RunInfo) -> None:
+        Path(info.run_dir, "from-the-callbacks").touch()
+
+
+def save() -> None:
+    raysgd.report(step=0)
+    raysgd.save_checkpoint({"step": 0})
+
+
+@pytest.mark.parametrize("again", range(3))  # Ray places by chance what has a free choice
+def test_with_workers_on_the_drivers_node_all_files_are_on_its_disk(hidden: Path, again: int) -> None:
+    settings: dict[str, Any] = {"cpus_per_worker": 0.5, "resources_per_worker": {"disk": 1}}
+    with make_trainer(hidden / f"runs-{again}", 2, **settings) as trainer:
+        trainer.run(save, callbacks=[*quiet(), Log()])
+        run = latest_run(trainer)
+        assert run.outcome == "done" and len(run.metrics) == len(run.checkpoints) == 1
+        assert Path(str(trainer.run_dir), "from-the-callbacks").exists()
