@@ -1,0 +1,77 @@
+"""A node is lost with the worker on it, and there is room on another one: training goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import raysgd
+from support.cluster import ClusterState
+from support.poll import until
+from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
+    """A head without CPUs, and three nodes with room for one worker each."""
+    # Ray counts a silent node as lost after three seconds instead of twenty.
+    health = {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": 1000,
+        "health_check_failure_threshold": 3,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": health})
+    for _ in range(3):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, namespace="tests")
+    yield cluster
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
+    cluster.shutdown()
+    assert not left, "; ".join(left)
+
+
+def until_a_node_is_lost() -> dict[str, Any]:
+    """Without end, and for three steps where it goes on from a checkpoint."""
+    state = raysgd.load_checkpoint()
+    node = ray.get_runtime_context().get_node_id()
+    start = 0 if state is None else state["step"] + 1
+    for step in itertools.count(start) if state is None else range(start, start + 3):
+        raysgd.report(step=step, node=node)
+        raysgd.save_checkpoint({"step": step})
+        time.sleep(0.05)
+    return {"start": start, "node": node}
+
+
+def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, checkpoint=raysgd.CheckpointConfig(num_to_keep=2)) as trainer:
+        stream = trainer.run_generator(until_a_node_is_lost, callbacks=quiet(), returns="all")
+        nodes = [metrics["node"] for metrics in next(stream).workers]
+        # Ray chooses which node of this machine the driver belongs to, and the controller with it.
+        rank = int(nodes[0] == ray.get_runtime_context().get_node_id())
+        lost, kept = nodes[rank], nodes[1 - rank]
+        assert kept != lost
+        run_dir = Path(str(stream.run_dir))
+        assert until(lambda: list(run_dir.glob("checkpoints/*/manifest.json")), PATIENCE_S)
+        (node,) = [node for node in cluster.worker_nodes if node.node_id == lost]
+        cluster.remove_node(node, allow_graceful=False)
+        returned = stream.get_returns()
+        failures = events_of(trainer, "failure")
+        steps = list(latest_run(trainer).metrics["step"])
+    # The second is the replacement's: until Ray knows that the node is gone, it is placed there too.
+    assert failures[0]["ranks"] == [rank]
+    assert [failure["action"] for failure in failures] in (["retry 1"], ["retry 1", "retry 2"])
+    assert returned[0]["start"] == returned[1]["start"] > 0
+    assert returned[1 - rank]["node"] == kept
+    assert returned[rank]["node"] not in (kept, lost)
+    assert steps == list(range(returned[0]["start"] + 3))
