@@ -109,7 +109,7 @@ def test_big_tables_travel_in_blocks() -> None:
 
 
 def test_nothing_is_a_plan_without_datasets() -> None:
-    with pytest.raises(ConfigError, match=r"no dataset was given to this run; give one: run\("):
+    with pytest.raises(ConfigError, match=r"no dataset was given; give one: run\("):
         DataContext(resolve_datasets(None, id), 0, 1, None, fetch=id).get("train")
 
 
