@@ -38,6 +38,7 @@ def train_func(config: dict[str, Any]) -> str:
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()
         raysgd.report(step=step, loss=loss)
+    raysgd.barrier()  # all have made all reports
     if config["fails"]:
         raise ValueError("loss is nan")
     return "done"
