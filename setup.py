@@ -39,6 +39,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6.120",
         "safetensors>=0.4.5",
+        "ml_dtypes>=0.5",
         "tensorboard>=2.18",
         # examples, notebooks and benchmarks
         "scikit-learn>=1.5",

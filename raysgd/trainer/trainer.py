@@ -143,19 +143,23 @@ class Trainer:
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
             TrainerBusyError: Another run is live.
         """
-        stream = self.run_generator(
-            train_func,
-            config,
-            dataset=dataset,
-            callbacks=callbacks,
-            checkpoint=checkpoint,
-            reduce=reduce,
-            returns=returns,
-        )
+        stream = None
         try:
+            stream = self.run_generator(
+                train_func,
+                config,
+                dataset=dataset,
+                callbacks=callbacks,
+                checkpoint=checkpoint,
+                reduce=reduce,
+                returns=returns,
+            )
             return stream.get_returns()
         except KeyboardInterrupt:
-            self._interrupted(stream)
+            if stream is None:  # nothing has begun that could end in peace
+                self._release(patience_s=0)
+            else:
+                self._interrupted(stream)
             raise
 
     def run_generator(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -99,10 +98,10 @@ def test_what_workers_listen_on_too(trainer: raysgd.Trainer, tmp_path: Path) -> 
 
 
 def listens_on() -> list[str]:
-    if "torch" in sys.modules:
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
+    if dist.is_initialized():
         dist.all_reduce(torch.ones(()))
     raysgd.barrier()
     return [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
