@@ -100,7 +100,7 @@ def _scale(scale: Mapping[str, Any]) -> str:
         text += f"{scale['verdict']}\n\n![How the controller's cost grows](scale.svg)\n\n" if "verdict" in scale else ""
     if real := scale.get("real"):
         text += (
-            "Simulated workers hide what Ray's streams cost, so here are real ones: actors without a CPU, streaming to a "
+            "Simulated workers hide what connections cost, so here are real ones: actors without a CPU, streaming to a "
             "real TrainerActor, read by the driver.\n\n"
         )
         head = (

@@ -51,6 +51,7 @@ class TrainerActor:
         frame_server = FrameServer(self.stream)
         self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
         self._opening: asyncio.Future[Endpoint | None] | None = None
+        self._no_listener = ""
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
@@ -65,6 +66,8 @@ class TrainerActor:
                 return
             announced.set_result(run)
             self._group.streams.endpoint = await self.endpoint()
+            if self._no_listener:
+                run.warn(self._no_listener)
             if request.host_callbacks is not None:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
@@ -170,7 +173,8 @@ class TrainerActor:
             return None
         try:
             return await self._listener.open(ray.util.get_node_ip_address())
-        except OSError:
+        except OSError as error:
+            self._no_listener = f"the controller cannot listen on its node's address ({error}); all goes through Ray"
             return None
 
     async def _make_instance(self, slot: int, blob: Blob, rendezvous: str) -> None:

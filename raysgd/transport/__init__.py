@@ -1,4 +1,4 @@
-"""Plain TCP between raysgd's own processes, for what is too frequent for Ray: 0.05 ms a message instead of 1 to 2 ms.
+"""Plain TCP between raysgd's own processes, for what is too frequent for Ray (doc/design/0008 has the figures).
 
 It carries copies of what Ray could carry as well: where a connection cannot be made or breaks, both ends go on through
 Ray's streams with the same sequence numbers, so nothing is lost and nothing comes twice. Whoever connects must show a

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import raysgd
-from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
+from support.runs import PATIENCE_S, events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
@@ -30,15 +30,6 @@ NUM_EPOCHS = 3
 def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
     with make_trainer(tmp_path_factory.mktemp("runs"), failure=raysgd.FailureConfig(max_failures=2), seed=5) as trainer:
         yield trainer
-
-
-def once(folder: str, what: str) -> bool:
-    """True for the first who asks, in whatever process."""
-    try:
-        Path(folder, what).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def trained(config: dict[str, Any]) -> dict[str, Any]:

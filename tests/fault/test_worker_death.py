@@ -29,6 +29,7 @@ from support.runs import (
     is_alive,
     latest_run,
     make_trainer,
+    once,
     pids,
     quiet,
     travels_by_value,
@@ -43,15 +44,6 @@ def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     failure = raysgd.FailureConfig(max_failures=2)
     with make_trainer(tmp_path_factory.mktemp("runs"), failure=failure) as trainer:
         yield trainer
-
-
-def once(folder: str, what: str) -> bool:
-    """True for the first who asks, in whatever process."""
-    try:
-        Path(folder, what).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def count(folder: str, what: str) -> None:

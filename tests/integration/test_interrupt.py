@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +82,21 @@ class Driver:
 
     def __init__(self, folder: Path, how: str) -> None:
         self.folder = folder
+        self.errors = folder / "stderr.txt"
         (folder / "driver.py").write_text(SCRIPT)
-        self.process = subprocess.Popen(
-            [sys.executable, "driver.py", str(folder), how],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with open(self.errors, "w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "driver.py", str(folder), how],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         is_there = self.has_a_controller if how == "cold" else lambda: len(self.workers()) == 2
         assert until(lambda: is_there() or self.process.poll() is not None, PATIENCE_S)
         if self.process.poll() is not None:
-            raise AssertionError(self.process.communicate())
+            raise AssertionError(self.process.communicate()[0] + self.errors.read_text())
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> list[int]:
@@ -111,10 +112,10 @@ class Driver:
 
     def ends(self) -> tuple[str, str]:
         """What it wrote, once it has ended and nothing of it is left."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
         _, alive = psutil.wait_procs(self.family, timeout=30)
         assert not alive, [process.cmdline() for process in alive]
-        return out, err
+        return out, self.errors.read_text()
 
     def kill(self) -> None:
         for process in [*self.family, psutil.Process(self.process.pid)]:
@@ -176,8 +177,8 @@ def test_while_the_workers_are_started(start: Any, tmp_path: Path) -> None:
 def test_twice_ends_at_once(start: Any, tmp_path: Path, how: str) -> None:
     driver = start(how)
     driver.interrupt()
-    time.sleep(1)
-    assert driver.process.poll() is None, "it waits for the workers, which take their time"
+    assert until(lambda: "Ctrl-C again to kill" in driver.errors.read_text(), PATIENCE_S)
+    assert driver.process.poll() is None and not (tmp_path / "raised").exists(), "it waits for the workers"
     driver.interrupt()
     assert until((tmp_path / "raised").exists, 20), "it went on waiting for the workers, which take 30 s"
     driver.ends()

@@ -74,3 +74,12 @@ def events_of(trainer: raysgd.Trainer, kind: str) -> list[dict[str, Any]]:
     """The data of the latest run's events of a kind, in order."""
     events = latest_run(trainer).events
     return list(events[events["kind"] == kind]["data"])
+
+
+def once(folder: str, what: str) -> bool:
+    """True for the first who asks, in whatever process."""
+    try:
+        Path(folder, what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
