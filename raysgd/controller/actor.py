@@ -66,8 +66,8 @@ class TrainerActor:
                 return
             announced.set_result(run)
             self._group.streams.endpoint = await self.endpoint()
-            if self._no_listener:
-                run.warn(self._no_listener)
+            if self._no_listener:  # told when the run has begun
+                asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
             if request.host_callbacks is not None:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()

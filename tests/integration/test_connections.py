@@ -173,3 +173,28 @@ def test_beside_an_encrypted_ray_a_worker_dies(encrypted: raysgd.Trainer) -> Non
     assert list(latest_run(encrypted).metrics["step"]) == list(range(2000))
     (failure,) = events_of(encrypted, "failure")
     assert failure["ranks"] == [1]
+
+
+class CannotListen(raysgd.FailureConfig):
+    """Leaves the process of the TrainerActor no address to listen on, when it opens its settings."""
+
+    def __reduce__(self) -> Any:
+        return _open_settings_without_an_address, ()
+
+
+def _open_settings_without_an_address() -> raysgd.FailureConfig:
+    from raysgd.transport import Listener
+
+    async def refuse(*_: Any) -> Any:
+        raise OSError("no such address")
+
+    Listener.open = refuse  # type: ignore[method-assign]
+    return raysgd.FailureConfig()
+
+
+def test_a_controller_that_cannot_listen_says_so_and_goes_on(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, failure=CannotListen()) as trainer:
+        stream = trainer.run_generator(steps, {"steps": 100}, callbacks=quiet())
+        assert [result["step"] for result in stream] == list(range(100))
+        (warning,) = events_of(trainer, "warning")
+        assert "cannot listen on its node's address (no such address)" in warning["message"]
