@@ -16,33 +16,35 @@ import ray
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller import downlink
 from raysgd.controller.downlink import FrameServer
-from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.requests import RunRequest
 from raysgd.controller.run import Run
+from raysgd.controller.settings_store import take_settings
 from raysgd.errors import UsageError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import uplink
-from raysgd.workers.cluster import uses_tls
-from raysgd.workers.group import NAMESPACE, WorkerGroup
+from raysgd.workers.cluster import NAMESPACE, uses_tls
+from raysgd.workers.group import WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
 
 
 class TrainerActor:
     """Runs one run at a time, for any number of readers."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        self._settings = settings
-        self._me = ray.get_runtime_context().current_actor
+    def __init__(self) -> None:
+        here = ray.get_runtime_context()
+        self._settings = settings = take_settings(here.get_actor_name() or "")
+        self._me = here.current_actor
         self._group = WorkerGroup(
             settings.name,
             settings.scaling,
             settings.backend,
-            controller=self._me,
             runtime_env=settings.runtime_env,
             start_timeout_s=settings.failure.start_timeout_s,
             shares_gpus=settings.shares_gpus,
         )
+        self._group.begin()
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()

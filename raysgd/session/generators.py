@@ -36,7 +36,7 @@ def capture_generators() -> GeneratorStates:
         states["numpy"] = [name, _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
     if torch := sys.modules.get("torch"):
         states["torch"] = _encode(torch.get_rng_state().numpy().tobytes())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             states["torch_cuda"] = _encode(torch.cuda.get_rng_state().numpy().tobytes())
     return states
 

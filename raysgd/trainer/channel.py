@@ -14,8 +14,9 @@ from raysgd.controller.downlink import read_frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.settings_store import put_settings
 from raysgd.errors import RaySGDError, WorkerError
-from raysgd.workers.group import NAMESPACE
+from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.pickling import loads
 from raysgd.workers.returned import CallFailed
 
@@ -31,6 +32,7 @@ class Channel:
         # On the driver's node: its disk holds a local storage_path. An actor without CPUs is placed by chance if it is not
         # bound to a node; and were that node gone, so would be the driver.
         here = ray.get_runtime_context().get_node_id()
+        put_settings(settings)
         self._actor: Any = (
             ray.remote(TrainerActor)
             .options(
@@ -40,7 +42,7 @@ class Channel:
                 max_concurrency=1000,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
             )
-            .remote(settings)
+            .remote()
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
@@ -22,9 +23,10 @@ from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
 from raysgd.workers.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.freshness import ModuleWatch
 from raysgd.workers.instances import Instances
-from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, RunOrder, WorkerInfo
+from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.reset import Baseline
 from raysgd.workers.starting import FromCheckpoint, FromState
@@ -35,14 +37,10 @@ NUM_THREADS = 8
 
 
 class WorkerActor:
-    """One worker process, warm from one run to the next.
+    """One worker process, warm from one run to the next."""
 
-    Args:
-        controller: Handle of the TrainerActor.
-    """
-
-    def __init__(self, controller: Any) -> None:
-        self._controller = controller
+    def __init__(self) -> None:
+        self._controller = ""
         self._baseline = Baseline()
         self._modules = ModuleWatch()
         self._backend: Any = None
@@ -66,26 +64,38 @@ class WorkerActor:
             gpu_ids=tuple(int(gpu) for gpu in gpus),
         )
 
-    def prepare(self, order: PrepareOrder) -> Readiness:
-        """Make ready for a run: a clean slate, the environment, the framework imported."""
+    def load(self, config: BackendConfig, controller: str) -> str | None:
+        """Import the framework; once, before all else. Returns what is wrong where it is not installed.
+
+        Args:
+            config: Tells which one.
+            controller: Name of the TrainerActor.
+        """
+        self._controller = controller
+        backend = config.make()
+        try:
+            backend.load()
+        except ImportError as error:
+            return str(error)
+        self._backend = backend
+        self._baseline.note_framework()
+        return None
+
+    def prepare(self, order: PrepareOrder) -> tuple[str, ...]:
+        """Make ready for a run: a clean slate, the environment.
+
+        Returns the modules of the user's that were loaded and have changed since: with any, this process must be replaced.
+        """
         self._rank = order.rank
         context.uninstall()
         self._modules.look()
         if stale := self._modules.stale():
-            return Readiness(stale_modules=stale)
+            return stale
         self._baseline.restore()
         if order.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.visible_gpus))
             os.environ["RAYSGD_DEVICE_INDEX"] = str(order.device_index)
-        if self._backend is None:
-            backend = order.backend.make()
-            try:
-                backend.load()
-            except ImportError as error:
-                return Readiness(error=str(error))
-            self._backend = backend
-            self._baseline.note_framework()
-        return Readiness()
+        return ()
 
     def open_rendezvous(self) -> str:
         """Rank 0: where the others shall meet it."""
@@ -232,20 +242,27 @@ class WorkerActor:
 class ControllerLink:
     """What a session asks of the TrainerActor; each call is answered, or fails when the attempt ends."""
 
-    def __init__(self, controller: Any, run_id: str, attempt: int, rank: int) -> None:
-        self._controller = controller
+    def __init__(self, controller: str, run_id: str, attempt: int, rank: int) -> None:
+        self._name = controller
         self._key = (run_id, attempt)
         self._rank = rank
+        self._handle: Any = None
 
     def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        answer = ray.get(self._controller.meet.remote(*self._key, self._rank, what, index, payload))
+        answer = ray.get(self._controller().meet.remote(*self._key, self._rank, what, index, payload))
         if answer is None:
             raise AttemptEnded("the attempt ended while ranks were waiting for each other")
         return bytes(answer)
 
     def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
-        uri = ray.get(self._controller.newest_checkpoint.remote(*self._key, index, num_saves))
+        uri = ray.get(self._controller().newest_checkpoint.remote(*self._key, index, num_saves))
         return None if uri is None else FromCheckpoint(uri)
+
+    def _controller(self) -> Any:
+        """With the first question: a handle makes Ray import the TrainerActor's class and all it uses."""
+        if self._handle is None:
+            self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+        return self._handle
 
 
 def _starting_point(run: RunOrder, order: AttemptOrder) -> FromCheckpoint | FromState | None:

@@ -12,6 +12,9 @@ from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
 from raysgd.workers.placement import Node, explain_infeasible
 
+#: Of the names of raysgd's actors, and of its keys in the cluster's store.
+NAMESPACE = "raysgd"
+
 _ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
 
 

@@ -21,28 +21,29 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import ScalingConfig
-from raysgd.errors import ConfigError, StartTimeoutError, WorkerDiedError, WorkerError
+from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
-from raysgd.workers.cluster import check_feasible, cluster_nodes
+from raysgd.workers.cluster import NAMESPACE, check_feasible, cluster_nodes
 from raysgd.workers.deaths import death_reason, first_line
-from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, Readiness, WorkerInfo
+from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.ranks import assign_ranks, visible_gpus
 from raysgd.workers.streams import WorkerDied, WorkerStreams
 
-NAMESPACE = "raysgd"
 #: Seconds after a death in which another one counts as the same failure.
 _DIE_TOGETHER_S = 0.2
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
-    """One process and its place. ``identity`` is set when the group is complete."""
+    """One process and its place. ``loading`` tells of the framework's import; ``identity`` is set when the group is complete."""
 
     slot: int
     handle: Any
+    loading: Any
+    is_loaded: bool = False
     info: WorkerInfo | None = None
     identity: Identity | None = None
 
@@ -52,7 +53,6 @@ class WorkerGroup:
 
     Args:
         name: Unique in the cluster; names the placement group and the actors.
-        controller: Handle of the actor this runs in.
         runtime_env: Ray runtime environment of the workers.
         start_timeout_s: Seconds for workers to be placed and up.
     """
@@ -63,7 +63,6 @@ class WorkerGroup:
         scaling: ScalingConfig,
         backend: BackendConfig,
         *,
-        controller: Any,
         runtime_env: Mapping[str, Any] | None,
         start_timeout_s: float,
         shares_gpus: bool,
@@ -71,7 +70,6 @@ class WorkerGroup:
         self._name = name
         self._scaling = scaling
         self._backend = backend
-        self._controller = controller
         self._runtime_env = dict(runtime_env or {})
         self._start_timeout_s = start_timeout_s
         self._shares_gpus = shares_gpus
@@ -95,6 +93,11 @@ class WorkerGroup:
 
     # -- getting ready ------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Ask for the workers' processes, if that can be done now; `get_ready` waits for them, and tells what is wrong."""
+        with contextlib.suppress(InfeasibleError, RayError):
+            self._fill()
+
     async def get_ready(self) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
 
@@ -112,8 +115,8 @@ class WorkerGroup:
     async def _get_ready(self) -> list[str]:
         self._fill()
         await self._locate()
-        readiness = await self._prepare()
-        stale = {slot: ready.stale_modules for slot, ready in enumerate(readiness) if ready.stale_modules}
+        await self._finish_loading()
+        stale = {slot: modules for slot, modules in enumerate(await self._prepare()) if modules}
         if not stale:
             return []
         modules = sorted({module for names in stale.values() for module in names})
@@ -121,6 +124,7 @@ class WorkerGroup:
             self.kill(slot)
         self._fill()
         await self._locate()
+        await self._finish_loading()
         await self._prepare()
         return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
 
@@ -134,7 +138,8 @@ class WorkerGroup:
             )
         for slot, worker in enumerate(self._workers):
             if worker is None:
-                self._workers[slot] = Worker(slot, self._make_actor(slot))
+                handle = self._make_actor(slot)
+                self._workers[slot] = Worker(slot, handle, handle.load.remote(self._backend, self._name))
 
     def _make_actor(self, slot: int) -> Any:
         assert self._placement is not None
@@ -153,7 +158,7 @@ class WorkerGroup:
                 max_concurrency=NUM_THREADS,
                 runtime_env=self._runtime_env or None,
             )
-            .remote(self._controller)
+            .remote()
         )
 
     async def _locate(self) -> None:
@@ -164,6 +169,17 @@ class WorkerGroup:
                 worker.info = infos.pop(0)
         if any(worker.identity is None for worker in workers):
             self._assign(workers)
+
+    async def _finish_loading(self) -> None:
+        new = [worker for worker in self._all() if not worker.is_loaded]
+        problems = await self._gather([worker.loading for worker in new])
+        bad = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
+        for worker in new:
+            worker.is_loaded = worker not in bad
+        for worker in bad:
+            self.kill(worker.slot)  # the next run tries again, in a process of its own
+        for worker, problem in bad.items():
+            raise WorkerError(f"{problem} (worker on {worker.info.node if worker.info else 'an unknown node'})")
 
     def _assign(self, workers: list[Worker]) -> None:
         """Ranks by node at the first forming; later a replacement takes the rank of the one it replaces."""
@@ -193,19 +209,15 @@ class WorkerGroup:
                 node_rank=order.index(nodes[index]),
             )
 
-    async def _prepare(self) -> list[Readiness]:
+    async def _prepare(self) -> list[tuple[str, ...]]:
         workers = self._all()
         infos = [worker.info for worker in workers if worker.info is not None]
         gpus = visible_gpus(infos, shared=self._shares_gpus)
         orders = [
-            PrepareOrder(self._backend, *seen, rank=self.identity(worker.slot).world_rank)
+            PrepareOrder(*seen, rank=self.identity(worker.slot).world_rank)
             for worker, seen in zip(workers, gpus, strict=True)
         ]
-        readiness = await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
-        for worker, ready in zip(workers, readiness, strict=True):
-            if ready.error is not None:
-                raise WorkerError(f"{ready.error} (worker on {worker.info.node if worker.info else 'an unknown node'})")
-        return readiness
+        return await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
@@ -364,4 +376,4 @@ class WorkerGroup:
             getattr(worker.handle, method).remote(*args)
 
 
-__all__ = ["NAMESPACE", "Worker", "WorkerDied", "WorkerGroup"]
+__all__ = ["Worker", "WorkerDied", "WorkerGroup"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.backends.base import BackendConfig, Member
+from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
@@ -79,23 +79,9 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Readiness:
-    """What a worker says when asked to make itself ready for a run.
-
-    Attributes:
-        stale_modules: Modules of the user's that it loaded and that have changed since: it must be replaced.
-        error: Why it cannot serve, such as a framework that is not installed.
-    """
-
-    stale_modules: tuple[str, ...] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class PrepareOrder:
-    """Make ready: reset what the last run left, choose the GPUs, import the framework."""
+    """Make ready for a run: reset what the last one left, choose the GPUs."""
 
-    backend: BackendConfig
     visible_gpus: tuple[int, ...] = ()
     device_index: int = 0
     rank: int = 0

@@ -44,8 +44,8 @@ class Baseline:
         """Remember the state of what `Backend.load` imported; call it right after the first load."""
         # A framework is half a million objects that live as long as the process: without this each collection between
         # attempts walks them all, 0.1-0.2 s with torch.
-        gc.collect()
         gc.freeze()
+        self._environ = dict(os.environ)
         self._generators = capture_generators()
         if torch := sys.modules.get("torch"):
             self._torch = {
@@ -90,7 +90,7 @@ class Baseline:
         torch.set_float32_matmul_precision(self._torch["matmul"])
         for (owner, name), value in self._torch["flags"].items():
             setattr(attrgetter(owner)(torch.backends) if owner else torch.backends, name, value)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
