@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -73,10 +74,13 @@ class WorkerActor:
         """
         self._controller = controller
         backend = config.make()
+        gc.disable()  # it would walk half a million objects again and again, all of which stay: 0.2 s of torch's import
         try:
             backend.load()
         except ImportError as error:
             return str(error)
+        finally:
+            gc.enable()
         self._backend = backend
         self._baseline.note_framework()
         return None
