@@ -1,7 +1,7 @@
 """A worker's events on their way to the controller: over a connection where there is one, else through Ray's stream.
 
-Batches are numbered. The controller acknowledges what it has; what is not acknowledged when the connection breaks, and
-all that follows, becomes items of the worker's Ray stream, under the same numbers.
+Batches are numbered. The controller acknowledges what it has when it is asked to, which is seldom; what is not acknowledged
+when the connection breaks, and all that follows, becomes items of the worker's Ray stream, under the same numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from raysgd.transport.messages import pack
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream takes over.
 CONNECT_TIMEOUT_S = 3.0
 ACK_TIMEOUT_S = 20.0
-#: Bytes under way before the sender waits for the controller.
+#: Bytes under way before the sender waits for the controller, and batches and bytes before it asks how far that is.
 MAX_UNACKNOWLEDGED_BYTES = 32 << 20
+ASK_AFTER_BATCHES = 64
+ASK_AFTER_BYTES = 1 << 20
 
 _ACK = struct.Struct("!Q")
+#: What the sender sends to be told how far the controller is.
+_ASK = pack(None)
 #: In a worker's Ray stream: the next item is what train_func returned, which is large.
 VALUE_FOLLOWS = "value"
 #: Kind of the connection in its hello.
@@ -60,6 +64,8 @@ class Uplink:
         self._line: socket.socket | None = None
         self._unacknowledged: deque[tuple[Batch, int]] = deque()
         self._unacknowledged_bytes = 0
+        self._unasked_batches = 0
+        self._unasked_bytes = 0
         self._acks = b""
         self._next_number = 0
         #: Why events go through Ray although there is a place to connect to.
@@ -79,10 +85,16 @@ class Uplink:
         data = pack(batch)
         self._unacknowledged.append((batch, len(data)))
         self._unacknowledged_bytes += len(data)
+        self._unasked_batches += 1
+        self._unasked_bytes += len(data)
+        is_full = self._unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES
         try:
-            self._connected().sendall(data)
-            self._take_acks(0)
-            if self._unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES:
+            line = self._connected()
+            line.sendall(data)
+            if is_full or self._unasked_batches >= ASK_AFTER_BATCHES or self._unasked_bytes >= ASK_AFTER_BYTES:
+                self._ask(line)
+                self._take_acks(0)
+            if is_full:
                 self._await_acks(MAX_UNACKNOWLEDGED_BYTES // 2)
         except OSError as error:
             return self._give_up(error)
@@ -93,11 +105,16 @@ class Uplink:
         if self._line is None:
             return []
         try:
+            self._ask(self._line)
             self._await_acks(0)
         except OSError as error:
             return self._give_up(error)
         self._line.close()
         return []
+
+    def _ask(self, line: socket.socket) -> None:
+        line.sendall(_ASK)
+        self._unasked_batches = self._unasked_bytes = 0
 
     def _connected(self) -> socket.socket:
         if self._line is None:
@@ -154,12 +171,11 @@ class Inbox:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def put(self, batch: Batch) -> int:
-        """Take a batch; returns how many are here now. One that came before is dropped."""
+    def put(self, batch: Batch) -> None:
+        """Take a batch. One that came before is dropped."""
         if batch.number == self._next_number:
             self._next_number += 1
             self._queue.put_nowait(batch.events)
-        return self._next_number
 
     def put_other(self, item: Any) -> None:
         """Take something that is no batch, in its place behind what is here."""
@@ -182,7 +198,11 @@ class Inbox:
         self._idle.clear()
         try:
             while True:
-                writer.write(_ACK.pack(self.put(await read_message(reader))))
+                batch = await read_message(reader)
+                if batch is None:
+                    writer.write(_ACK.pack(self._next_number))
+                else:
+                    self.put(batch)
         finally:
             self._lines.discard(writer)
             if not self._lines:
