@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 2
+#: Checkpoints that stay.
+NUM_KEPT = 2
 
 
 def note(config: Mapping[str, Any], name: str, rank: int, value: Any) -> None:

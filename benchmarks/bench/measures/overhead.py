@@ -24,7 +24,7 @@ REPEAT = 2
 _STEP_S = 0.01
 _REPORT_EVERY = 10
 #: Steps in a block, pairs of blocks.
-_SIZES = {"raysgd": (100, 20), "ray_train": (20, 2), "ray_train_tuned": (50, 6)}
+_SIZES = {"raysgd": (100, 60), "ray_train": (20, 2), "ray_train_tuned": (50, 6)}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:

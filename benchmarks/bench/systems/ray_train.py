@@ -18,7 +18,7 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
-from bench.notes import NUM_WORKERS
+from bench.notes import NUM_KEPT, NUM_WORKERS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
@@ -58,7 +58,7 @@ class RayTrainSystem(RaySystem):
                 name=f"run-{number}",
                 storage_path=str(self.folder / "runs"),
                 callbacks=[Arrivals(str(arrivals))] if is_watched else [],
-                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=NUM_KEPT),
             ),
         )
         self.called = time.time()

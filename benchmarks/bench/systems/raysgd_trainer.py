@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import raysgd
-from bench.notes import NUM_WORKERS
+from bench.notes import NUM_KEPT, NUM_WORKERS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
@@ -52,7 +52,7 @@ class RaysgdSystem(RaySystem):
             self._trainer = raysgd.Trainer(
                 NUM_WORKERS,
                 run=raysgd.RunConfig(storage_path=self.folder / "runs"),
-                checkpoint=raysgd.CheckpointConfig(num_to_keep=2),
+                checkpoint=raysgd.CheckpointConfig(num_to_keep=NUM_KEPT),
             )
         full = self._full(config)
         self.called = time.time()
