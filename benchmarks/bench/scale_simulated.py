@@ -25,8 +25,8 @@ from raysgd.controller import frames
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run import Run, stream_interval_s
 from raysgd.result import RunInfo
-from raysgd.session.base import Identity
 from raysgd.session.events import Reports, Returned
+from raysgd.session.progress import Pulse
 from raysgd.workers.orders import AttemptOrder, WorkerInfo
 
 HZ = 10
@@ -43,6 +43,19 @@ class FakeFleet:
         self.made: list[list[float]] = [[] for _ in range(num_workers)]
         self.num_items = 0
 
+    @property
+    def vitals(self) -> FakeFleet:
+        return self
+
+    async def pulse(self, rank: int) -> Pulse:
+        return Pulse()
+
+    async def look(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
+        return {}
+
+    async def stacks(self, timeout_s: float) -> dict[int, str]:
+        return {}
+
     async def get_ready(self) -> list[str]:
         return []
 
@@ -52,19 +65,16 @@ class FakeFleet:
     async def open_rendezvous(self) -> str:
         return ""
 
-    def info(self, slot: int) -> WorkerInfo:
+    def info(self, rank: int) -> WorkerInfo:
         return WorkerInfo("node", "127.0.0.1", "simulated", 0)
 
-    def identity(self, slot: int) -> Identity:
-        return Identity(slot, self.size, slot, self.size, 0)
+    def member(self, rank: int, rendezvous: str) -> Member:
+        return Member(rank, self.size, rank, self.size, 0, rendezvous, "127.0.0.1", False)
 
-    def member(self, slot: int, rendezvous: str) -> Member:
-        return Member(slot, self.size, slot, self.size, 0, rendezvous, "127.0.0.1", False)
-
-    async def run(self, slot: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]:
+    async def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
-        made = self.made[slot]
-        begin = loop.time() + slot / self.size / HZ  # not all at the same moment
+        made = self.made[rank]
+        begin = loop.time() + rank / self.size / HZ  # not all at the same moment
         flushed_at, sent = float("-inf"), 0
         while sent < self._num_reports:
             due = begin + sent / HZ
@@ -81,7 +91,7 @@ class FakeFleet:
             sent = ready
         yield [Returned(b"", 0)]
 
-    def end(self, slot: int, attempt: int, why: str) -> None:
+    def end(self, rank: int, attempt: int, why: str) -> None:
         return None
 
     async def ask_to_stop(self, attempt: int) -> None:
@@ -90,7 +100,7 @@ class FakeFleet:
     async def leave(self) -> None:
         return None
 
-    def kill(self, slot: int) -> None:
+    def kill(self, rank: int, *, is_lost: bool = False) -> None:
         return None
 
 

@@ -12,9 +12,6 @@ from raysgd.errors import ConfigError
 _PLANNED: dict[type, dict[str, str]] = {
     RunConfig: {"detached": "runs that outlive their driver"},
     FailureConfig: {
-        "spares": "spare workers",
-        "heartbeat_timeout_s": "heartbeats",
-        "progress_timeout_s": "detection of hung workers",
         "on_resize": "elastic training",
     },
     CheckpointConfig: {"memory_only_between": "checkpoints in memory alone"},

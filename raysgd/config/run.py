@@ -42,10 +42,10 @@ class FailureConfig:
 
     Attributes:
         max_failures: Re-entries of train_func in one run; two deaths at once are one. -1: no limit.
-        spares: Planned: warm processes kept beside the workers.
+        spares: Warm processes kept beside the workers, with resources of their own, that take the place of those that die.
         abort_grace_s: Seconds a living worker has to leave an ended attempt before it is killed and replaced.
-        heartbeat_timeout_s: Planned: seconds without a heartbeat after which a worker counts as dead.
-        progress_timeout_s: Planned: seconds without a report, checkpoint or batch after which a worker counts as hung;
+        heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead; one that uses its CPU is busy.
+        progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung;
             ``"auto"`` derives it from the run's own pace; None: never.
         start_timeout_s: Seconds for workers to be placed and up.
         on_resize: Planned: ``fn(old_size, new_size)``, called in the workers after a resize.

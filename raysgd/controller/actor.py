@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -40,8 +39,8 @@ class TrainerActor:
             settings.name,
             settings.scaling,
             settings.backend,
+            settings.failure,
             runtime_env=settings.runtime_env,
-            start_timeout_s=settings.failure.start_timeout_s,
             shares_gpus=settings.shares_gpus,
         )
         self._group.begin()
@@ -128,7 +127,7 @@ class TrainerActor:
                 return
             rendezvous = await self._group.open_rendezvous()
             calls = [
-                asyncio.ensure_future(self._make_instance(slot, blob, rendezvous)) for slot in range(self._group.size)
+                asyncio.ensure_future(self._make_instance(rank, blob, rendezvous)) for rank in range(self._group.size)
             ]
             try:
                 await asyncio.gather(*calls)
@@ -142,11 +141,9 @@ class TrainerActor:
         async with self._turn:
             if not self._has_class:
                 await self._group.get_ready()
-            elif any(self._group.info(slot) is None for slot in range(self._group.size)):
+            elif any(self._group.info(rank) is None for rank in range(self._group.size)):
                 raise UsageError("an instance was lost with its worker; start(...) makes new ones on all workers")
-            order = sorted(range(self._group.size), key=lambda slot: self._group.identity(slot).world_rank)
-            slots = order[:1] if first_only else order
-            return await self._group.call("execute", blob, self._has_class, slots=slots)
+            return await self._group.call("execute", blob, self._has_class, ranks=[0] if first_only else None)
 
     async def drop_class(self) -> None:
         """Forget the instances."""
@@ -158,9 +155,9 @@ class TrainerActor:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def workers(self) -> list[dict[str, Any] | None]:
-        """Where each worker is, by slot; None for one that is not up."""
-        infos = [self._group.info(slot) for slot in range(self._group.size)]
-        return [None if info is None else asdict(info) for info in infos]
+        """Where each worker is, by rank; None for one that is not up."""
+        infos = [self._group.info(rank) for rank in range(self._group.size)]
+        return [None if info is None else info.shown() for info in infos]
 
     async def shutdown(self) -> None:
         """End all workers and give the resources back."""
@@ -179,15 +176,15 @@ class TrainerActor:
             self._no_listener = f"the controller cannot listen on its node's address ({error}); all goes through Ray"
             return None
 
-    async def _make_instance(self, slot: int, blob: Blob, rendezvous: str) -> None:
-        await self._group.call("make_instance", blob, _class_order(self._group, slot, rendezvous), slots=[slot])
+    async def _make_instance(self, rank: int, blob: Blob, rendezvous: str) -> None:
+        await self._group.call("make_instance", blob, _class_order(self._group, rank, rendezvous), ranks=[rank])
 
     async def _leave_constructors(self, calls: Sequence[asyncio.Future[None]]) -> None:
         """One has failed: the others, which may wait for it in a collective, fail too or are replaced."""
         await asyncio.wait(calls, timeout=self._settings.failure.abort_grace_s)
-        for slot, call in enumerate(calls):
+        for rank, call in enumerate(calls):
             if not call.done():
-                self._group.kill(slot)
+                self._group.kill(rank)
         with contextlib.suppress(ray.exceptions.RayError):
             await self._group.call("drop_instance")
 
@@ -270,10 +267,10 @@ def new_run_folder(runs: Storage) -> Storage:
     return folder
 
 
-def _class_order(group: WorkerGroup, slot: int, rendezvous: str) -> AttemptOrder:
+def _class_order(group: WorkerGroup, rank: int, rendezvous: str) -> AttemptOrder:
     return AttemptOrder(
         attempt=0,
-        member=group.member(slot, rendezvous),
+        member=group.member(rank, rendezvous),
         checkpoint=None,
         first_number=1,
         iterations_before=0,

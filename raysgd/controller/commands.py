@@ -53,6 +53,17 @@ class WorkerGone:
 
 
 @dataclass(frozen=True)
+class WorkerHung:
+    """A worker must be ended: ``why`` tells the user, ``stacks`` where each rank stood; ``kind`` as in `hang_policy.Hang`."""
+
+    rank: int
+    attempt: int
+    kind: str
+    why: str
+    stacks: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Committed:
     """A checkpoint's manifest is on storage."""
 
@@ -84,7 +95,7 @@ class TimeUp:
     serial: int
 
 
-Input = GroupReady | GroupFailed | WorkerSaid | WorkerGone | Committed | CommitFailed | StopAsked | TimeUp
+Input = GroupReady | GroupFailed | WorkerSaid | WorkerGone | WorkerHung | Committed | CommitFailed | StopAsked | TimeUp
 
 # -- out ------------------------------------------------------------------------------------------------------------
 
@@ -118,9 +129,10 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """End these ranks' processes."""
+    """End these ranks' processes, and wait for no more of what they say. ``is_lost``: their node does not answer."""
 
     ranks: tuple[int, ...]
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class RunMachine:
                 self._group_ready(given)
             case c.GroupFailed():
                 self._group_failed(given)
+            case c.WorkerHung():
+                self._worker_hung(given)
             case c.Committed():
                 self._desk.committed(given.manifest)
             case c.CommitFailed():
@@ -190,13 +192,25 @@ class RunMachine:
             outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
             self.state = Closing(outcome, running)
 
-    def _died(self, running: Running, rank: int, reason: str) -> None:
+    def _worker_hung(self, given: c.WorkerHung) -> None:
+        running = self._running(given.attempt)
+        if running is None:
+            return
+        stacks = {str(rank): stack for rank, stack in given.stacks.items()}
+        self._out(c.Note("hang", {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks}))
+        if given.rank in running.inside:
+            self._died(running, given.rank, given.why, is_hang=True)
+            if isinstance(self.state, Ending):
+                self.state.killed.add(given.rank)
+        self._out(c.KillRanks((given.rank,), is_lost=given.kind == "lost"))
+
+    def _died(self, running: Running, rank: int, reason: str, *, is_hang: bool = False) -> None:
         if self._is_stopping and isinstance(self.state, Running) and running.ended:
             return  # it was killed for not leaving in time
         if isinstance(self.state, Running):
-            self._end_attempt(running, f"the worker of rank {rank} died")
+            self._end_attempt(running, f"the worker of rank {rank} {'hung' if is_hang else 'died'}")
         if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
-            self.state.deaths.append(Death(rank, self._clock(), reason))
+            self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
             self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     # -- ending an attempt ----------------------------------------------------------------------------------------

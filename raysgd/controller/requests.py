@@ -10,7 +10,8 @@ from raysgd.backends.base import BackendConfig
 from raysgd.config import CheckpointConfig, FailureConfig, ScalingConfig
 from raysgd.controller.shelf import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
-from raysgd.workers.orders import Blob
+from raysgd.result import RunInfo
+from raysgd.workers.orders import Blob, RunOrder
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,20 @@ class RunRequest:
     host_callbacks: Blob | None = None
     description: dict[str, Any] = field(default_factory=dict)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+
+def make_run_order(request: RunRequest, info: RunInfo, checkpoints_uri: str, checkpoint: CheckpointConfig) -> RunOrder:
+    """What the workers need to know of it."""
+    return RunOrder(
+        run_id=request.run_id,
+        code=request.code,
+        info=info,
+        checkpoints_uri=checkpoints_uri,
+        checkpoint=checkpoint,
+        returns=request.returns,
+        seed=request.seed,
+        deterministic=request.deterministic,
+        callbacks=request.worker_callbacks,
+        initial_state=request.initial_state,
+        datasets=request.datasets,
+    )

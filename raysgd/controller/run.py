@@ -18,19 +18,20 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
+from raysgd.controller.hang_policy import Hang
 from raysgd.controller.journal import Journal
 from raysgd.controller.loads import LoadAnswers
 from raysgd.controller.machine import CALLBACK_NODE, RunMachine, RunPlan
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
-from raysgd.controller.requests import RunRequest
+from raysgd.controller.requests import RunRequest, make_run_order
 from raysgd.controller.states import Outcome
+from raysgd.controller.watch import Watch, Watched
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
-from raysgd.session.base import Identity
-from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerInfo
+from raysgd.workers.orders import AttemptOrder, WorkerInfo
 
 #: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
 _ITEM_COST_S = 0.0002
@@ -44,17 +45,18 @@ class Fleet(Protocol):
 
     @property
     def size(self) -> int: ...
+    @property
+    def vitals(self) -> Watched: ...
     async def get_ready(self) -> list[str]: ...
     async def check_storage(self, storage: Storage) -> None: ...
     async def open_rendezvous(self) -> str: ...
-    def info(self, slot: int) -> WorkerInfo | None: ...
-    def identity(self, slot: int) -> Identity: ...
-    def member(self, slot: int, rendezvous: str) -> Member: ...
-    def run(self, slot: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
-    def end(self, slot: int, attempt: int, why: str) -> None: ...
+    def info(self, rank: int) -> WorkerInfo | None: ...
+    def member(self, rank: int, rendezvous: str) -> Member: ...
+    def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
+    def end(self, rank: int, attempt: int, why: str) -> None: ...
     async def ask_to_stop(self, attempt: int) -> None: ...
     async def leave(self) -> None: ...
-    def kill(self, slot: int) -> None: ...
+    def kill(self, rank: int, *, is_lost: bool = False) -> None: ...
 
 
 class Run:
@@ -82,6 +84,7 @@ class Run:
         self._storage = storage
         self._share = share
         self._checkpoint = checkpoint
+        self._failure = failure
         self._store = CheckpointStore(storage.child("checkpoints"))
         self._journal = Journal(storage, request.secrets)
         self.log = FrameLog(self._journal, min_interval_s=stream_interval_s(1))
@@ -89,7 +92,6 @@ class Run:
         self._machine = RunMachine(plan, uri_of=lambda n: self._store.directory(n).uri, clock=time.time)
         self._meetings = Meetings(0)
         self._loads = LoadAnswers()
-        self._slots: dict[int, int] = {}
         self._rendezvous = ""
         self._attempt = 0
         self._is_described = False
@@ -97,6 +99,7 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         # One thread: storage sees commits, amendments and deletions in the order in which they were decided.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._closed = asyncio.Event()
@@ -184,10 +187,10 @@ class Run:
             case c.EndRanks():
                 self._meetings.end()
                 for rank in command.ranks:
-                    self._fleet.end(self._slots[rank], command.attempt, command.why)
+                    self._fleet.end(rank, command.attempt, command.why)
             case c.KillRanks():
                 for rank in command.ranks:
-                    self._fleet.kill(self._slots[rank])
+                    self._fleet.kill(rank, is_lost=command.is_lost)
             case c.AskToStop():
                 self._spawn(self._fleet.ask_to_stop(command.attempt))
             case c.LeaveGroup():
@@ -207,6 +210,7 @@ class Run:
                     self._flush_now()
             case c.Close():
                 self._delete(self._loads.end())
+                self._stop_watching()
                 if self._preparing is not None:
                     self._preparing.cancel()
                 self._closed.set()
@@ -226,17 +230,16 @@ class Run:
         except Exception as error:  # whatever it is, the user must hear of it rather than wait for ever
             self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
             return
-        self._slots = {self._fleet.identity(slot).world_rank: slot for slot in range(self._fleet.size)}
         self._attempt = attempt
-        self._meetings = Meetings(len(self._slots))
-        nodes = [self._describe_worker(rank) for rank in range(len(self._slots))]
+        self._meetings = Meetings(self._fleet.size)
+        nodes = [self._describe_worker(rank) for rank in range(self._fleet.size)]
         if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
             self._is_described = True
             self._spawn(self._in_writer(self._journal.write_run, self._description()))
         self._feed(c.GroupReady(tuple(nodes)))
 
     def _describe_worker(self, rank: int) -> str:
-        info = self._fleet.info(self._slots[rank])
+        info = self._fleet.info(rank)
         assert info is not None
         data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
         self._note(c.Note("worker_up", data))
@@ -244,9 +247,9 @@ class Run:
 
     def _description(self) -> dict[str, Any]:
         workers = []
-        for rank, slot in sorted(self._slots.items()):
-            info = self._fleet.info(slot)
-            workers.append({"rank": rank, **(dataclasses.asdict(info) if info is not None else {})})
+        for rank in range(self._fleet.size):
+            info = self._fleet.info(rank)
+            workers.append({"rank": rank, **(info.shown() if info is not None else {})})
         info_fields = {**dataclasses.asdict(self._info), "workers": workers}
         return {**self._request.description, **info_fields, "started": time.time()}
 
@@ -254,38 +257,40 @@ class Run:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
         self._delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
-        order = RunOrder(
-            run_id=self._request.run_id,
-            code=self._request.code,
-            info=self._info,
-            checkpoints_uri=self._store.storage.uri,
-            checkpoint=self._checkpoint,
-            returns=self._request.returns,
-            seed=self._request.seed,
-            deterministic=self._request.deterministic,
-            callbacks=self._request.worker_callbacks,
-            initial_state=self._request.initial_state,
-            datasets=self._request.datasets,
-        )
-        shared = self._share(order)
-        for rank, slot in self._slots.items():
+        self._watch(command.attempt)
+        shared = self._share(make_run_order(self._request, self._info, self._store.storage.uri, self._checkpoint))
+        for rank in range(self._fleet.size):
             attempt_order = AttemptOrder(
                 attempt=command.attempt,
-                member=self._fleet.member(slot, self._rendezvous),
+                member=self._fleet.member(rank, self._rendezvous),
                 checkpoint=command.checkpoint,
                 first_number=command.first_number,
                 iterations_before=command.iterations_before,
                 time_before_s=command.time_before_s,
-                flush_interval_s=stream_interval_s(len(self._slots)),
+                flush_interval_s=stream_interval_s(self._fleet.size),
             )
-            self._spawn(self._follow(rank, slot, shared, attempt_order))
+            self._spawn(self._follow(rank, shared, attempt_order))
 
-    async def _follow(self, rank: int, slot: int, order: Any, attempt_order: AttemptOrder) -> None:
+    def _watch(self, attempt: int) -> None:
+        """Watch over the workers of an attempt until the next, or the end."""
+
+        def hung(hang: Hang, stacks: dict[int, str]) -> None:
+            self._feed(c.WorkerHung(hang.rank, attempt, hang.kind, hang.why, stacks))
+
+        self._stop_watching()
+        self._watching = self._spawn(Watch(self._fleet.vitals, self._failure, hung).run())
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
         """Read a worker's stream to its end."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
-            async for item in self._fleet.run(slot, order, attempt_order):
+            async for item in self._fleet.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:
                         self._take_value(rank, event)

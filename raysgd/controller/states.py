@@ -52,11 +52,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Death:
-    """A process that is gone, seen at ``timestamp``."""
+    """A process that is gone, seen at ``timestamp``, or was found to hang and ended then."""
 
     rank: int
     timestamp: float
     reason: str
+    is_hang: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,11 @@ def _deaths(evidence: Evidence) -> Failure:
     nodes = tuple(dict.fromkeys(evidence.nodes[rank] for rank in ranks))
     reason = evidence.deaths[0].reason.rstrip(".")
     if len(ranks) == 1:
-        what = f"the worker process of rank {ranks[0]} on {nodes[0]} died: {reason}"
+        how = "hung: it" if evidence.deaths[0].is_hang else "died:"
+        what = f"the worker process of rank {ranks[0]} on {nodes[0]} {how} {reason}"
     else:
-        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} died: {reason}"
+        how = "hung: the first" if evidence.deaths[0].is_hang else "died:"
+        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} {how} {reason}"
     raised = [f"{failed.summary} (rank {rank})" for rank, failed in _own(evidence).items()]
     return Failure(ranks, what, nodes, raised[-1] if raised else "")
 

@@ -57,7 +57,7 @@ class Session(ABC):
         self.seed = seed
         self.deterministic = deterministic
         self._datasets = Datasets(
-            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, before_batch=self._check_live
+            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, before_batch=self._before_batch
         )
 
     @property
@@ -108,5 +108,9 @@ class Session(ABC):
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
 
+    def _before_batch(self) -> None:
+        """Called before each batch of a dataset."""
+        self._check_live()
+
     def _check_live(self) -> None:  # noqa: B027  (most sessions never end)
-        """Raise, if nothing may be done here any more. Also called before each batch of a dataset."""
+        """Raise, if nothing may be done here any more."""

@@ -15,6 +15,7 @@ from raysgd.session.context import LEFT_BEHIND
 from raysgd.session.events import Saved, Scored
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
+from raysgd.session.progress import Progress
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.stopping import StopGate
 
@@ -51,7 +52,11 @@ class Codec:
 
 
 class WorkerSession(Session):
-    """One attempt, seen from train_func. See `Session` for the threads that may call what."""
+    """One attempt, seen from train_func. See `Session` for the threads that may call what.
+
+    Attributes:
+        progress: What was called so far.
+    """
 
     in_worker = True
 
@@ -72,6 +77,7 @@ class WorkerSession(Session):
         fetch: Callable[[Any], Any] = lambda block: block,
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
     ) -> None:
+        self.progress = Progress()
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox
         self._writer = writer
@@ -102,6 +108,7 @@ class WorkerSession(Session):
         copied = copy_metrics(metrics)
         self._outbox.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
         self._num_reports += 1
+        self.progress.mark("report")
         self._last_metrics = copied
         if self._unscored is not None:
             self._score(copied)
@@ -112,6 +119,7 @@ class WorkerSession(Session):
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
     ) -> None:
         self._check_live()
+        self.progress.mark("save_checkpoint")
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
             self._saves_first = self._num_reports == 0
@@ -191,6 +199,10 @@ class WorkerSession(Session):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _before_batch(self) -> None:
+        self._check_live()
+        self.progress.mark("batch")
+
     def _check_live(self) -> None:
         if self._ended is not None:
             raise AttemptEnded(*self._ended.args)
@@ -234,6 +246,7 @@ class WorkerSession(Session):
 
     def _meet(self, what: str, payload: bytes | None) -> bytes | None:
         self._check_live()
+        self.progress.mark(what)
         index = self._meetings.get(what, 0)
         self._meetings[what] = index + 1
         return self._link.meet(what, index, payload)

@@ -21,6 +21,7 @@ from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.generators import make_deterministic, seed_generators
 from raysgd.session.outbox import Outbox
+from raysgd.session.progress import Pulse
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
 from raysgd.workers.attempt import Attempt, WorkerCallbacks
@@ -30,6 +31,7 @@ from raysgd.workers.instances import Instances
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.reset import Baseline
+from raysgd.workers.stacks import make_readable
 from raysgd.workers.starting import FromCheckpoint, FromState
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
@@ -49,6 +51,7 @@ class WorkerActor:
         self._attempt: Attempt | None = None
         self._instances = Instances()
         self._rank = 0
+        self._stacks_file = make_readable()
         self._lock = threading.Lock()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -63,6 +66,7 @@ class WorkerActor:
             hostname=socket.gethostname(),
             pid=os.getpid(),
             gpu_ids=tuple(int(gpu) for gpu in gpus),
+            stacks_file=self._stacks_file,
         )
 
     def load(self, config: BackendConfig, controller: str) -> str | None:
@@ -136,6 +140,11 @@ class WorkerActor:
         current = self._attempt
         if current is not None and current.number == attempt:
             current.end(why)
+
+    def pulse(self) -> Pulse:
+        """A sign of life, and how far train_func has come."""
+        current = self._attempt
+        return Pulse() if current is None else current.pulse()
 
     def hold(self, attempt: int) -> tuple[int, int]:
         """How far this rank has come; it waits there for `stop_from`. Zeros for one that is not in the attempt."""

@@ -22,6 +22,7 @@ from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, StopWanted, Warned
 from raysgd.session.metrics import read_deferred
 from raysgd.session.outbox import Outbox
+from raysgd.session.progress import Pulse
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, RunOrder
@@ -117,6 +118,10 @@ class Attempt:
         self._outbox.flush_interval_s *= RAY_ITEM_COST
         if problem is not None:
             self._outbox.put(Warned(problem))
+
+    def pulse(self) -> Pulse:
+        """How far train_func has come."""
+        return self._session.progress.pulse(is_inside=self._is_inside)
 
     def hold(self) -> tuple[int, int]:
         return self._session.hold()

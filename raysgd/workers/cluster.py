@@ -28,19 +28,19 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
-def check_feasible(scaling: ScalingConfig) -> None:
+def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
     """Refuse workers the cluster can never hold. Where an autoscaler may add nodes, only what is beyond its limit.
 
     Raises:
         InfeasibleError: With the arithmetic.
     """
-    why = explain_infeasible(scaling, cluster_nodes())
+    why = explain_infeasible(scaling, cluster_nodes(), num_spares)
     if why is None:
         return
     limit = _autoscaler_limit()
     if limit is None:
         raise InfeasibleError(f"{why}. {_ADVICE}")
-    beyond = explain_infeasible(scaling, [Node("", "", limit, limit)])
+    beyond = explain_infeasible(scaling, [Node("", "", limit, limit)], num_spares)
     if beyond is not None and "nodes" not in beyond:  # node by node the autoscaler knows better
         raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
 

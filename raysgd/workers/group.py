@@ -1,60 +1,48 @@
-"""The worker processes of one Trainer, as the TrainerActor holds them. Runs in the TrainerActor's event loop.
+"""The worker processes of a Trainer: places them, starts them, calls them. Runs in the TrainerActor.
 
-It starts, prepares, replaces and ends processes; what they should be doing is the controller's business.
+Members stand in the order of their ranks. A member that dies leaves its rank to a spare, or to a new process; all others
+keep their processes and their ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage import Storage
-from raysgd.config import ScalingConfig
+from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
-from raysgd.session.base import Identity
 from raysgd.session.events import WorkerEvent
-from raysgd.workers.actor import NUM_THREADS, WorkerActor
-from raysgd.workers.cluster import NAMESPACE, check_feasible, cluster_nodes
+from raysgd.workers.agents import Agents
+from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.deaths import death_reason, first_line
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
-from raysgd.workers.ranks import assign_ranks, visible_gpus
+from raysgd.workers.process import Worker, WorkerStarter
+from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
+from raysgd.workers.seats import Seats
 from raysgd.workers.streams import WorkerDied, WorkerStreams
+from raysgd.workers.vitals import Vitals
 
-#: Seconds after a death in which another one counts as the same failure.
+#: Seconds in which workers that die together, such as with their node, are seen to.
 _DIE_TOGETHER_S = 0.2
-
-
-@dataclass(eq=False)
-class Worker:
-    """One process and its place. ``loading`` tells of the framework's import; ``identity`` is set when the group is complete."""
-
-    slot: int
-    handle: Any
-    loading: Any
-    is_loaded: bool = False
-    info: WorkerInfo | None = None
-    identity: Identity | None = None
+#: Seconds a spare has to say that it is there.
+_SPARE_ANSWER_S = 1.0
 
 
 class WorkerGroup:
-    """Processes in the bundles of one placement group.
+    """Processes in the bundles of placement groups.
 
     Args:
         name: Unique in the cluster; names the placement group and the actors.
         runtime_env: Ray runtime environment of the workers.
-        start_timeout_s: Seconds for workers to be placed and up.
+        shares_gpus: Whether the workers of a node see each other's GPUs.
     """
 
     def __init__(
@@ -62,41 +50,40 @@ class WorkerGroup:
         name: str,
         scaling: ScalingConfig,
         backend: BackendConfig,
+        failure: FailureConfig,
         *,
         runtime_env: Mapping[str, Any] | None,
-        start_timeout_s: float,
         shares_gpus: bool,
     ) -> None:
-        self._name = name
         self._scaling = scaling
-        self._backend = backend
-        self._runtime_env = dict(runtime_env or {})
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = failure.start_timeout_s
+        self._num_spares = failure.spares
         self._shares_gpus = shares_gpus
-        self._placement: PlacementGroup | None = None
-        self._workers: list[Worker | None] = [None] * scaling.min_workers
-        self._num_made = 0
+        self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env)
+        self._members: list[Worker | None] = [None] * scaling.min_workers
+        self._spares: list[Worker] = []
+        self._has_formed = False
+        self._agents = Agents(name)
+        self._lost_nodes: set[str] = set()
         self.streams = WorkerStreams()
+        self.vitals = Vitals(self._agents, lambda: self._members)
 
     @property
     def size(self) -> int:
-        return len(self._workers)
+        return len(self._members)
 
-    def info(self, slot: int) -> WorkerInfo | None:
-        worker = self._workers[slot]
+    def info(self, rank: int) -> WorkerInfo | None:
+        """Where a member is; None for one that is not up. Before the group has formed ``rank`` is but a number."""
+        worker = self._members[rank]
         return None if worker is None else worker.info
-
-    def identity(self, slot: int) -> Identity:
-        worker = self._workers[slot]
-        assert worker is not None and worker.identity is not None
-        return worker.identity
 
     # -- getting ready ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Ask for the workers' processes, if that can be done now; `get_ready` waits for them, and tells what is wrong."""
         with contextlib.suppress(InfeasibleError, RayError):
-            self._fill()
+            self._start_missing()
 
     async def get_ready(self) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
@@ -108,67 +95,73 @@ class WorkerGroup:
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         try:
-            return await asyncio.wait_for(self._get_ready(), self._start_timeout_s)
+            told = await asyncio.wait_for(self._get_ready(), self._start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
+        self._replenish()
+        self._agents.settle({worker.info.node_id for worker in self._all() if worker.info is not None})
+        return told
 
     async def _get_ready(self) -> list[str]:
-        self._fill()
-        await self._locate()
-        await self._finish_loading()
-        stale = {slot: modules for slot, modules in enumerate(await self._prepare()) if modules}
+        await self._form()
+        stale = {rank: modules for rank, modules in enumerate(await self._prepare()) if modules}
         if not stale:
             return []
         modules = sorted({module for names in stale.values() for module in names})
-        for slot in stale:
-            self.kill(slot)
-        self._fill()
-        await self._locate()
-        await self._finish_loading()
+        for rank in stale:
+            self.kill(rank)
+        await self._form()
         await self._prepare()
         return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
 
-    def _fill(self) -> None:
-        """Make an actor for every empty slot."""
-        if self._placement is None:
-            check_feasible(self._scaling)
-            bundle = self._scaling.bundle() or {"CPU": 0.001}  # Ray refuses empty bundles
-            self._placement = placement_group(
-                [bundle] * self.size, strategy=self._scaling.placement_strategy, name=self._name
-            )
-        for slot, worker in enumerate(self._workers):
+    async def _form(self) -> None:
+        """A process for every rank, up and loaded, that knows its place."""
+        for rank, worker in enumerate(self._members):
             if worker is None:
-                handle = self._make_actor(slot)
-                self._workers[slot] = Worker(slot, handle, handle.load.remote(self._backend, self._name))
+                self._members[rank] = await self._take_spare()
+        self._start_missing()
+        await self._locate()
+        await self._finish_loading()
 
-    def _make_actor(self, slot: int) -> Any:
-        assert self._placement is not None
-        self._num_made += 1
-        return (
-            ray.remote(WorkerActor)
-            .options(
-                name=f"{self._name}-worker-{self._num_made}",
-                namespace=NAMESPACE,
-                num_cpus=self._scaling.cpus_per_worker,
-                num_gpus=self._scaling.gpus_per_worker,
-                resources=dict(self._scaling.resources_per_worker) or None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=slot
-                ),
-                max_concurrency=NUM_THREADS,
-                runtime_env=self._runtime_env or None,
-            )
-            .remote()
-        )
+    def _start_missing(self) -> None:
+        if not self._seats.is_open:
+            check_feasible(self._scaling, self._num_spares)
+            self._seats.open(self.size + self._num_spares)
+        for rank, worker in enumerate(self._members):
+            if worker is None:
+                self._members[rank] = self._starter.start(self._seats.take() or self._seats.add(self._lost_nodes))
+
+    async def _take_spare(self) -> Worker | None:
+        """A spare that is alive; those that are not are dropped."""
+        while self._spares:
+            spare = self._spares[0]
+            try:
+                spare.info = await asyncio.wait_for(spare.handle.describe.remote(), _SPARE_ANSWER_S)
+            except (RayError, asyncio.TimeoutError):
+                self._drop(spare)
+                self._end(spare)
+            else:
+                self._spares.remove(spare)
+                return spare
+        return None
+
+    def _replenish(self) -> None:
+        """Start spares in the seats that are free, while the others work."""
+        while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
+            self._spares.append(self._starter.start(seat))
 
     async def _locate(self) -> None:
         workers = self._all()
-        infos = await self._gather([worker.handle.describe.remote() for worker in workers if worker.info is None])
-        for worker in workers:
-            if worker.info is None:
-                worker.info = infos.pop(0)
-        if any(worker.identity is None for worker in workers):
-            self._assign(workers)
+        new = [worker for worker in workers if worker.info is None]
+        for worker, info in zip(new, await self._gather([w.handle.describe.remote() for w in new]), strict=True):
+            worker.info = info
+        nodes = [worker.info.node_id for worker in workers if worker.info is not None]
+        if not self._has_formed:  # later a replacement has the rank of the one it replaces
+            workers = [workers[index] for index in assign_ranks(nodes)]
+            nodes = [worker.info.node_id for worker in workers if worker.info is not None]
+            self._members, self._has_formed = list(workers), True
+        for worker, identity in zip(workers, identify(nodes), strict=True):
+            worker.identity = identity
 
     async def _finish_loading(self) -> None:
         new = [worker for worker in self._all() if not worker.is_loaded]
@@ -176,47 +169,16 @@ class WorkerGroup:
         bad = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
         for worker in new:
             worker.is_loaded = worker not in bad
-        for worker in bad:
-            self.kill(worker.slot)  # the next run tries again, in a process of its own
+        for worker in bad:  # the next run tries again, in a process of its own
+            self._drop(worker)
+            self._end(worker)
         for worker, problem in bad.items():
-            raise WorkerError(f"{problem} (worker on {worker.info.node if worker.info else 'an unknown node'})")
-
-    def _assign(self, workers: list[Worker]) -> None:
-        """Ranks by node at the first forming; later a replacement takes the rank of the one it replaces."""
-        identities = assign_ranks([worker.info.node_id for worker in workers if worker.info is not None])
-        known = [worker.identity for worker in workers if worker.identity is not None]
-        if not known:
-            for worker, identity in zip(workers, identities, strict=True):
-                worker.identity = identity
-            return
-        taken = {identity.world_rank for identity in known}
-        free = [rank for rank in range(len(workers)) if rank not in taken]
-        for worker in workers:
-            if worker.identity is None:
-                worker.identity = Identity(world_rank=free.pop(0), world_size=len(workers))
-        self._refresh_local_ranks(workers)
-
-    def _refresh_local_ranks(self, workers: list[Worker]) -> None:
-        by_rank = sorted(workers, key=lambda w: w.identity.world_rank if w.identity else 0)
-        nodes = [worker.info.node_id for worker in by_rank if worker.info is not None]
-        order = list(dict.fromkeys(nodes))
-        for index, worker in enumerate(by_rank):
-            worker.identity = Identity(
-                world_rank=index,
-                world_size=len(nodes),
-                local_rank=nodes[:index].count(nodes[index]),
-                local_world_size=nodes.count(nodes[index]),
-                node_rank=order.index(nodes[index]),
-            )
+            raise WorkerError(f"{problem} (worker on {worker.node})")
 
     async def _prepare(self) -> list[tuple[str, ...]]:
         workers = self._all()
-        infos = [worker.info for worker in workers if worker.info is not None]
-        gpus = visible_gpus(infos, shared=self._shares_gpus)
-        orders = [
-            PrepareOrder(*seen, rank=self.identity(worker.slot).world_rank)
-            for worker, seen in zip(workers, gpus, strict=True)
-        ]
+        gpus = visible_gpus([worker.info for worker in workers if worker.info is not None], shared=self._shares_gpus)
+        orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
         return await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, refs: Sequence[Any]) -> list[Any]:
@@ -234,19 +196,19 @@ class WorkerGroup:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
     def _drop_dead(self, answers: Sequence[asyncio.Future[Any]]) -> tuple[int, ...]:
-        """Empty the slots of those who died before they answered; returns their ranks, as far as they had one."""
+        """Let go of those who died before they answered; returns their ranks, as far as they had one."""
         errors = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
         dead = {getattr(error, "actor_id", None) for error in errors if isinstance(error, RayActorError)}
         ranks = []
         for worker in self._all():
-            if worker.handle._actor_id.hex() in dead:
-                self._workers[worker.slot] = None
+            if worker.actor_id in dead:
+                self._drop(worker)
                 ranks += [] if worker.identity is None else [worker.identity.world_rank]
         return tuple(sorted(ranks))
 
     def _timeout_error(self) -> StartTimeoutError:
-        missing = [slot for slot, worker in enumerate(self._workers) if worker is None or worker.info is None]
-        why = explain_busy(self._scaling, cluster_nodes()) if missing else None
+        missing = [worker for worker in self._members if worker is None or worker.info is None]
+        why = explain_busy(self._scaling, cluster_nodes(), self._num_spares) if missing else None
         told = f"{len(missing)} of {self.size} workers were not up" if missing else "the workers did not get ready"
         return StartTimeoutError(
             f"{told} within {self._start_timeout_s:g} s"
@@ -267,7 +229,7 @@ class WorkerGroup:
         storage.write_bytes("probe", b"")
         seen = await self._gather([w.handle.probe.remote(storage.uri, "probe") for w in others.values()])
         storage.delete_file("probe")
-        blind = [w.info.node for w, sees in zip(others.values(), seen, strict=True) if not sees and w.info is not None]
+        blind = [worker.node for worker, sees in zip(others.values(), seen, strict=True) if not sees]
         if blind:
             raise ConfigError(
                 f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
@@ -278,43 +240,43 @@ class WorkerGroup:
 
     async def open_rendezvous(self) -> str:
         """Where the members of the next attempt meet; on rank 0."""
-        first = next(worker for worker in self._all() if worker.identity and worker.identity.world_rank == 0)
-        (rendezvous,) = await self._gather([first.handle.open_rendezvous.remote()])
+        (rendezvous,) = await self._gather([self._member(0).handle.open_rendezvous.remote()])
         return str(rendezvous)
 
-    def member(self, slot: int, rendezvous: str) -> Member:
-        worker, identity = self._workers[slot], self.identity(slot)
-        assert worker is not None and worker.info is not None
+    def member(self, rank: int, rendezvous: str) -> Member:
+        worker = self._member(rank)
+        assert worker.info is not None and worker.identity is not None
         return Member(
-            rank=identity.world_rank,
-            world_size=identity.world_size,
-            local_rank=identity.local_rank,
-            local_world_size=identity.local_world_size,
-            node_rank=identity.node_rank,
+            rank=rank,
+            world_size=worker.identity.world_size,
+            local_rank=worker.identity.local_rank,
+            local_world_size=worker.identity.local_world_size,
+            node_rank=worker.identity.node_rank,
             rendezvous=rendezvous,
             node_ip=worker.info.node_ip,
             has_gpu=self._scaling.gpus_per_worker > 0,
             shares_gpu=0 < self._scaling.gpus_per_worker < 1,
         )
 
-    async def run(self, slot: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
+    async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """What the worker says: batches of events, and references to large values.
 
         Raises:
             WorkerDied: The process is gone.
         """
-        worker = self._workers[slot]
-        assert worker is not None
+        worker = self._member(rank)
         try:
             async for item in self.streams.read(worker.handle, run, order):
                 yield item
         except WorkerDied:
-            if self._workers[slot] is worker:
-                self._workers[slot] = None
+            self._drop(worker)
             raise
 
-    def end(self, slot: int, attempt: int, why: str) -> None:
-        self._tell(slot, "end", attempt, why)
+    def end(self, rank: int, attempt: int, why: str) -> None:
+        """Tell a worker that its attempt is over."""
+        worker = self._members[rank]
+        if worker is not None:
+            worker.handle.end.remote(attempt, why)
 
     async def ask_to_stop(self, attempt: int) -> None:
         """Agree with all ranks on the place where they find ``should_stop()`` true; see `StopGate`."""
@@ -328,52 +290,72 @@ class WorkerGroup:
         with contextlib.suppress(RayError):
             await asyncio.gather(*[worker.handle.leave.remote() for worker in self._all()])
 
-    async def call(self, method: str, *args: Any, slots: Sequence[int] | None = None) -> list[Any]:
-        """Call a method of the worker actors; results by slot.
+    async def call(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call a method of the worker actors; results by rank.
 
         Raises:
             WorkerDiedError: One of them died.
         """
-        chosen = range(self.size) if slots is None else slots
-        handles = [worker.handle for slot in chosen if (worker := self._workers[slot]) is not None]
+        chosen = range(self.size) if ranks is None else ranks
+        handles = [worker.handle for rank in chosen if (worker := self._members[rank]) is not None]
         answers = [asyncio.ensure_future(getattr(handle, method).remote(*args)) for handle in handles]
         try:
             return list(await asyncio.gather(*answers))
         except RayActorError as error:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
-            ranks = self._drop_dead(answers)
-            who = ", ".join(map(str, ranks))
-            raise WorkerDiedError(
-                f"the worker process of rank {who} died: {death_reason(error)}", ranks=ranks
-            ) from None
+            dead = self._drop_dead(answers)
+            who = ", ".join(map(str, dead))
+            raise WorkerDiedError(f"the worker process of rank {who} died: {death_reason(error)}", ranks=dead) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def kill(self, slot: int) -> None:
-        """End a worker's process; a stopped or blocked one too."""
-        worker, self._workers[slot] = self._workers[slot], None
+    def kill(self, rank: int, *, is_lost: bool = False) -> None:
+        """End a worker's process, a stopped or blocked one too, and hear no more of it.
+
+        Args:
+            rank: Whose.
+            is_lost: Its node is lost or cut off: no other process is put there.
+        """
+        worker = self._members[rank]
         if worker is None:
             return
-        if worker.info is not None and worker.info.node_id == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.info.pid, signal.SIGKILL)  # ray.kill of a stopped process takes 5 s
+        if is_lost and worker.info is not None:
+            self._lost_nodes.add(worker.info.node_id)
+        self._drop(worker)
+        self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        if worker.info is not None:
+            self._agents.kill(worker.info)  # ray.kill of a stopped process takes 5 s
         ray.kill(worker.handle)
+        self.streams.abandon(worker.handle)
 
     def shutdown(self) -> None:
         """End all processes and give the resources back."""
-        for slot in range(self.size):
-            self.kill(slot)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        for worker in [*self._all(), *self._spares]:
+            self._drop(worker)
+            self._end(worker)
+        self._agents.close()
+        self._seats.close()
+
+    def _drop(self, worker: Worker) -> None:
+        """Let go of a process that is gone, or will be: its seat is free for another."""
+        if worker in self._members:
+            self._members[self._members.index(worker)] = None
+        elif worker in self._spares:
+            self._spares.remove(worker)
+        else:
+            return
+        if worker.info is None or worker.info.node_id not in self._lost_nodes:
+            self._seats.give_back(worker.seat)
+
+    def _member(self, rank: int) -> Worker:
+        worker = self._members[rank]
+        assert worker is not None, f"rank {rank} has no process"
+        return worker
 
     def _all(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker is not None]
-
-    def _tell(self, slot: int, method: str, *args: Any) -> None:
-        worker = self._workers[slot]
-        if worker is not None:
-            getattr(worker.handle, method).remote(*args)
+        return [worker for worker in self._members if worker is not None]
 
 
 __all__ = ["Worker", "WorkerDied", "WorkerGroup"]

@@ -65,17 +65,22 @@ class AttemptOrder:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process is."""
+    """Where a worker process is. ``stacks_file``: see `raysgd.workers.stacks`."""
 
     node_id: str
     node_ip: str
     hostname: str
     pid: int
     gpu_ids: tuple[int, ...] = ()
+    stacks_file: int = -1
 
     @property
     def node(self) -> str:
         return f"{self.hostname} ({self.node_ip})"
+
+    def shown(self) -> dict[str, Any]:
+        """What users are shown of it."""
+        return {name: getattr(self, name) for name in ("node_id", "node_ip", "hostname", "pid", "gpu_ids")}
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,27 @@ class Node:
     free: Mapping[str, float]
 
 
-def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node]) -> str | None:
-    """Why the cluster, were it idle, could not hold the workers; None if it could."""
-    return _explain(scaling, [node.total for node in nodes], "the cluster has")
+def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
+    """Why the cluster, were it idle, could not hold the workers and their spares; None if it could."""
+    return _explain(scaling, [node.total for node in nodes], "the cluster has", num_spares)
 
 
-def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node]) -> str | None:
-    """Why what is free now cannot hold the workers; None if it can."""
-    return _explain(scaling, [node.free for node in nodes], "free now are")
+def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
+    """Why what is free now cannot hold them; None if it can."""
+    return _explain(scaling, [node.free for node in nodes], "free now are", num_spares)
 
 
-def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str) -> str | None:
-    bundle, count = scaling.bundle(), scaling.min_workers
+def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str, num_spares: int) -> str | None:
+    bundle, count = scaling.bundle(), scaling.min_workers + num_spares
+    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
     for name, amount in bundle.items():
         total = sum(node.get(name, 0) for node in nodes)
         if total + _EPSILON < count * amount:
-            return f"needs {count} x {_number(amount)} {name} = {_number(count * amount)}, {verb} {_number(total)}"
+            return (
+                f"needs {count} x {_number(amount)} {name} = {_number(count * amount)}{which}, {verb} {_number(total)}"
+            )
     room = [_fitting(bundle, node) for node in nodes]
-    workers = f"{count} workers of {describe_bundle(bundle)}"
+    workers = f"{count} workers of {describe_bundle(bundle)}{which}"
     if scaling.placement_strategy == "STRICT_PACK" and max(room, default=0) < count:
         return f"STRICT_PACK needs one node for {workers}; the largest holds {max(room, default=0)}"
     if scaling.placement_strategy == "STRICT_SPREAD" and sum(r > 0 for r in room) < count:

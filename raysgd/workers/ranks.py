@@ -8,31 +8,29 @@ from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
 
 
-def assign_ranks(nodes: Sequence[str]) -> list[Identity]:
-    """Ranks for workers on the given nodes, workers of one node next to each other.
+def assign_ranks(nodes: Sequence[str]) -> list[int]:
+    """The order of ranks for workers on the given nodes: workers of one node next to each other.
 
     Args:
-        nodes: The node of each worker, in the order of the placement group's bundles. The node of the first worker is
-            node 0, so that rank 0 stays where the group begins.
+        nodes: The node of each worker, in the order of the placement group's bundles. The node of the first worker comes
+            first, so that rank 0 stays where the group begins.
 
     Returns:
-        The identity of each worker, in the same order.
+        Indices of ``nodes``, by rank.
     """
+    order = {node: place for place, node in reversed(list(enumerate(nodes)))}
+    return sorted(range(len(nodes)), key=lambda index: (order[nodes[index]], index))
+
+
+def identify(nodes: Sequence[str]) -> list[Identity]:
+    """The identity of each worker, given their nodes by rank. Workers of a node need not be next to each other."""
     order = list(dict.fromkeys(nodes))
-    by_node = sorted(range(len(nodes)), key=lambda i: (order.index(nodes[i]), i))
     counts = dict.fromkeys(order, 0)
-    identities: dict[int, Identity] = {}
-    for world_rank, index in enumerate(by_node):
-        node = nodes[index]
-        identities[index] = Identity(
-            world_rank=world_rank,
-            world_size=len(nodes),
-            local_rank=counts[node],
-            local_world_size=nodes.count(node),
-            node_rank=order.index(node),
-        )
+    identities = []
+    for rank, node in enumerate(nodes):
+        identities.append(Identity(rank, len(nodes), counts[node], nodes.count(node), order.index(node)))
         counts[node] += 1
-    return [identities[i] for i in range(len(nodes))]
+    return identities
 
 
 def visible_gpus(workers: Sequence[WorkerInfo], *, shared: bool) -> list[tuple[tuple[int, ...], int]]:

@@ -35,6 +35,7 @@ class WorkerStreams:
     def __init__(self) -> None:
         self.inboxes = Inboxes()
         self.endpoint: Endpoint | None = None
+        self._open: dict[Any, Inbox] = {}
 
     async def read(self, handle: Any, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """Start an attempt in the worker ``handle``: batches of events, and references to large values.
@@ -49,6 +50,7 @@ class WorkerStreams:
             run, replace(order, place=place)
         )
         pump = asyncio.ensure_future(_pump(stream, inbox))
+        self._open[handle._actor_id] = inbox
         try:
             while (item := await inbox.get()) is not None:
                 if isinstance(item, Exception):
@@ -57,6 +59,12 @@ class WorkerStreams:
         finally:
             pump.cancel()
             self.inboxes.close(key)
+            self._open.pop(handle._actor_id, None)
+
+    def abandon(self, handle: Any) -> None:
+        """Nothing more is to be heard of the worker ``handle``, which was ended; Ray may take a minute to say so."""
+        if (inbox := self._open.get(handle._actor_id)) is not None:
+            inbox.put_other(WorkerDied("it was ended"))
 
 
 async def _pump(stream: Any, inbox: Inbox) -> None:

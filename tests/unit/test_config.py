@@ -279,10 +279,6 @@ def on_resize(old: int, new: int) -> None: ...
     ("config", "name"),
     [
         (RunConfig(name="x", detached=True), "RunConfig(detached=True)"),
-        (FailureConfig(spares=1), "FailureConfig(spares=1)"),
-        (FailureConfig(heartbeat_timeout_s=5), "FailureConfig(heartbeat_timeout_s=5)"),
-        (FailureConfig(progress_timeout_s="auto"), "FailureConfig(progress_timeout_s='auto')"),
-        (FailureConfig(progress_timeout_s=60), "FailureConfig(progress_timeout_s=60)"),
         (FailureConfig(on_resize=on_resize), "FailureConfig(on_resize=<function on_resize"),
         (CheckpointConfig(memory_only_between=2), "CheckpointConfig(memory_only_between=2)"),
     ],

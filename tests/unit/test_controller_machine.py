@@ -494,3 +494,40 @@ def test_a_rank_that_died_before_cannot_make_a_checkpoint_of_the_next_attempt_co
     run.say(0, saved(), part())
     run.say(1, saved(), part(), attempt=1)
     assert run.all_of(c.Commit) == []
+
+
+# -- workers that hang -------------------------------------------------------------------------------------------------
+
+
+def hung(rank: int, kind: str = "silent", attempt: int = 1) -> c.WorkerHung:
+    return c.WorkerHung(rank, attempt, kind, "gave no sign of life for 10 s", {0: "line 1", 1: "line 2"})
+
+
+@pytest.mark.parametrize("kind", ["silent", "stuck", "lost"])
+def test_a_worker_that_hangs_is_ended_and_its_place_is_taken(kind: str) -> None:
+    run = running(2)
+    run.feed(hung(1, kind))
+    assert run.all_of(c.KillRanks) == [c.KillRanks((1,), is_lost=kind == "lost")]
+    (note,) = run.notes("hang")
+    assert (note["rank"], note["kind"], note["stacks"]) == (1, kind, {"0": "line 1", "1": "line 2"})
+    run.gone(1, "it was ended")
+    run.leave(0, e.Ended())
+    run.advance(GATHER_S)
+    (failure,) = run.notes("failure")
+    assert failure["ranks"] == [1] and "hung: it gave no sign of life" in failure["error"]
+    assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(2)]
+
+
+def test_a_hang_of_an_attempt_that_is_over_is_none() -> None:
+    run = running(2)
+    run.feed(hung(1, attempt=0))
+    assert run.all_of(c.KillRanks) == [] and run.notes("hang") == []
+
+
+def test_a_worker_that_hangs_after_it_returned_fails_nothing() -> None:
+    run = running(2)
+    run.leave(1)
+    run.feed(hung(1))
+    assert run.all_of(c.KillRanks) == [c.KillRanks((1,))]
+    run.leave(0)
+    assert run.outcome is not None and run.outcome.kind == "done"

@@ -10,31 +10,38 @@ from hypothesis import strategies as st
 
 from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
-from raysgd.workers.ranks import assign_ranks, visible_gpus
+from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
 
 
 def test_workers_of_one_node_are_next_to_each_other() -> None:
-    given_ranks = assign_ranks(["b", "a", "b", "a", "c"])
-    assert [(i.world_rank, i.node_rank, i.local_rank, i.local_world_size) for i in given_ranks] == [
+    assert assign_ranks(["b", "a", "b", "a", "c"]) == [0, 2, 1, 3, 4]
+
+
+def test_a_worker_is_told_where_it_stands_on_its_node() -> None:
+    identities = identify(["b", "b", "a", "c", "a"])  # the last one took part later
+    assert [(i.world_rank, i.node_rank, i.local_rank, i.local_world_size) for i in identities] == [
         (0, 0, 0, 2),
-        (2, 1, 0, 2),
         (1, 0, 1, 2),
-        (3, 1, 1, 2),
-        (4, 2, 0, 1),
+        (2, 1, 0, 2),
+        (3, 2, 0, 1),
+        (4, 1, 1, 2),
     ]
 
 
 def test_a_lone_worker_is_a_world_of_one() -> None:
-    assert assign_ranks(["a"]) == [Identity()]
-    assert assign_ranks([]) == []
+    assert identify(["a"]) == [Identity()]
+    assert assign_ranks([]) == identify([]) == []
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_whatever_the_nodes_ranks_are_as_frameworks_want_them(nodes: list[str]) -> None:
-    identities = assign_ranks(nodes)
-    by_rank = sorted(zip(identities, nodes, strict=True), key=lambda pair: pair[0].world_rank)
-    assert [identity.world_rank for identity, _ in by_rank] == list(range(len(nodes)))
-    assert identities[0].world_rank == 0  # rank 0 stays where the group begins
+    order = assign_ranks(nodes)
+    assert sorted(order) == list(range(len(nodes)))
+    assert order[0] == 0  # rank 0 stays where the group begins
+    nodes = [nodes[index] for index in order]
+    identities = identify(nodes)
+    by_rank = list(zip(identities, nodes, strict=True))
+    assert [identity.world_rank for identity in identities] == list(range(len(nodes)))
     assert {identity.world_size for identity in identities} == {len(nodes)}
     seen: Counter[str] = Counter()
     node_ranks: dict[str, int] = {}
@@ -44,8 +51,7 @@ def test_whatever_the_nodes_ranks_are_as_frameworks_want_them(nodes: list[str]) 
         assert identity.local_world_size == nodes.count(node)
         assert node_ranks.setdefault(node, identity.node_rank) == identity.node_rank
     assert sorted(node_ranks.values()) == list(range(len(set(nodes))))
-    order = [node for _, node in by_rank]
-    assert [node for i, node in enumerate(order) if i == 0 or order[i - 1] != node] == list(dict.fromkeys(nodes))
+    assert [node for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node] == list(dict.fromkeys(nodes))
 
 
 def worker(node: str, *gpus: int) -> WorkerInfo:

@@ -1,0 +1,98 @@
+"""Watches over the workers of one attempt: asks each how it is, and tells which of them hang. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raysgd.config import FailureConfig
+from raysgd.controller.hang_policy import Hang, HangPolicy, blame
+from raysgd.session.progress import Pulse
+
+#: A worker is asked this often within the heartbeat timeout.
+_ASKS = 4
+_MAX_TICK_S = 0.5
+#: Seconds for the stacks of all ranks, before the one that hangs is ended.
+_STACKS_TIMEOUT_S = 3.0
+
+
+class Watched(Protocol):
+    """What is watched: `raysgd.workers.group.WorkerGroup`, or a fake."""
+
+    @property
+    def size(self) -> int: ...
+    async def pulse(self, rank: int) -> Pulse | None: ...
+    async def look(self, ranks: list[int], timeout_s: float) -> dict[int, Any]: ...
+    async def stacks(self, timeout_s: float) -> dict[int, str]: ...
+
+
+class Watch:
+    """One attempt's watch; `run` goes on until it is cancelled.
+
+    Args:
+        on_hang: Called for each worker that must be ended, with the stacks of all ranks.
+    """
+
+    def __init__(self, fleet: Watched, failure: FailureConfig, on_hang: Callable[[Hang, dict[int, str]], None]) -> None:
+        self._fleet = fleet
+        self._timeout_s = failure.heartbeat_timeout_s
+        self._on_hang = on_hang
+        self._loop = asyncio.get_running_loop()
+        self._policy = HangPolicy(
+            failure.heartbeat_timeout_s, failure.progress_timeout_s, range(fleet.size), self._loop.time()
+        )
+        self._asked: dict[int, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Watch."""
+        tick_s = min(_MAX_TICK_S, self._timeout_s / 8)
+        next_ask = self._loop.time()
+        try:
+            while True:
+                if self._loop.time() >= next_ask:
+                    next_ask = self._loop.time() + self._timeout_s / _ASKS
+                    self._ask_all()
+                await asyncio.sleep(tick_s)
+                self._look_at_suspects()
+                if hangs := self._policy.judge(self._loop.time()):
+                    await self._tell(hangs)
+        finally:
+            for task in (*self._asked.values(), *([self._looking] if self._looking else [])):
+                task.cancel()
+
+    async def _tell(self, hangs: list[Hang]) -> None:
+        stacks: dict[int, str] = {}
+        with contextlib.suppress(asyncio.TimeoutError):
+            stacks = await asyncio.wait_for(self._fleet.stacks(_STACKS_TIMEOUT_S), _STACKS_TIMEOUT_S)
+        for hang in [blame(hang, stacks) for hang in hangs]:
+            self._policy.left(hang.rank)
+            self._on_hang(hang, stacks)
+
+    def _ask_all(self) -> None:
+        for rank in range(self._fleet.size):
+            if rank not in self._asked or self._asked[rank].done():
+                self._asked[rank] = self._loop.create_task(self._ask(rank))
+
+    async def _ask(self, rank: int) -> None:
+        pulse = await self._fleet.pulse(rank)
+        if pulse is None:  # it is dead, which its stream tells
+            self._policy.left(rank)
+        else:
+            self._policy.answered(rank, pulse, self._loop.time())
+
+    def _look_at_suspects(self) -> None:
+        suspects = self._policy.suspects(self._loop.time())
+        if suspects and (self._looking is None or self._looking.done()):
+            self._looking = self._loop.create_task(self._look(suspects))
+
+    async def _look(self, ranks: list[int]) -> None:
+        looks = await self._fleet.look(ranks, self._timeout_s / 3)
+        for rank in ranks:
+            look = looks.get(rank)
+            if look is None:
+                self._policy.unreachable(rank)
+            else:
+                self._policy.looked(rank, look.cpu_s, look.is_stopped, self._loop.time())

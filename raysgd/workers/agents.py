@@ -1,0 +1,92 @@
+"""The agents of the nodes that have workers. Runs in the TrainerActor, which is the agent of its own node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysgd.workers.agent import NodeAgent, ProcessLook
+from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.orders import WorkerInfo
+
+
+class Unreachable(Exception):
+    """A node's agent gives no answer."""
+
+
+class Agents:
+    """One agent a node.
+
+    Args:
+        name: Of the TrainerActor; begins the names of the actors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._here = ray.get_runtime_context().get_node_id()
+        self._own = NodeAgent()
+        self._actors: dict[str, Any] = {}
+
+    def settle(self, nodes: Iterable[str]) -> None:
+        """Have an agent on each of these nodes; returns at once."""
+        for node_id in nodes:
+            if node_id != self._here and node_id not in self._actors:
+                self._actors[node_id] = (
+                    ray.remote(NodeAgent)
+                    .options(
+                        name=f"{self._name}-agent-{node_id[:12]}",
+                        namespace=NAMESPACE,
+                        num_cpus=0,
+                        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    )
+                    .remote()
+                )
+
+    async def look(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessLook | None]:
+        """How processes of a node stand; None for those that are gone.
+
+        Raises:
+            Unreachable: No answer within the time.
+        """
+        if node_id == self._here:
+            return self._own.look(pids)
+        looks: list[ProcessLook | None] = await self._ask(node_id, "look", list(pids), timeout_s)
+        return looks
+
+    async def stacks(self, node_id: str, processes: Sequence[tuple[int, int]], timeout_s: float) -> list[str]:
+        """Where processes of a node stand, each given by its id and the descriptor of its stacks.
+
+        Raises:
+            Unreachable: No answer within the time.
+        """
+        if node_id == self._here:
+            return await asyncio.to_thread(self._own.stacks, processes)
+        stacks: list[str] = await self._ask(node_id, "stacks", list(processes), timeout_s)
+        return stacks
+
+    def kill(self, info: WorkerInfo) -> None:
+        """End a process where it is; returns at once."""
+        if info.node_id == self._here:
+            self._own.kill(info.pid)
+        elif info.node_id in self._actors:
+            self._actors[info.node_id].kill.remote(info.pid)
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+
+    async def _ask(self, node_id: str, method: str, given: list[Any], timeout_s: float) -> Any:
+        actor = self._actors.get(node_id)
+        if actor is None:
+            raise Unreachable(node_id)
+        try:
+            return await asyncio.wait_for(getattr(actor, method).remote(given), timeout_s)
+        except (RayError, asyncio.TimeoutError) as error:
+            raise Unreachable(node_id) from error

@@ -1,0 +1,80 @@
+"""A worker's process as the controller sees it, and how one is started. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raysgd.backends.base import BackendConfig
+from raysgd.config import ScalingConfig
+from raysgd.session.base import Identity
+from raysgd.workers.actor import NUM_THREADS, WorkerActor
+from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.seats import Seat
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process and its seat.
+
+    Attributes:
+        loading: The answer of its first call, the import of the framework.
+        info: Where it is, once it has said so.
+        identity: Its place in the group, once that is complete.
+    """
+
+    seat: Seat
+    handle: Any
+    loading: Any
+    is_loaded: bool = False
+    info: WorkerInfo | None = None
+    identity: Identity | None = None
+
+    @property
+    def actor_id(self) -> str:
+        return str(self.handle._actor_id.hex())
+
+    @property
+    def node(self) -> str:
+        return "an unknown node" if self.info is None else self.info.node
+
+
+class WorkerStarter:
+    """Starts processes, each of which begins at once to import the framework.
+
+    Args:
+        name: Of the TrainerActor.
+        runtime_env: Ray runtime environment of the processes.
+    """
+
+    def __init__(
+        self, name: str, scaling: ScalingConfig, backend: BackendConfig, runtime_env: Mapping[str, Any] | None
+    ) -> None:
+        self._name = name
+        self._scaling = scaling
+        self._backend = backend
+        self._runtime_env = dict(runtime_env or {})
+        self._num_started = 0
+
+    def start(self, seat: Seat) -> Worker:
+        """A process in ``seat``; it comes up when the seat's resources are there."""
+        self._num_started += 1
+        handle: Any = (
+            ray.remote(WorkerActor)
+            .options(
+                name=f"{self._name}-worker-{self._num_started}",
+                namespace=NAMESPACE,
+                num_cpus=self._scaling.cpus_per_worker,
+                num_gpus=self._scaling.gpus_per_worker,
+                resources=dict(self._scaling.resources_per_worker) or None,
+                scheduling_strategy=seat.strategy(),
+                max_concurrency=NUM_THREADS,
+                runtime_env=self._runtime_env or None,
+            )
+            .remote()
+        )
+        return Worker(seat, handle, handle.load.remote(self._backend, self._name))

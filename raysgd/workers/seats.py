@@ -1,0 +1,76 @@
+"""Room for worker processes: the bundles of placement groups, which hold one process at a time. Runs in the TrainerActor.
+
+A placement group cannot change its size. The first one has the seats of the smallest group and of the spares, so that
+they are had together or not at all; each seat beyond is a placement group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """One bundle."""
+
+    placement: PlacementGroup
+    index: int
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Puts an actor there."""
+        return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
+
+
+class Seats:
+    """The seats of one group of workers.
+
+    Args:
+        name: Name of the first placement group.
+        bundle: The resources of a seat.
+        strategy: Placement strategy of the first group.
+    """
+
+    def __init__(self, name: str, bundle: Mapping[str, float], strategy: str) -> None:
+        self._name = name
+        self._bundle = dict(bundle) or {"CPU": 0.001}  # Ray refuses empty bundles
+        self._strategy = strategy
+        self._placements: list[PlacementGroup] = []
+        self._free: list[Seat] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._placements)
+
+    def open(self, count: int) -> None:
+        """Ask for ``count`` seats at once."""
+        placement = placement_group([self._bundle] * count, strategy=self._strategy, name=self._name)
+        self._placements.append(placement)
+        self._free += [Seat(placement, index) for index in range(count)]
+
+    def add(self, avoid: Collection[str] = ()) -> Seat:
+        """Ask for one more seat, on none of the nodes ``avoid``."""
+        name = f"{self._name}-{len(self._placements)}"
+        selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
+        placement = placement_group([self._bundle], name=name, bundle_label_selector=selector)
+        self._placements.append(placement)
+        return Seat(placement, 0)
+
+    def take(self) -> Seat | None:
+        """A free seat; its resources may still be on their way."""
+        return self._free.pop(0) if self._free else None
+
+    def give_back(self, seat: Seat) -> None:
+        """The process that had it is gone, or going."""
+        if seat.placement in self._placements:
+            self._free.append(seat)
+
+    def close(self) -> None:
+        """Give all resources back."""
+        for placement in self._placements:
+            remove_placement_group(placement)
+        self._placements.clear()
+        self._free.clear()

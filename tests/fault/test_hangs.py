@@ -1,0 +1,150 @@
+"""Workers that hang: stopped, stuck in a loop, or only busy, which is none of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.errors import WorkerDiedError
+from support.runs import are_gone, events_of, make_trainer, once, pids, quiet, travels_by_value
+
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
+travels_by_value(__name__)
+
+HEARTBEAT_S = 2.0
+PROGRESS_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    failure = raysgd.FailureConfig(heartbeat_timeout_s=HEARTBEAT_S, progress_timeout_s=PROGRESS_S)
+    with make_trainer(tmp_path_factory.mktemp("runs"), 3, "torch", failure=failure) as trainer:
+        yield trainer
+
+
+def stop(config: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop_for_ever(config: dict[str, Any]) -> None:
+    while True:
+        pass
+
+
+def sleep_for_ever(config: dict[str, Any]) -> None:
+    time.sleep(10_000)
+
+
+def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
+    """Collectives and saves; rank 1 hangs once, in its own way, while the others are in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    state = raysgd.load_checkpoint()
+    start = 0 if state is None else state["step"] + 1
+    for step in range(start, 4):
+        if step == 2 and raysgd.world_rank() == 1 and once(config["folder"], "hung"):
+            config["hang"](config)
+        dist.all_reduce(torch.ones(1))
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        while (saved := raysgd.load_checkpoint()) is None or saved["step"] < step:
+            time.sleep(0.01)
+    return {"pid": os.getpid(), "start": start}
+
+
+@pytest.mark.parametrize(
+    ("hang", "kind", "told"),
+    [
+        (stop, "silent", "it was stopped (SIGSTOP)"),
+        (loop_for_ever, "stuck", "made no progress"),
+        (sleep_for_ever, "stuck", "made no progress"),
+    ],
+    ids=["stopped", "loop", "sleep"],
+)
+def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
+    trainer: raysgd.Trainer, tmp_path: Path, hang: Any, kind: str, told: str
+) -> None:
+    before = pids(trainer)
+    config = {"folder": str(tmp_path), "hang": hang}
+    returned = trainer.run(reduce_and_hang_once, config, callbacks=quiet(), returns="all")
+    assert [value["start"] for value in returned] == [2, 2, 2]
+    after = [value["pid"] for value in returned]
+    assert after[0] == before[0] and after[2] == before[2] and after[1] not in before
+    assert are_gone([before[1]], 2)
+    (hung,) = events_of(trainer, "hang")
+    assert (hung["rank"], hung["kind"]) == (1, kind)
+    assert told in hung["why"]
+    assert set(hung["stacks"]) == {"0", "1", "2"}
+    assert hang.__name__ in hung["stacks"]["1"], "the stack does not show where it hangs"
+    assert "all_reduce" in hung["stacks"]["0"]
+    (failure,) = events_of(trainer, "failure")
+    assert failure["ranks"] == [1] and "hung" in failure["error"]
+
+
+def test_a_c_call_that_holds_the_interpreters_lock_is_no_hang(ray_cluster: Any, tmp_path: Path) -> None:
+    def count() -> float:
+        """One call that lasts, and lets no other thread of the process run."""
+        numbers, start = 10**8, time.monotonic()
+        while True:
+            sum(range(numbers))
+            took, start = time.monotonic() - start, time.monotonic()
+            if took > 3:
+                return took
+            numbers *= 2
+
+    failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.0)
+    with make_trainer(tmp_path, failure=failure) as trainer:
+        before = pids(trainer)
+        assert trainer.run(count, callbacks=quiet()) > 3
+        assert events_of(trainer, "hang") == [] and pids(trainer) == before
+
+
+def test_slow_steps_within_the_limit_are_no_hang(trainer: raysgd.Trainer) -> None:
+    def slow() -> None:
+        for step in range(4):
+            time.sleep(0.7 * PROGRESS_S)
+            raysgd.report(step=step)
+
+    trainer.run(slow, callbacks=quiet())
+    assert events_of(trainer, "hang") == []
+
+
+def test_a_run_that_hangs_once_too_often_ends_with_the_guilty_rank(ray_cluster: Any, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.0)
+
+    def stop_rank_1() -> None:
+        if raysgd.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raysgd.barrier()
+
+    with (
+        make_trainer(tmp_path, failure=failure) as trainer,
+        pytest.raises(WorkerDiedError, match=r"rank 1 on .* hung: it gave no sign of life for .*SIGSTOP") as raised,
+    ):
+        trainer.run(stop_rank_1, callbacks=quiet())
+    assert raised.value.ranks == (1,)
+
+
+def test_a_worker_that_is_stopped_for_less_than_the_timeout_goes_on(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def step_on(config: dict[str, Any]) -> int:
+        for step in range(30):
+            time.sleep(0.1)
+            raysgd.report(step=step)
+        return os.getpid()
+
+    before = pids(trainer)
+    stream = trainer.run_generator(step_on, {}, callbacks=quiet(), returns="all")
+    next(stream)
+    os.kill(before[1], signal.SIGSTOP)
+    time.sleep(0.5 * HEARTBEAT_S)
+    os.kill(before[1], signal.SIGCONT)
+    assert stream.get_returns() == before
+    assert events_of(trainer, "hang") == []

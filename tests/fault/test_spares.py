@@ -1,0 +1,139 @@
+"""Spares: processes that are up and idle, and take the place of those that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import raysgd
+from raysgd.errors import InfeasibleError
+from support.poll import until
+from support.runs import are_gone, events_of, make_trainer, once, pids, quiet, travels_by_value
+
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    failure = raysgd.FailureConfig(max_failures=2, spares=1)
+    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch", failure=failure) as trainer:
+        yield trainer
+
+
+def worker_pids() -> set[int]:
+    """All processes of workers, spares among them, that are up."""
+    family = psutil.Process().children(recursive=True)
+    return {process.pid for process in family if "ray::WorkerActor" in " ".join(_command(process))}
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def wait_for_spare(members: list[int], loaded: bool = True) -> int:
+    """The process of the one spare."""
+    assert until(lambda: len(worker_pids() - set(members)) == 1, 30)
+    (spare,) = worker_pids() - set(members)
+    if loaded:  # torch is in its memory when the process has stopped to grow
+        assert until(lambda: "libtorch_cpu" in Path(f"/proc/{spare}/maps").read_text(), 30)
+    return spare
+
+
+def reduce_and_die_once(config: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    state = raysgd.load_checkpoint()
+    start = 0 if state is None else state["step"] + 1
+    for step in range(start, 4):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == raysgd.world_size()
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        if step == 1 and raysgd.world_rank() == config["rank"]:
+            while (saved := raysgd.load_checkpoint()) is None or saved["step"] < 1:
+                time.sleep(0.01)
+            if once(config["folder"], "died"):
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+    return {"pid": os.getpid(), "start": start}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_spare_takes_the_place_of_the_dead_and_another_comes_up(
+    trainer: raysgd.Trainer, tmp_path: Path, rank: int
+) -> None:
+    before = pids(trainer)
+    spare = wait_for_spare(before)
+    returned = trainer.run(
+        reduce_and_die_once, {"folder": str(tmp_path), "rank": rank}, callbacks=quiet(), returns="all"
+    )
+    assert [value["start"] for value in returned] == [2, 2]
+    after = [value["pid"] for value in returned]
+    assert after[rank] == spare and after[1 - rank] == before[1 - rank]
+    assert wait_for_spare(after) not in {*before, spare}
+    assert len(events_of(trainer, "failure")) == 1
+
+
+def test_a_spare_that_died_is_passed_over(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    before = pids(trainer)
+    spare = wait_for_spare(before)
+    os.kill(spare, signal.SIGKILL)
+    assert are_gone([spare])
+    returned = trainer.run(reduce_and_die_once, {"folder": str(tmp_path), "rank": 1}, callbacks=quiet(), returns="all")
+    assert returned[0]["pid"] == before[0] and returned[1]["pid"] not in {*before, spare}
+    assert len(events_of(trainer, "failure")) == 1, "the spare's death was counted"
+
+
+def test_a_spare_that_hangs_is_passed_over(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    before = pids(trainer)
+    spare = wait_for_spare(before)
+    os.kill(spare, signal.SIGSTOP)
+    returned = trainer.run(reduce_and_die_once, {"folder": str(tmp_path), "rank": 0}, callbacks=quiet(), returns="all")
+    assert returned[1]["pid"] == before[1] and returned[0]["pid"] not in {*before, spare}
+    assert are_gone([spare])
+    wait_for_spare([value["pid"] for value in returned])
+
+
+def test_a_run_does_not_wait_for_spares(ray_cluster: Any, tmp_path: Path) -> None:
+    """Three of the module's eight CPUs are taken; two workers and three spares fit, and are asked for together."""
+    with make_trainer(tmp_path, 2, failure=raysgd.FailureConfig(spares=3)) as trainer:
+        members = pids(trainer)
+        assert until(lambda: len(worker_pids()) == 3 + 5, 30)
+        everyone = worker_pids()
+    assert set(members) < everyone
+    assert until(lambda: len(worker_pids()) == 3, 20), "spares outlived their Trainer"
+
+
+def test_spares_the_cluster_cannot_hold_are_refused_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+    with (
+        make_trainer(tmp_path, 2, cpus_per_worker=2, failure=raysgd.FailureConfig(spares=3)) as trainer,
+        pytest.raises(InfeasibleError, match=r"needs 5 x 2 CPU = 10 \(2 workers, 3 spare\), the cluster has 8"),
+    ):
+        trainer.run(os.getpid, callbacks=quiet())
+
+
+def test_a_replacement_keeps_what_the_spare_was_given(ray_cluster: Any, tmp_path: Path) -> None:
+    """A spare has the runtime environment of the workers."""
+    settings = {"runtime_env": {"env_vars": {"SHADE": "green"}}, "failure": raysgd.FailureConfig(spares=1)}
+
+    def shade(config: dict[str, Any]) -> str:
+        if raysgd.world_rank() == 0 and once(config["folder"], "died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        return os.environ["SHADE"]
+
+    with make_trainer(tmp_path / "runs", 1, **settings) as trainer:
+        assert trainer.run(shade, {"folder": str(tmp_path)}, callbacks=quiet()) == "green"
