@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raysgd.checkpoint.storage import Storage
 from raysgd.controller import downlink
 from raysgd.controller.downlink import FrameServer
 from raysgd.controller.requests import RunRequest
-from raysgd.controller.run import Run
 from raysgd.controller.settings_store import take_settings
 from raysgd.errors import UsageError
 from raysgd.result import RunInfo
@@ -26,6 +24,10 @@ from raysgd.workers import uplink
 from raysgd.workers.cluster import NAMESPACE, uses_tls
 from raysgd.workers.group import WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.storage import Storage
+    from raysgd.controller.run import Run
 
 
 class TrainerActor:
@@ -200,6 +202,10 @@ class TrainerActor:
         if self._has_class:
             raise UsageError("instances of the class API are live")
         settings = self._settings
+        # With the first run: the workers' processes are asked for before.
+        from raysgd.checkpoint.storage import Storage
+        from raysgd.controller.run import Run
+
         storage = new_run_folder(Storage.from_uri(request.runs_uri))
         info = RunInfo(
             name=storage.name,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.retention import RetentionPolicy
+if TYPE_CHECKING:  # requests need this module's records alone, before the TrainerActor asks for its workers
+    from raysgd.checkpoint.manifest import Manifest
+    from raysgd.checkpoint.retention import RetentionPolicy
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,21 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysgd.backends.base import BackendConfig
-from raysgd.checkpoint.checkpoint import Checkpoint, load_state
-from raysgd.checkpoint.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore, read_manifest
-from raysgd.errors import AttemptEnded
-from raysgd.session import context
-from raysgd.session.base import Identity
-from raysgd.session.generators import make_deterministic, seed_generators
-from raysgd.session.outbox import Outbox
 from raysgd.session.progress import Pulse
-from raysgd.session.saving import CheckpointWriter
-from raysgd.session.worker import Codec, WorkerSession
-from raysgd.workers.attempt import Attempt, WorkerCallbacks
-from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.freshness import ModuleWatch
-from raysgd.workers.instances import Instances
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
-from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.reset import Baseline
 from raysgd.workers.stacks import make_readable
-from raysgd.workers.starting import FromCheckpoint, FromState
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
+
+if TYPE_CHECKING:
+    from raysgd.workers.attempt import Attempt
+    from raysgd.workers.instances import Instances
 
 #: Threads of the actor: the stream, and calls that must be answered while it runs.
 NUM_THREADS = 8
@@ -49,7 +38,7 @@ class WorkerActor:
         self._backend: Any = None
         self._pool: Any = None
         self._attempt: Attempt | None = None
-        self._instances = Instances()
+        self._instances: Instances | None = None
         self._rank = 0
         self._stacks_file = make_readable()
         self._lock = threading.Lock()
@@ -86,6 +75,8 @@ class WorkerActor:
         finally:
             gc.enable()
         self._backend = backend
+        import raysgd.workers.making  # noqa: F401  (for what comes; the TrainerActor imports this module without it)
+
         self._baseline.note_framework()
         return None
 
@@ -94,6 +85,8 @@ class WorkerActor:
 
         Returns the modules of the user's that were loaded and have changed since: with any, this process must be replaced.
         """
+        from raysgd.session import context
+
         self._rank = order.rank
         context.uninstall()
         self._modules.look()
@@ -117,7 +110,11 @@ class WorkerActor:
 
     def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
         """Run train_func once; a streaming generator of what the controller gets through Ray: see `uplink`."""
-        attempt = self._make_attempt(run, order)
+        from raysgd.workers import making
+
+        if self._pool is None:
+            self._pool = making.make_pool(run)
+        attempt = making.make_attempt(run, order, controller=self._controller, backend=self._backend, pool=self._pool)
         with self._lock:
             self._attempt = attempt
         uplink = Uplink(order.place)
@@ -166,24 +163,35 @@ class WorkerActor:
 
     def make_instance(self, blob: Blob, order: AttemptOrder) -> None:
         """Join a group and make this worker's instance of the user's class."""
+        from raysgd.workers.making import node_name, resolve
+
         self._backend.set_up(order.member)
         try:
-            self._instances.make(_resolve(blob), order.member, _node(order.member.node_ip))
+            self._class_api().make(resolve(blob), order.member, node_name(order.member.node_ip))
         except BaseException:
             self.drop_instance()
             raise
 
     def execute(self, blob: Blob, has_instance: bool) -> bytes:
         """Call the user's function here; returns the pickle of its value."""
-        node = _node(ray.util.get_node_ip_address())
-        return self._instances.execute(_resolve(blob), has_instance, self._backend.reducers(), self._rank, node)
+        from raysgd.workers.making import node_name, resolve
+
+        node = node_name(ray.util.get_node_ip_address())
+        return self._class_api().execute(resolve(blob), has_instance, self._backend.reducers(), self._rank, node)
 
     def drop_instance(self) -> None:
         """Forget the instance and leave its group."""
-        self._instances.drop()
+        self._class_api().drop()
         self._backend.tear_down()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _class_api(self) -> Instances:
+        from raysgd.workers.instances import Instances
+
+        if self._instances is None:
+            self._instances = Instances()
+        return self._instances
 
     def _forget(self, attempt: Attempt) -> None:
         """It is over; its orders refer to the run's data, which is to be freed however the run ends."""
@@ -198,100 +206,3 @@ class WorkerActor:
         if was_direct and not uplink.is_direct:
             attempt.go_through_ray(uplink.problem)
         return batches
-
-    def _make_attempt(self, run: RunOrder, order: AttemptOrder) -> Attempt:
-        member = order.member
-        outbox = Outbox(order.flush_interval_s)
-        if self._pool is None:
-            from raysgd.checkpoint.snapshot import StagingPool  # NumPy: the controller imports this module without it
-
-            self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
-        writer = CheckpointWriter(
-            CheckpointStore(Storage.from_uri(run.checkpoints_uri)),
-            attempt=order.attempt,
-            rank=member.rank,
-            first_number=order.first_number,
-            pool=self._pool,
-            put=outbox.put,
-        )
-        given = loads(_resolve(run.callbacks)) if run.callbacks is not None else []
-        callbacks = WorkerCallbacks(given, run, order, outbox)
-        session = WorkerSession(
-            Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank),
-            outbox=outbox,
-            writer=writer,
-            link=ControllerLink(self._controller, run.run_id, order.attempt, member.rank),
-            codec=Codec(dumps, loads),
-            start=_starting_point(run, order),
-            load_path=_load_path,
-            time_before_s=order.time_before_s,
-            seed=run.seed,
-            deterministic=run.deterministic,
-            plan=run.datasets,
-            fetch=ray.get,
-            on_report=callbacks.hooks,
-        )
-        return Attempt(
-            run,
-            order,
-            code=lambda: self._open_code(run, member.rank),
-            backend=self._backend,
-            session=session,
-            outbox=outbox,
-            writer=writer,
-            callbacks=callbacks,
-            node=_node(member.node_ip),
-        )
-
-    def _open_code(self, run: RunOrder, rank: int) -> tuple[Any, Any]:
-        function, config = loads(_resolve(run.code))
-        if run.deterministic:
-            make_deterministic()
-        if run.seed is not None:
-            seed_generators(run.seed, rank)
-        return function, config
-
-
-class ControllerLink:
-    """What a session asks of the TrainerActor; each call is answered, or fails when the attempt ends."""
-
-    def __init__(self, controller: str, run_id: str, attempt: int, rank: int) -> None:
-        self._name = controller
-        self._key = (run_id, attempt)
-        self._rank = rank
-        self._handle: Any = None
-
-    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        answer = ray.get(self._controller().meet.remote(*self._key, self._rank, what, index, payload))
-        if answer is None:
-            raise AttemptEnded("the attempt ended while ranks were waiting for each other")
-        return bytes(answer)
-
-    def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
-        uri = ray.get(self._controller().newest_checkpoint.remote(*self._key, index, num_saves))
-        return None if uri is None else FromCheckpoint(uri)
-
-    def _controller(self) -> Any:
-        """With the first question: a handle makes Ray import the TrainerActor's class and all it uses."""
-        if self._handle is None:
-            self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-        return self._handle
-
-
-def _starting_point(run: RunOrder, order: AttemptOrder) -> FromCheckpoint | FromState | None:
-    if order.checkpoint is not None:
-        return FromCheckpoint(order.checkpoint)
-    return None if run.initial_state is None else FromState(_resolve(run.initial_state))
-
-
-def _load_path(path: Any, rank: int, world_size: int, trusted: bool) -> Any:
-    folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
-    return load_state(folder, read_manifest(folder), rank, trusted=trusted, world_size=world_size)
-
-
-def _node(ip: str) -> str:
-    return f"{socket.gethostname()} ({ip})"
-
-
-def _resolve(blob: Blob) -> bytes:
-    return bytes(ray.get(blob)) if isinstance(blob, ray.ObjectRef) else blob

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raysgd.backends.base import BackendConfig, Member
-from raysgd.checkpoint.storage import Storage
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
@@ -29,6 +28,9 @@ from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
 from raysgd.workers.seats import Seats
 from raysgd.workers.streams import WorkerDied, WorkerStreams
 from raysgd.workers.vitals import Vitals
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.storage import Storage
 
 #: Seconds in which workers that die together, such as with their node, are seen to.
 _DIE_TOGETHER_S = 0.2
