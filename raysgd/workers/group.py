@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Seconds in which workers that die together, such as with their node, are seen to.
 _DIE_TOGETHER_S = 0.2
+#: The same while they start, each at its own time: what kills one may kill the next at the same place.
+_START_TOGETHER_S = 5.0
 #: Seconds a spare has to say that it is there.
 _SPARE_ANSWER_S = 1.0
 
@@ -188,7 +190,7 @@ class WorkerGroup:
         try:
             return list(await asyncio.gather(*answers))
         except RayActorError as error:
-            await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
+            await asyncio.wait(answers, timeout=_START_TOGETHER_S)
             ranks = self._drop_dead(answers)
             raise WorkerDiedError(f"a worker died while it was starting: {death_reason(error)}", ranks=ranks) from error
         except RayTaskError as error:
