@@ -46,21 +46,19 @@ class TerminalDisplay:
 
         self._state = ProgressState(info)
         console = _console(self._file)
-        out, err = sys.stdout, sys.stderr
         self._live = Live(
             get_renderable=self._draw,
             console=console,
             refresh_per_second=self._refresh_hz,
             redirect_stdout=self._file is None,
-            redirect_stderr=self._file is None and err.isatty(),  # a log file that stderr was sent to stays one
+            redirect_stderr=self._file is None and sys.stderr.isatty(),  # a log file that stderr was sent to stays one
         )
         # The thread that ends a run is a daemon: when the interpreter leaves first, the last table is drawn here.
         atexit.register(self._stop)
+        self._logs.move()
         self._live.start()
         # The cursor stays visible, below the table: a driver that is killed leaves a terminal that needs no repair.
         console.show_cursor(True)
-        self._logs.move(out, sys.stdout)
-        self._logs.move(err, sys.stderr)
         self._live.refresh()
 
     def result(self, result: Result) -> None:

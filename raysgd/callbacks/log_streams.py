@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import TextIO
+import sys
+from typing import Any, TextIO
 
 
 class LogStreams:
-    """Moves log handlers from some streams to others, and back.
+    """Lets log handlers write to what ``sys.stdout`` and ``sys.stderr`` are at the time, not to what they were once.
 
-    Rich's live display replaces ``sys.stdout`` and ``sys.stderr``; log handlers made before, Ray's among them, hold the
-    streams themselves and would write into the middle of the table.
+    Rich's live display replaces both; log handlers made before, Ray's among them, hold the streams themselves and would
+    write into the middle of the table. They are moved before it is there: a record may come at any moment.
     """
 
     def __init__(self) -> None:
-        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO, TextIO]] = []
+        self._moved: list[tuple[logging.StreamHandler[Any], TextIO, _Current]] = []
 
-    def move(self, old: TextIO, new: TextIO) -> None:
-        if old is new:
-            return
-        for handler in _stream_handlers():
-            if handler.stream is old:
-                handler.setStream(new)
-                self._moved.append((handler, old, new))
+    def move(self) -> None:
+        for name in ("stdout", "stderr"):
+            old, new = getattr(sys, name), _Current(name)
+            for handler in _stream_handlers():
+                if handler.stream is old:
+                    handler.setStream(new)
+                    self._moved.append((handler, old, new))
 
     def restore(self) -> None:
         moved, self._moved = self._moved, []
@@ -31,7 +32,20 @@ class LogStreams:
                 handler.setStream(old)
 
 
-def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
+class _Current:
+    """Writes to the stream that has the name in `sys` now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def write(self, text: str) -> int:
+        return int(getattr(sys, self._name).write(text))
+
+    def flush(self) -> None:
+        getattr(sys, self._name).flush()
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = [handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers]
     return [handler for handler in dict.fromkeys(handlers) if isinstance(handler, logging.StreamHandler)]
