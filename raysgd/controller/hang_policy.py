@@ -7,6 +7,7 @@ in train_func, which only the time since its last report, checkpoint or batch te
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from raysgd.session.progress import Pulse
 
 #: Share of a core above which a process that does not answer is busy. Ray's own threads in it use a tenth of that.
 BUSY_SHARE = 0.05
+#: Seconds over which that is told, at least.
+MIN_WINDOW_S = 1.0
 #: ``progress_timeout_s="auto"``: this many times the longest pause of the run so far, and at least that many seconds.
 AUTO_FACTOR = 10.0
 AUTO_MIN_S = 60.0
@@ -38,11 +41,16 @@ class Hang:
 class _Seen:
     answered_at: float
     pulse: Pulse = field(default_factory=Pulse)
-    cpu_s: float | None = None
-    looked_at: float = 0.0
-    is_busy: bool = False
+    looks: deque[tuple[float, float]] = field(default_factory=deque)  # (time, CPU time), within the window
     is_stopped: bool = False
     is_reachable: bool = True
+
+    def is_busy(self) -> bool:
+        """Whether it used its CPU lately."""
+        if self.is_stopped or len(self.looks) < 2:
+            return False
+        (begin, before), (end, after) = self.looks[0], self.looks[-1]
+        return end > begin and (after - before) / (end - begin) > BUSY_SHARE
 
 
 #: What a stack has in it while its rank waits for others in a collective.
@@ -72,21 +80,24 @@ class HangPolicy:
     ) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._progress_timeout_s = progress_timeout_s
+        # A machine that is overloaded lets a busy process run only now and then.
+        self._window_s = max(MIN_WINDOW_S, heartbeat_timeout_s / 3)
         self._seen = {rank: _Seen(now) for rank in ranks}
 
     def answered(self, rank: int, pulse: Pulse, now: float) -> None:
         """A worker has answered."""
-        if seen := self._seen.get(rank):
-            self._seen[rank] = _Seen(now, pulse, seen.cpu_s, seen.looked_at)
+        if rank in self._seen:
+            self._seen[rank] = _Seen(now, pulse)
 
     def looked(self, rank: int, cpu_s: float, is_stopped: bool, now: float) -> None:
         """Its node's agent has looked at its process."""
         seen = self._seen.get(rank)
         if seen is None:
             return
-        if seen.cpu_s is not None and now > seen.looked_at:
-            seen.is_busy = (cpu_s - seen.cpu_s) / (now - seen.looked_at) > BUSY_SHARE
-        seen.cpu_s, seen.looked_at, seen.is_stopped, seen.is_reachable = cpu_s, now, is_stopped, True
+        seen.looks.append((now, cpu_s))
+        while len(seen.looks) > 2 and now - seen.looks[1][0] >= self._window_s:
+            seen.looks.popleft()
+        seen.is_stopped, seen.is_reachable = is_stopped, True
 
     def unreachable(self, rank: int) -> None:
         """Its node's agent does not answer either."""
@@ -111,7 +122,7 @@ class HangPolicy:
 
     def _silence(self, rank: int, seen: _Seen, now: float) -> Hang | None:
         silent_s = now - seen.answered_at
-        if silent_s <= self._heartbeat_timeout_s or (seen.is_busy and seen.is_reachable):
+        if silent_s <= self._heartbeat_timeout_s or (seen.is_reachable and seen.is_busy()):
             return None
         told = f"gave no sign of life for {silent_s:.1f} s"
         if not seen.is_reachable:

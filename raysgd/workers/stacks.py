@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 #: None of those that programs use.
@@ -37,7 +38,8 @@ def read_stacks(pid: int, file: int) -> str:
         pid: The process, on this node.
         file: What `make_readable` returned in it.
     """
-    py_spy = shutil.which("py-spy")
+    beside = os.path.dirname(sys.executable)  # of the environment that runs this, which need not be on the path
+    py_spy = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     told = _ask_py_spy(py_spy, pid) if py_spy is not None else None
     return told or _ask_faulthandler(pid, file)
 

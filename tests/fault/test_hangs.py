@@ -83,7 +83,8 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
     assert (hung["rank"], hung["kind"]) == (1, kind)
     assert told in hung["why"]
     assert set(hung["stacks"]) == {"0", "1", "2"}
-    assert hang.__name__ in hung["stacks"]["1"], "the stack does not show where it hangs"
+    if kind == "stuck":  # py-spy leaves out the thread that stopped its own process
+        assert hang.__name__ in hung["stacks"]["1"], "the stack does not show where it hangs"
     assert "all_reduce" in hung["stacks"]["0"]
     (failure,) = events_of(trainer, "failure")
     assert failure["ranks"] == [1] and "hung" in failure["error"]

@@ -52,9 +52,25 @@ def test_one_that_says_nothing_and_works_is_busy() -> None:
     for second in range(4, 60):
         watched.looked(0, second * 0.9, False, float(second))
         assert watched.judge(float(second)) == []
-    for second in range(60, 63):  # it is done, and still says nothing
+    for second in range(60, 66):  # it is done, and still says nothing
         watched.looked(0, 60 * 0.9, False, float(second))
-    assert verdicts(watched.judge(63.0)) == [(0, "silent")]
+    assert verdicts(watched.judge(65.0)) == [(0, "silent")]
+
+
+def test_one_that_is_stopped_is_not_busy_whatever_it_did_before() -> None:
+    watched = policy(ranks=1)
+    for second in range(4, 11):
+        watched.looked(0, second * 0.9, False, float(second))
+    watched.looked(0, 9.9, True, 11.0)
+    assert verdicts(watched.judge(11.0)) == [(0, "silent")]
+
+
+def test_one_that_an_overloaded_machine_lets_run_now_and_then_is_busy() -> None:
+    watched, cpu_s = policy(ranks=1), 0.0
+    for tick in range(8, 80):
+        cpu_s += 0.5 if tick % 6 == 0 else 0.0
+        watched.looked(0, cpu_s, False, tick / 2)
+        assert watched.judge(tick / 2) == []
 
 
 def test_the_little_that_rays_own_threads_do_is_no_work() -> None:
