@@ -36,6 +36,10 @@ class Progress:
         self._longest_pause_s = 0.0
         self._phase = ""
 
+    def enter(self) -> None:
+        """train_func is being entered: what came before, such as forming the group, was none of its time."""
+        self._marked_at = self._clock()
+
     def mark(self, phase: str) -> None:
         """train_func has made a call."""
         now = self._clock()

@@ -188,6 +188,7 @@ class Attempt:
         with self._lock:
             if self._session.is_ended:
                 raise AttemptEnded("the attempt ended before train_func was entered")
+            self._session.progress.enter()
             self._is_inside = True
         self._outbox.put(Entered(time.time()), urgent=True)
         try:

@@ -18,8 +18,8 @@ from support.runs import are_gone, events_of, make_trainer, once, pids, quiet, t
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
-HEARTBEAT_S = 2.0
-PROGRESS_S = 3.0
+HEARTBEAT_S = 3.0
+PROGRESS_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_c_call_that_holds_the_interpreters_lock_is_no_hang(ray_cluster: Any, 
                 return took
             numbers *= 2
 
-    failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.0)
+    failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.5)
     with make_trainer(tmp_path, failure=failure) as trainer:
         before = pids(trainer)
         assert trainer.run(count, callbacks=quiet()) > 3

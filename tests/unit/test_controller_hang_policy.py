@@ -200,6 +200,8 @@ def test_auto_does_not_take_a_fast_loop_at_its_word() -> None:
 def test_progress_is_what_was_marked(pauses: list[float], idle_s: float) -> None:
     now = 0.0
     progress = Progress(lambda: now)
+    now = 7.0
+    progress.enter()
     for pause_s in pauses:
         now += pause_s
         progress.mark("batch")
