@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from raysgd.session.progress import Pulse
 
-#: Share of a core above which a process that does not answer is busy. Ray's own threads in it use a tenth of that.
+#: Share of a core above which a process that does not answer is busy. Ray's own threads use a fifth of that.
 BUSY_SHARE = 0.05
 #: Seconds over which that is told, at least.
 MIN_WINDOW_S = 1.0
