@@ -57,10 +57,15 @@ class _Seen:
 _WAITING = ("torch/distributed", "_engine_run_backward", "horovod/", "tensorflow/python/distribute")
 
 
+#: What it has in it in any case, where the thread of train_func can be seen.
+_INSIDE = "workers/attempt.py"
+
+
 def blame(hang: Hang, stacks: Mapping[int, str]) -> Hang:
-    """Of those that may be stuck, the first whose stack does not show it waiting for others."""
+    """Of those that may be stuck, the first whose stack shows it inside train_func and not waiting for others."""
     for candidate in (hang, *hang.instead):
-        if not any(sign in stacks.get(candidate.rank, "") for sign in _WAITING):
+        stack = stacks.get(candidate.rank, "")
+        if _INSIDE in stack and not any(sign in stack for sign in _WAITING):
             return candidate
     return hang
 

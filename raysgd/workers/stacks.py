@@ -45,13 +45,16 @@ def read_stacks(pid: int, file: int) -> str:
 
 
 def _ask_py_spy(py_spy: str, pid: int) -> str | None:
-    # Without stopping it: a process that is stopped already could not be stopped again.
-    command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    # A process that runs is read while it is held; one that is stopped already cannot be stopped again.
+    for how in ((), ("--nonblocking",)):
+        command = [py_spy, "dump", *how, "--pid", str(pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode == 0:
+            return done.stdout
+    return None
 
 
 def _ask_faulthandler(pid: int, file: int) -> str:
