@@ -108,7 +108,8 @@ class CheckpointCollector:
 
     def complete(self) -> list[Manifest]:
         """The checkpoints that have become complete, oldest first; each is given once."""
-        pending = sorted(self._pending.items())
+        # Ranks that had not yet said so still call and write for one that was given up.
+        pending = [(call, which) for call, which in sorted(self._pending.items()) if call not in self._given_up]
         if self._refused_from is not None:
             pending = [(call, which) for call, which in pending if call < self._refused_from]
         ready = [call for call, which in pending if self._is_complete(which)]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Seconds in which workers that die together, such as with their node, are seen to.
 _DIE_TOGETHER_S = 0.2
 #: The same while they start, each at its own time: what kills one may kill the next at the same place.
-_START_TOGETHER_S = 5.0
+_START_TOGETHER_S = 15.0
 #: Seconds a spare has to say that it is there.
 _SPARE_ANSWER_S = 1.0
 
@@ -124,8 +124,8 @@ class WorkerGroup:
             if worker is None:
                 self._members[rank] = await self._take_spare()
         self._start_missing()
-        await self._locate()
-        await self._finish_loading()
+        await self._come_up()
+        self._identify()
 
     def _start_missing(self) -> None:
         if not self._seats.is_open:
@@ -154,11 +154,28 @@ class WorkerGroup:
         while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
             self._spares.append(self._starter.start(seat))
 
-    async def _locate(self) -> None:
+    async def _come_up(self) -> None:
+        """Wait until every process has said where it is, and has loaded the framework."""
+        new = [worker for worker in self._all() if worker.info is None or not worker.is_loaded]
+        # Together: what kills one in its import may kill the next there, and that is one failure.
+        answers = await self._gather([w.loading for w in new] + [self._locate(w) for w in new])
+        self._note_loaded(dict(zip(new, answers, strict=False)))
+
+    async def _locate(self, worker: Worker) -> None:
+        worker.info = await worker.handle.describe.remote()
+
+    def _note_loaded(self, problems: Mapping[Worker, str | None]) -> None:
+        bad = {worker: problem for worker, problem in problems.items() if problem is not None}
+        for worker in problems:
+            worker.is_loaded = worker not in bad
+        for worker in bad:  # the next run tries again, in a process of its own
+            self._drop(worker)
+            self._end(worker)
+        for worker, problem in bad.items():
+            raise WorkerError(f"{problem} (worker on {worker.node})")
+
+    def _identify(self) -> None:
         workers = self._all()
-        new = [worker for worker in workers if worker.info is None]
-        for worker, info in zip(new, await self._gather([w.handle.describe.remote() for w in new]), strict=True):
-            worker.info = info
         nodes = [worker.info.node_id for worker in workers if worker.info is not None]
         if not self._has_formed:  # later a replacement has the rank of the one it replaces
             workers = [workers[index] for index in assign_ranks(nodes)]
@@ -166,18 +183,6 @@ class WorkerGroup:
             self._members, self._has_formed = list(workers), True
         for worker, identity in zip(workers, identify(nodes), strict=True):
             worker.identity = identity
-
-    async def _finish_loading(self) -> None:
-        new = [worker for worker in self._all() if not worker.is_loaded]
-        problems = await self._gather([worker.loading for worker in new])
-        bad = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
-        for worker in new:
-            worker.is_loaded = worker not in bad
-        for worker in bad:  # the next run tries again, in a process of its own
-            self._drop(worker)
-            self._end(worker)
-        for worker, problem in bad.items():
-            raise WorkerError(f"{problem} (worker on {worker.node})")
 
     async def _prepare(self) -> list[tuple[str, ...]]:
         workers = self._all()

@@ -162,6 +162,17 @@ def test_a_part_that_failed_makes_no_checkpoint_whatever_else_arrives() -> None:
     assert numbers(desk) == [2]
 
 
+def test_a_call_that_was_given_up_stays_so_when_the_rank_that_failed_has_returned() -> None:
+    desk = collector(3)
+    desk.saved(1, saved())
+    desk.part_failed(0)
+    desk.left(1)
+    save(desk, ranks=(0, 2))
+    assert numbers(desk) == []
+    save(desk, call=1, ranks=(0, 2))
+    assert numbers(desk) == [2]
+
+
 @given(world_size=st.integers(1, 4), num_calls=st.integers(1, 4), data=st.data())
 def test_any_interleaving_commits_every_checkpoint_once(world_size: int, num_calls: int, data: st.DataObject) -> None:
     desk = collector(world_size)
