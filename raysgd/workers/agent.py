@@ -29,7 +29,6 @@ class ProcessLook:
     """
 
     cpu_s: float
-    rss_bytes: int
     is_stopped: bool
 
 
@@ -60,6 +59,6 @@ def _look(pid: int) -> ProcessLook | None:
             status, times = process.status(), process.cpu_times()
             if status == psutil.STATUS_ZOMBIE:
                 return None
-            return ProcessLook(times.user + times.system, process.memory_info().rss, status in _STOPPED)
+            return ProcessLook(times.user + times.system, status in _STOPPED)
     except psutil.NoSuchProcess:
         return None

@@ -12,6 +12,7 @@ from ray.cluster_utils import Cluster
 
 import raysgd
 from raysgd.errors import InfeasibleError
+from raysgd.workers.seats import Seats
 from support.cluster import ClusterState
 from support.runs import make_trainer, quiet, travels_by_value
 
@@ -87,3 +88,16 @@ def test_ranks_of_a_node_are_next_to_each_other(tmp_path: Path) -> None:
 def test_what_fits_the_cluster_but_no_node(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with make_trainer(tmp_path, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
         trainer.run(where, callbacks=quiet())
+
+
+def test_a_seat_is_had_on_another_node_than_those_that_are_avoided() -> None:
+    nodes = {node["NodeID"] for node in ray.nodes()}
+    for avoided in nodes:
+        seats = Seats(f"avoids-{avoided[:8]}", {"CPU": 1}, "PACK")
+        try:
+            seat = seats.add({avoided})
+            assert seat.placement.wait(20)
+            placed = ray.util.placement_group_table(seat.placement)["bundles_to_node_id"].values()
+            assert set(placed) == nodes - {avoided}
+        finally:
+            seats.close()
