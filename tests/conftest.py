@@ -55,11 +55,10 @@ def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> It
     """A Ray cluster of one node with 8 logical CPUs, for the module; yields what `ray.init` returned."""
     import ray
 
-    from support.cluster import ClusterState
+    from support.cluster import ClusterState, start_ray
 
     settings = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": True, "namespace": "tests"}
-    context = ray.init(address="local", **settings | getattr(request.module, "RAY_INIT", {}))
-    yield context.address_info
+    yield start_ray(**settings | getattr(request.module, "RAY_INIT", {}))
     left = ClusterState.empty().leftovers()
     ray.shutdown()
     assert not left, "the module left behind on the cluster: " + "; ".join(left)
