@@ -22,6 +22,8 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         [sys.executable, str(EXAMPLE), *arguments],
         cwd=folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"RAY_ADDRESS": "local"},
+        # As in a terminal: whoever starts the tests in the background of a shell script has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
 

@@ -59,8 +59,12 @@ class ClusterState:
         """The state of the cluster with nothing running on it."""
         return cls(groups=frozenset(), actors=frozenset(), free=_countable(ray.cluster_resources()))
 
-    def leftovers(self, timeout_s: float = 10) -> list[str]:
-        """Wait until the cluster is as it was here, and say in words what is not."""
+    def leftovers(self, timeout_s: float = 60) -> list[str]:
+        """Wait until the cluster is as it was here, and say in words what is not.
+
+        The time is for what Ray Data starts for itself: an actor that needs no CPU holds one until it is up, which takes a
+        loaded machine more than ten seconds.
+        """
         until(lambda: not self._differences(), timeout_s)
         return self._differences()
 
