@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,16 +16,19 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
-from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
+from raysgd.errors import InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.agents import Agents
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.deaths import death_reason, first_line
+from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.process import Worker, WorkerStarter
-from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
-from raysgd.workers.seats import Seats
+from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
+from raysgd.workers.reserve import Reserve
+from raysgd.workers.seats import Seat, Seats
+from raysgd.workers.storage_check import check_storage
 from raysgd.workers.streams import WorkerDied, WorkerStreams
 from raysgd.workers.vitals import Vitals
 
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same while they start, each at its own time: what kills one may kill the next at the same place.
 _START_TOGETHER_S = 15.0
-#: Seconds a spare has to say that it is there.
-_SPARE_ANSWER_S = 1.0
 
 
 class WorkerGroup:
@@ -66,7 +67,7 @@ class WorkerGroup:
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env)
         self._members: list[Worker | None] = [None] * scaling.min_workers
-        self._spares: list[Worker] = []
+        self._reserve = Reserve(self._seats, self._starter, failure.spares, self._make_newcomers(), self._end)
         self._has_formed = False
         self._agents = Agents(name)
         self._lost_nodes: set[str] = set()
@@ -89,8 +90,23 @@ class WorkerGroup:
         with contextlib.suppress(InfeasibleError, RayError):
             self._start_missing()
 
-    async def get_ready(self) -> list[str]:
+    @property
+    def num_newcomers(self) -> int:
+        """Processes that are up and could be taken in."""
+        return self._reserve.num_ready
+
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called for each that comes up."""
+        if self._reserve.newcomers is not None:
+            self._reserve.newcomers.on_ready = told
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
+
+        An elastic group goes on with those who are left, if they are enough, and takes in those who are up.
+
+        Args:
+            keep_size: It does neither.
 
         Raises:
             InfeasibleError: The cluster can never hold them.
@@ -99,60 +115,78 @@ class WorkerGroup:
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         try:
-            told = await asyncio.wait_for(self._get_ready(), self._start_timeout_s)
+            told = await asyncio.wait_for(self._get_ready(keep_size), self._start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
-        self._replenish()
+        self._reserve.replenish()
+        self._seek_newcomers()
         self._agents.settle({worker.info.node_id for worker in self._all() if worker.info is not None})
         return told
 
-    async def _get_ready(self) -> list[str]:
-        await self._form()
+    async def _get_ready(self, keep_size: bool) -> list[str]:
+        await self._form(keep_size)
         stale = {rank: modules for rank, modules in enumerate(await self._prepare()) if modules}
         if not stale:
             return []
         modules = sorted({module for names in stale.values() for module in names})
         for rank in stale:
             self.kill(rank)
-        await self._form()
+        await self._form(keep_size=True)
         await self._prepare()
         return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
 
-    async def _form(self) -> None:
+    async def _form(self, keep_size: bool) -> None:
         """A process for every rank, up and loaded, that knows its place."""
         for rank, worker in enumerate(self._members):
             if worker is None:
-                self._members[rank] = await self._take_spare()
+                self._members[rank] = await self._reserve.take()
+        if self._scaling.is_elastic and not keep_size:
+            if self._has_formed:
+                self._members = shrunk(self._members, self._scaling.min_workers)
+            await self._take_newcomers()
         self._start_missing()
         await self._come_up()
+        if self._reserve.newcomers is not None and not self._has_formed:
+            await self._reserve.newcomers.settle()
+            await self._take_newcomers()
         self._identify()
 
+    async def _take_newcomers(self) -> None:
+        while self.size < self._scaling.max_workers and (worker := await self._reserve.take_newcomer()) is not None:
+            self._members.append(worker)
+
+    def _make_newcomers(self) -> Newcomers | None:
+        if not self._scaling.is_elastic:
+            return None
+        return Newcomers(
+            self._scaling,
+            self._seats,
+            self._starter,
+            bring_up=self._bring_up,
+            end=self._end,
+            start_timeout_s=self._start_timeout_s,
+        )
+
+    def _seek_newcomers(self, after: Seat | None = None) -> None:
+        if self._reserve.newcomers is not None:
+            self._reserve.newcomers.want(self._scaling.max_workers - self.size, self._lost_nodes, after=after)
+
+    async def _bring_up(self, worker: Worker) -> str | None:
+        await self._locate(worker)
+        problem: str | None = await worker.loading
+        worker.is_loaded = problem is None
+        return problem
+
     def _start_missing(self) -> None:
-        if not self._seats.is_open:
+        is_new = not self._seats.is_open
+        if is_new:
             check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
         for rank, worker in enumerate(self._members):
             if worker is None:
                 self._members[rank] = self._starter.start(self._seats.take() or self._seats.add(self._lost_nodes))
-
-    async def _take_spare(self) -> Worker | None:
-        """A spare that is alive; those that are not are dropped."""
-        while self._spares:
-            spare = self._spares[0]
-            try:
-                spare.info = await asyncio.wait_for(spare.handle.describe.remote(), _SPARE_ANSWER_S)
-            except (RayError, asyncio.TimeoutError):
-                self._drop(spare)
-                self._end(spare)
-            else:
-                self._spares.remove(spare)
-                return spare
-        return None
-
-    def _replenish(self) -> None:
-        """Start spares in the seats that are free, while the others work."""
-        while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
-            self._spares.append(self._starter.start(seat))
+        if is_new:
+            self._seek_newcomers(after=self._member(0).seat)
 
     async def _come_up(self) -> None:
         """Wait until every process has said where it is, and has loaded the framework."""
@@ -226,31 +260,18 @@ class WorkerGroup:
         )
 
     async def check_storage(self, storage: Storage) -> None:
-        """Whether every node with a worker sees the run's folder; asked by a probe file where it is a local path.
+        """Whether every node with a worker sees the run's folder.
 
         Raises:
             ConfigError: A node does not see it.
         """
-        here = ray.get_runtime_context().get_node_id()
-        others = {w.info.node_id: w for w in self._all() if w.info is not None and w.info.node_id != here}
-        if not storage.is_local or not others:
-            return
-        storage.write_bytes("probe", b"")
-        seen = await self._gather([w.handle.probe.remote(storage.uri, "probe") for w in others.values()])
-        storage.delete_file("probe")
-        blind = [worker.node for worker, sees in zip(others.values(), seen, strict=True) if not sees]
-        if blind:
-            raise ConfigError(
-                f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
-                "Give RunConfig(storage_path=...) a folder all nodes share, or a URI such as s3://bucket/folder."
-            )
+        await check_storage(storage, self._all(), self._gather)
 
     # -- an attempt -----------------------------------------------------------------------------------------------
 
     async def open_rendezvous(self) -> str:
         """Where the members of the next attempt meet; on rank 0."""
-        (rendezvous,) = await self._gather([self._member(0).handle.open_rendezvous.remote()])
-        return str(rendezvous)
+        return str((await self._gather([self._member(0).handle.open_rendezvous.remote()]))[0])
 
     def member(self, rank: int, rendezvous: str) -> Member:
         worker = self._member(rank)
@@ -287,9 +308,19 @@ class WorkerGroup:
         if worker is not None:
             worker.handle.end.remote(attempt, why)
 
+    async def agree_on_save(self, attempt: int) -> None:
+        """Have all ranks leave after the same save; see `SaveGate`."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self.call("leave_after", attempt, max(await self.call("hold_saves", attempt)))
+
+    async def call_off_save(self, attempt: int) -> None:
+        """They leave after none."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self.call("leave_after", attempt, None)
+
     async def ask_to_stop(self, attempt: int) -> None:
         """Agree with all ranks on the place where they find ``should_stop()`` true; see `StopGate`."""
-        with contextlib.suppress(RayError):  # a rank that died meanwhile ends the attempt anyway
+        with contextlib.suppress(WorkerDiedError, RayError):  # a rank that died meanwhile ends the attempt anyway
             places = await self.call("hold", attempt)
             looks, reports = (max(place[i] for place in places) for i in (0, 1))
             await self.call("stop_from", attempt, looks, reports)
@@ -341,9 +372,10 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End all processes and give the resources back."""
-        for worker in [*self._all(), *self._spares]:
+        for worker in self._all():
             self._drop(worker)
             self._end(worker)
+        self._reserve.close()
         self._agents.close()
         self._seats.close()
 
@@ -351,12 +383,12 @@ class WorkerGroup:
         """Let go of a process that is gone, or will be: its seat is free for another."""
         if worker in self._members:
             self._members[self._members.index(worker)] = None
-        elif worker in self._spares:
-            self._spares.remove(worker)
-        else:
+        elif not self._reserve.drop(worker):
             return
         if worker.info is None or worker.info.node_id not in self._lost_nodes:
             self._seats.give_back(worker.seat)
+        else:
+            self._seats.give_up(worker.seat)
 
     def _member(self, rank: int) -> Worker:
         worker = self._members[rank]
@@ -365,6 +397,3 @@ class WorkerGroup:
 
     def _all(self) -> list[Worker]:
         return [worker for worker in self._members if worker is not None]
-
-
-__all__ = ["Worker", "WorkerDied", "WorkerGroup"]

@@ -82,6 +82,7 @@ def make_attempt(
         writer=writer,
         callbacks=callbacks,
         node=node_name(member.node_ip),
+        on_resize=None if run.on_resize is None else lambda: loads(resolve(run.on_resize)),
     )
 
 
