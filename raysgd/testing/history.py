@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
 
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
+from raysgd.controller import frames as f
+from raysgd.controller.frames import Frame
 from raysgd.controller.journal import stored_frames
 from raysgd.testing import invariants, stored
 from raysgd.testing.record import History
+
+#: Seconds that a run whose outcome is known may take to be closed: an error is raised first and cleaned up after.
+CLOSING_S = 30.0
+_LOOK_S = 0.05
 
 _RULES: tuple[Callable[[History], Iterable[str]], ...] = (
     invariants.frames_are_whole,
@@ -52,6 +59,9 @@ def check_history(
 ) -> None:
     """Check the files of a run that is over: its journal, its metrics, its checkpoints.
 
+    It may be called as soon as the run has returned or raised; it waits until the last file is written. Of a run that was
+    lost, with its controller, only what its journal still has is judged, and that it has no end.
+
     - Nothing of the journal is missing, and the run has exactly one end.
     - Attempts are numbered without gaps and follow each other: one group lives at a time.
     - Iterations have no gaps; one that was made again has a higher attempt; none up to a checkpoint is lost.
@@ -82,8 +92,21 @@ def find_violations(history: History) -> list[str]:
 
 
 def _read(storage: Storage, max_failures: int | None, within_s: float | None) -> History:
-    frames = stored_frames(storage)
+    frames = _frames(storage)
     if max_failures is None and storage.exists("run.json"):
         max_failures = json.loads(storage.read_bytes("run.json")).get("failure", {}).get("max_failures")
     found = stored.read_stored(CheckpointStore(storage.child("checkpoints")))
     return History(tuple(frames), found, max_failures, within_s)
+
+
+def _frames(storage: Storage) -> list[Frame]:
+    """The journal; of a lost run up to the first gap, since its files were flushed one after the other."""
+    deadline = time.monotonic() + CLOSING_S
+    while True:
+        frames = stored_frames(storage)
+        kinds = {frame.kind for frame in frames}
+        if f.RUN_CLOSED in kinds:
+            return frames
+        if f.RUN_END not in kinds or time.monotonic() > deadline:
+            return [frame for place, frame in enumerate(frames) if frame.seq <= place]
+        time.sleep(_LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -51,6 +52,8 @@ def what_counts_can_be_loaded(history: History) -> Iterator[str]:
     """A checkpoint that was told of, and not deleted, is there as it was told, complete, and loads."""
     for number, told in sorted(committed(history.frames).items()):
         found = history.stored.get(number)
+        if found is None and not history.is_closed and any(other > number for other in history.stored):
+            continue  # deleted for a newer one, of which the journal says no more
         if found is None:
             yield f"checkpoint {number} was committed, and is not on storage"
         elif found.problem:
@@ -58,12 +61,14 @@ def what_counts_can_be_loaded(history: History) -> Iterator[str]:
         elif found.manifest is None:
             yield f"checkpoint {number} was committed, and has no manifest"
         else:
-            yield from _differences(number, told, found.manifest)
+            yield from _differences(number, told, found.manifest, is_closed=history.is_closed)
 
 
-def _differences(number: int, told: dict[str, object], manifest: Manifest) -> Iterator[str]:
+def _differences(number: int, told: dict[str, Any], manifest: Manifest, *, is_closed: bool) -> Iterator[str]:
     for name in ("iteration", "attempt"):
-        if told[name] != getattr(manifest, name):
+        # In a loop that saves first the round comes later, and with it another manifest; that may be told of no more.
+        is_late = not is_closed and name == "iteration" and manifest.iteration == told[name] + 1
+        if told[name] != getattr(manifest, name) and not is_late:
             yield f"checkpoint {number} was told with {name} {told[name]}; its manifest has {getattr(manifest, name)}"
     needed = set(range(manifest.world_size)) if manifest.all_ranks else set()
     with_part = {rank for rank, entries in manifest.parts.items() if entries}

@@ -8,16 +8,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames as f
+from raysgd.controller.commands import GroupFailed
 from raysgd.controller.frames import Frame
-from raysgd.testing.history import find_violations
+from raysgd.controller.journal import Journal
+from raysgd.testing.history import HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
 from support.histories import history_of
 from support.stepping import Stepper, broken, failed, finish, kill, part, reports, running, saved
@@ -238,8 +242,6 @@ def test_a_group_that_grows_needs_no_failure() -> None:
 
 
 def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
-    from raysgd.controller.commands import GroupFailed
-
     run = Stepper(2, failure=FailureConfig(max_failures=3))
     run.feed(GroupFailed("WorkerDiedError", "died early", can_retry=True, ranks=(0,)))
     run.advance(10)
@@ -320,3 +322,66 @@ def test_a_run_that_stands_still_is_found() -> None:
     assert look(at(10.0, 20.0), 10.0) == look(at(10.0, 20.0), None) == []
     assert look((*at(10.0, 20.0), sample), 9.0) == [still], "a look at the load is no progress"
     assert look((*at(10.0, 20.0), report), 9.0) == []
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+def write_run(folder: Path, history: History, upto: int | None = None) -> None:
+    """The files of a run, up to a frame, as the journal writes them."""
+    journal = Journal(Storage.from_uri(folder))
+    for frame in history.frames[:upto]:
+        journal.append(frame)
+    journal.flush()
+    (folder / "run.json").write_text('{"failure": {"max_failures": 1}}')
+
+
+def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_run(tmp_path, one_retry())
+    told = "checkpoint 2 was committed, and is not on storage"
+    for allowed in (None, 1, 0):
+        with pytest.raises(HistoryError, match=told) as caught:
+            check_history(tmp_path, max_failures=allowed)
+        assert len(caught.value.violations) == (2 if allowed == 0 else 1)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_the_end_of_a_run_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = one_retry()
+    write_run(tmp_path, history, -1)
+    looks = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            journal = Journal(Storage.from_uri(tmp_path))
+            journal.append(history.frames[-1])
+            journal.flush()
+
+    monkeypatch.setattr("raysgd.testing.history.time.sleep", look)
+    with pytest.raises(HistoryError) as caught:
+        check_history(tmp_path)
+    assert caught.value.violations == ("checkpoint 2 was committed, and is not on storage",)
+    assert len(looks) == 3
+
+
+def test_a_run_without_an_outcome_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = one_retry()
+    place = index_of(list(history.frames), f.ATTEMPT)
+    metrics_first = (*history.frames[:place], *(frame for frame in history.frames if frame.kind == f.REPORTS))
+    write_run(tmp_path, replace(history, frames=metrics_first))
+    monkeypatch.setattr("raysgd.testing.history.time.sleep", None)
+    with pytest.raises(HistoryError) as caught:
+        check_history(tmp_path)
+    assert caught.value.violations == ("the run has no end",)
+
+
+def test_a_lost_run_may_have_deleted_and_amended_more_than_it_told() -> None:
+    history = one_retry()
+    place = index_of(list(history.frames), f.CHECKPOINT_DELETED)
+    lost = replace(history, frames=history.frames[:place])
+    assert list(history.stored) == [2] and history.stored[2].manifest is not None
+    later = replace(history.stored[2].manifest, iteration=history.stored[2].manifest.iteration + 1)
+    assert find_violations(replace(lost, stored={2: Stored(later)})) == ["the run has no end"]
+    found = find_violations(replace(lost, stored={}))
+    assert [violation for violation in found if "is not on storage" in violation]
