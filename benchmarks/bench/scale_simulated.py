@@ -56,7 +56,14 @@ class FakeFleet:
     async def stacks(self, timeout_s: float) -> dict[int, str]:
         return {}
 
-    async def get_ready(self) -> list[str]:
+    @property
+    def num_newcomers(self) -> int:
+        return 0
+
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        return None
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         return []
 
     async def check_storage(self, storage: Storage) -> None:

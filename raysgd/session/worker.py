@@ -56,6 +56,8 @@ class WorkerSession(Session):
     """One attempt, seen from train_func. See `Session` for the threads that may call what.
 
     Attributes:
+        attempt: Its number.
+        iterations_before: Rounds of the run before it.
         progress: What was called so far.
     """
 
@@ -77,7 +79,11 @@ class WorkerSession(Session):
         plan: DatasetPlan = NO_DATASETS,
         fetch: Callable[[Any], Any] = lambda block: block,
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
+        attempt: int = 1,
+        iterations_before: int = 0,
     ) -> None:
+        self.attempt = attempt
+        self.iterations_before = iterations_before
         self.progress = Progress()
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox

@@ -71,6 +71,8 @@ def make_attempt(
         plan=run.datasets,
         fetch=ray.get,
         on_report=callbacks.hooks,
+        attempt=order.attempt,
+        iterations_before=order.iterations_before,
     )
     return Attempt(
         run,

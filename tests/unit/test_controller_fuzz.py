@@ -18,6 +18,8 @@ from raysgd.controller.shelf import Start
 from raysgd.controller.states import Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
+from raysgd.testing.history import find_violations
+from support.histories import history_of
 from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
@@ -275,6 +277,8 @@ class RunFuzz(RuleBasedStateMachine):
             self._go_on()
         assert self.run.is_closed, f"still {self.run.machine.state}"
         self._check_outcome()
+        history = history_of(self.run, max_failures=self.max_failures)
+        assert find_violations(history) == []
 
     def _go_on(self) -> None:
         if self._is_asked_for_workers():
