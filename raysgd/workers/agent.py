@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil
 
+from raysgd.workers.memory_watch import MemoryWatch
+from raysgd.workers.out_of_memory import MemoryEvidence
 from raysgd.workers.stacks import read_stacks
 
+#: Seconds between two looks at what processes use of memory.
+_MEMORY_INTERVAL_S = 0.5
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -37,6 +42,9 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(thread_name_prefix="raysgd-stacks")
+        self._memory = MemoryWatch()
+        self._looking: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def look(self, pids: Sequence[int]) -> list[ProcessLook | None]:
         """How each process stands; None for one that is gone."""
@@ -50,6 +58,27 @@ class NodeAgent:
     def stacks(self, processes: Sequence[tuple[int, int]]) -> list[str]:
         """Where processes stand, each given by its id and the descriptor of its stacks; see `read_stacks`."""
         return list(self._pool.map(lambda process: read_stacks(*process), processes))
+
+    def watch_memory(self, pids: Sequence[int]) -> None:
+        """Look at what these processes use from now on, and at no others."""
+        self._memory.watch(pids)
+        if self._looking is None:
+            self._looking = threading.Thread(target=self._look_on, name="raysgd-memory", daemon=True)
+            self._looking.start()
+
+    def memory(self, pid: int) -> MemoryEvidence | None:
+        """What was seen of a process that has just died; None for one that nobody looked at."""
+        return self._memory.evidence(pid)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self._closing.set()
+        if self._looking is not None:
+            self._looking.join()
+
+    def _look_on(self) -> None:
+        while not self._closing.wait(_MEMORY_INTERVAL_S):
+            self._memory.look()
 
 
 def _look(pid: int) -> ProcessLook | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
@@ -20,7 +21,7 @@ from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, Worke
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.agents import Agents
 from raysgd.workers.cluster import check_feasible, cluster_nodes
-from raysgd.workers.deaths import death_reason, first_line
+from raysgd.workers.deaths import DEATHS, first_line
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.process import Worker, WorkerStarter
@@ -103,7 +104,7 @@ class WorkerGroup:
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
         self._replenish()
-        self._agents.settle({worker.info.node_id for worker in self._all() if worker.info is not None})
+        self._agents.settle([worker.info for worker in self._all() if worker.info is not None])
         return told
 
     async def _get_ready(self) -> list[str]:
@@ -158,7 +159,7 @@ class WorkerGroup:
         """Wait until every process has said where it is, and has loaded the framework."""
         new = [worker for worker in self._all() if worker.info is None or not worker.is_loaded]
         # Together: what kills one in its import may kill the next there, and that is one failure.
-        answers = await self._gather([w.loading for w in new] + [self._locate(w) for w in new])
+        answers = await self._gather(new * 2, [w.loading for w in new] + [self._locate(w) for w in new])
         self._note_loaded(dict(zip(new, answers, strict=False)))
 
     async def _locate(self, worker: Worker) -> None:
@@ -188,32 +189,33 @@ class WorkerGroup:
         workers = self._all()
         gpus = visible_gpus([worker.info for worker in workers if worker.info is not None], shared=self._shares_gpus)
         orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
-        return await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
+        return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
-    async def _gather(self, refs: Sequence[Any]) -> list[Any]:
+    async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
             return list(await asyncio.gather(*answers))
-        except RayActorError as error:
+        except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
-            ranks = self._drop_dead(answers)
-            raise WorkerDiedError(f"a worker died while it was starting: {death_reason(error)}", ranks=ranks) from error
+            ranks, why = await self._drop_dead(workers, answers)
+            raise WorkerDiedError(f"a worker died while it was starting: {why}", ranks=ranks) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
-    def _drop_dead(self, answers: Sequence[asyncio.Future[Any]]) -> tuple[int, ...]:
-        """Let go of those who died before they answered; returns their ranks, as far as they had one."""
-        errors = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
-        dead = {getattr(error, "actor_id", None) for error in errors if isinstance(error, RayActorError)}
-        ranks = []
-        for worker in self._all():
-            if worker.actor_id in dead:
-                self._drop(worker)
-                ranks += [] if worker.identity is None else [worker.identity.world_rank]
-        return tuple(sorted(ranks))
+    async def _drop_dead(
+        self, workers: Sequence[Worker], answers: Sequence[asyncio.Future[Any]]
+    ) -> tuple[tuple[int, ...], str]:
+        """Let go of those who died before they answered: their ranks, as far as they had one, and why the first died."""
+        done = [(w, a.exception()) for w, a in zip(workers, answers, strict=True) if a.done() and not a.cancelled()]
+        dead = {worker: error for worker, error in done if isinstance(error, DEATHS)}
+        for worker in dead:
+            self._drop(worker)
+        ranks = sorted(worker.identity.world_rank for worker in dead if worker.identity is not None)
+        first, error = next(iter(dead.items()))
+        return tuple(ranks), await self._agents.why_died(error, first.info)
 
     def _timeout_error(self) -> StartTimeoutError:
         missing = [worker for worker in self._members if worker is None or worker.info is None]
@@ -236,7 +238,8 @@ class WorkerGroup:
         if not storage.is_local or not others:
             return
         storage.write_bytes("probe", b"")
-        seen = await self._gather([w.handle.probe.remote(storage.uri, "probe") for w in others.values()])
+        probes = [w.handle.probe.remote(storage.uri, "probe") for w in others.values()]
+        seen = await self._gather(list(others.values()), probes)
         storage.delete_file("probe")
         blind = [worker.node for worker, sees in zip(others.values(), seen, strict=True) if not sees]
         if blind:
@@ -249,7 +252,8 @@ class WorkerGroup:
 
     async def open_rendezvous(self) -> str:
         """Where the members of the next attempt meet; on rank 0."""
-        (rendezvous,) = await self._gather([self._member(0).handle.open_rendezvous.remote()])
+        first = self._member(0)
+        (rendezvous,) = await self._gather([first], [first.handle.open_rendezvous.remote()])
         return str(rendezvous)
 
     def member(self, rank: int, rendezvous: str) -> Member:
@@ -275,7 +279,8 @@ class WorkerGroup:
         """
         worker = self._member(rank)
         try:
-            async for item in self.streams.read(worker.handle, run, order):
+            why = partial(self._agents.why_died, info=worker.info)
+            async for item in self.streams.read(worker.handle, run, order, why):
                 yield item
         except WorkerDied:
             self._drop(worker)
@@ -306,15 +311,15 @@ class WorkerGroup:
             WorkerDiedError: One of them died.
         """
         chosen = range(self.size) if ranks is None else ranks
-        handles = [worker.handle for rank in chosen if (worker := self._members[rank]) is not None]
-        answers = [asyncio.ensure_future(getattr(handle, method).remote(*args)) for handle in handles]
+        workers = [worker for rank in chosen if (worker := self._members[rank]) is not None]
+        answers = [asyncio.ensure_future(getattr(worker.handle, method).remote(*args)) for worker in workers]
         try:
             return list(await asyncio.gather(*answers))
-        except RayActorError as error:
+        except DEATHS:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
-            dead = self._drop_dead(answers)
+            dead, why = await self._drop_dead(workers, answers)
             who = ", ".join(map(str, dead))
-            raise WorkerDiedError(f"the worker process of rank {who} died: {death_reason(error)}", ranks=dead) from None
+            raise WorkerDiedError(f"the worker process of rank {who} died: {why}", ranks=dead) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
