@@ -15,7 +15,6 @@ from raysgd.session.context import LEFT_BEHIND
 from raysgd.session.events import Saved, Scored
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
-from raysgd.session.progress import Progress
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.stopping import StopGate
 
@@ -52,11 +51,7 @@ class Codec:
 
 
 class WorkerSession(Session):
-    """One attempt, seen from train_func. See `Session` for the threads that may call what.
-
-    Attributes:
-        progress: What was called so far.
-    """
+    """One attempt, seen from train_func. See `Session` for the threads that may call what."""
 
     in_worker = True
 
@@ -77,7 +72,6 @@ class WorkerSession(Session):
         fetch: Callable[[Any], Any] = lambda block: block,
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
     ) -> None:
-        self.progress = Progress()
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox
         self._writer = writer
@@ -130,13 +124,14 @@ class WorkerSession(Session):
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
             )
         saved, score = self._describe_save(call, files, metrics, all_ranks, trusted)
-        small = rank_state.capture(self._datasets)
-        if not gives_state:
-            self._writer.save_nothing(call, small)
-        elif files:
-            self._writer.save_files(call, state, small)
-        else:
-            self._writer.save(call, state, small, trusted=trusted)
+        with self.progress.checkpoint:
+            small = rank_state.capture(self._datasets)
+            if not gives_state:
+                self._writer.save_nothing(call, small)
+            elif files:
+                self._writer.save_files(call, state, small)
+            else:
+                self._writer.save(call, state, small, trusted=trusted)
         # Only now: a state that cannot be saved has raised, and makes no checkpoint.
         self._outbox.put_with_metrics(saved, score)
         if self._saves_first:
@@ -199,10 +194,6 @@ class WorkerSession(Session):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _before_batch(self) -> None:
-        self._check_live()
-        self.progress.mark("batch")
-
     def _check_live(self) -> None:
         if self._ended is not None:
             raise AttemptEnded(*self._ended.args)
@@ -249,4 +240,5 @@ class WorkerSession(Session):
         self.progress.mark(what)
         index = self._meetings.get(what, 0)
         self._meetings[what] = index + 1
-        return self._link.meet(what, index, payload)
+        with self.progress.waiting:
+            return self._link.meet(what, index, payload)
