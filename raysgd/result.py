@@ -49,7 +49,7 @@ class Event:
 
     Attributes:
         kind: ``run_start``, ``attempt_start``, ``worker_up``, ``checkpoint``, ``checkpoint_deleted``, ``failure``,
-            ``warning``, ``sample``, ``attempt_end``, ``run_end``.
+            ``hang``, ``straggler``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """
