@@ -48,8 +48,8 @@ class Event:
     """Something that happened to a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``checkpoint``, ``checkpoint_deleted``, ``failure``,
-            ``warning``, ``sample``, ``attempt_end``, ``run_end``.
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``checkpoint``, ``checkpoint_deleted``,
+            ``failure``, ``hang``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """
@@ -67,7 +67,7 @@ class RunInfo:
         name: The run's name, the last part of ``run_dir``.
         run_dir: Path or URI of the folder that holds the run's files.
         config: The config given to train_func, with secrets redacted.
-        num_workers: Workers at the start.
+        num_workers: Workers at the start; of an elastic group the least it may have.
         backend: Name of the backend.
         resources: The resource table's rows, a dict per worker.
     """

@@ -42,6 +42,7 @@ class FakeFleet:
         #: When each report was made, by rank.
         self.made: list[list[float]] = [[] for _ in range(num_workers)]
         self.num_items = 0
+        self.agreement: Any = None  # nobody asks them to stop
 
     @property
     def vitals(self) -> FakeFleet:
@@ -56,7 +57,14 @@ class FakeFleet:
     async def stacks(self, timeout_s: float) -> dict[int, str]:
         return {}
 
-    async def get_ready(self) -> list[str]:
+    @property
+    def num_newcomers(self) -> int:
+        return 0
+
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        return None
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         return []
 
     async def check_storage(self, storage: Storage) -> None:
@@ -92,9 +100,6 @@ class FakeFleet:
         yield [Returned(b"", 0)]
 
     def end(self, rank: int, attempt: int, why: str) -> None:
-        return None
-
-    async def ask_to_stop(self, attempt: int) -> None:
         return None
 
     async def leave(self) -> None:

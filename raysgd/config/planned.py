@@ -11,9 +11,6 @@ from raysgd.errors import ConfigError
 
 _PLANNED: dict[type, dict[str, str]] = {
     RunConfig: {"detached": "runs that outlive their driver"},
-    FailureConfig: {
-        "on_resize": "elastic training",
-    },
     CheckpointConfig: {"memory_only_between": "checkpoints in memory alone"},
 }
 
@@ -24,8 +21,6 @@ def check_planned(scaling: ScalingConfig, *configs: RunConfig | FailureConfig | 
     Raises:
         ConfigError: A setting that belongs to something planned, with a value other than its default.
     """
-    if scaling.is_elastic:
-        raise ConfigError(f"num_workers={scaling.num_workers}: elastic training is not implemented yet; give an int.")
     for config in configs:
         defaults = {field.name: field.default for field in dataclasses.fields(config)}
         for name, what in _PLANNED.get(type(config), {}).items():

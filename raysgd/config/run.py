@@ -48,7 +48,8 @@ class FailureConfig:
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung;
             ``"auto"`` derives it from the run's own pace; None: never.
         start_timeout_s: Seconds for workers to be placed and up.
-        on_resize: Planned: ``fn(old_size, new_size)``, called in the workers after a resize.
+        on_resize: ``fn(old_size, new_size)``, called on every rank of an elastic group before train_func is entered with
+            another number of ranks than before; `raysgd.world_size` and the like give the new values.
     """
 
     max_failures: int = 3

@@ -103,10 +103,9 @@ class TrainerActor:
         """Make a warning an event of a run."""
         (await self._announced(run_id)).warn(message)
 
-    async def values(self, run_id: str, num_ranks: int) -> list[Any]:
-        """What train_func returned on the first ranks: pickles, and where they are large references to them."""
-        run = await self._announced(run_id)
-        return [run.value(rank) for rank in range(num_ranks)]
+    async def values(self, run_id: str, first_only: bool) -> list[Any]:
+        """What train_func returned on all ranks or the first: pickles, and where they are large references to them."""
+        return (await self._announced(run_id)).values(first_only=first_only)
 
     # -- what workers ask -----------------------------------------------------------------------------------------
 

@@ -14,9 +14,15 @@ from raysgd.session.events import Failed, WorkerEvent
 
 @dataclass(frozen=True)
 class GroupReady:
-    """All workers are up and ready. ``nodes`` by rank."""
+    """All workers are up and ready.
+
+    Attributes:
+        nodes: By rank.
+        num_newcomers: Processes that are up as well, and not among them.
+    """
 
     nodes: tuple[str, ...]
+    num_newcomers: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,11 @@ class GroupFailed:
     message: str
     can_retry: bool
     ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NewcomerUp:
+    """A process is up that an elastic group could take in."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +106,32 @@ class TimeUp:
     serial: int
 
 
-Input = GroupReady | GroupFailed | WorkerSaid | WorkerGone | WorkerHung | Committed | CommitFailed | StopAsked | TimeUp
+Input = (
+    GroupReady
+    | GroupFailed
+    | NewcomerUp
+    | WorkerSaid
+    | WorkerGone
+    | WorkerHung
+    | Committed
+    | CommitFailed
+    | StopAsked
+    | TimeUp
+)
 
 # -- out ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PrepareGroup:
-    """Bring all workers up and make them ready."""
+    """Bring all workers up and make them ready.
+
+    Attributes:
+        keep_size: As many as before: the checkpoint that the attempt goes on from is bound to their number.
+    """
 
     attempt: int
+    keep_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +165,20 @@ class KillRanks:
 @dataclass(frozen=True)
 class AskToStop:
     """Make ``should_stop()`` true on all ranks."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class AgreeOnSave:
+    """Have all ranks leave after the same save; each says `AtSavePoint` when it waits there."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class CallOffSave:
+    """They leave after no save; those who wait go on."""
 
     attempt: int
 
@@ -210,6 +251,8 @@ Command = (
     | EndRanks
     | KillRanks
     | AskToStop
+    | AgreeOnSave
+    | CallOffSave
     | LeaveGroup
     | Commit
     | DeleteCheckpoint

@@ -40,6 +40,7 @@ class CheckpointDesk:
         self._out = out
         self._in_flight: dict[int, Manifest] = {}
         self._last_number = start.number
+        self._first_number = 1
         self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=reduce)
 
     @property
@@ -56,23 +57,44 @@ class CheckpointDesk:
     def newest_uri(self) -> str | None:
         return None if self.newest_number is None else self._uri_of(self.newest_number)
 
+    @property
+    def is_bound_to_size(self) -> bool:
+        """Whether the newest checkpoint can be gone on from by as many ranks as saved it only."""
+        newest = self._shelf.newest
+        return newest is not None and newest.all_ranks
+
+    def number_of(self, call: int) -> int:
+        """The number of the checkpoint that the ``call``-th saves of the attempt make."""
+        return self._first_number + call
+
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Where the attempt goes on from, and the number its first save makes."""
         start = self._shelf.start(self._uri_of)
         self._shelf.forget_scores()
+        self._first_number = self._last_number + 1
         self._collector = CheckpointCollector(
             attempt,
             world_size,
-            first_number=self._last_number + 1,
+            first_number=self._first_number,
             iterations_before=start.iteration,
             reduce=self._reduce,
             is_resumed=start.uri is not None,
         )
-        return start, self._last_number + 1
+        return start, self._first_number
 
-    def end_attempt(self) -> None:
-        """Ranks that are gone will not make the reports that rounds wait for: what the others made is the round."""
+    @property
+    def last_checkpoint(self) -> str:
+        """A sentence on it, for the end of an error."""
+        uri = self.newest_uri
+        return "It has no checkpoint." if uri is None else f"Its last checkpoint, to go on from, is {uri}."
+
+    def end_attempt(self, iterations_before: int) -> int:
+        """The attempt is over; returns how many of its rounds stand, by its newest checkpoint.
+
+        Ranks that are gone will not make the reports that rounds wait for: what the others made is the round.
+        """
         self._take_scores(self._collector.complete_scores(is_over=True))
+        return max(0, self.newest_iteration() - iterations_before)
 
     def newest_iteration(self) -> int:
         """The iteration of the newest checkpoint, one that is being committed included; 0 without one."""

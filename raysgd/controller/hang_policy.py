@@ -1,8 +1,8 @@
 """Which workers hang? Pure: what was seen of each, and when, in; verdicts out.
 
 Two clocks. The heartbeat: a process that answers is alive. One that does not may be in a C call that holds the interpreter's
-lock, and then uses its CPU; one that does neither is stopped or dead. Progress: a process that answers may still be stuck
-in train_func, which only the time since its last report, checkpoint or batch tells.
+lock, and then uses its CPU, or waits for one; one that does none of this is stopped or dead. Progress: a process that answers
+may still be stuck in train_func, which only the time since its last report, checkpoint or batch tells.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raysgd.session.progress import Pulse
 
 #: Share of a core above which a process that does not answer is busy. Ray's own threads use a fifth of that.
 BUSY_SHARE = 0.05
-#: Seconds over which that is told, at least.
+#: Share of the time above which it is starved: it wants to run, and the machine does not let it. Those of Ray's threads
+#: that wake up now and then stay below it.
+STARVED_SHARE = 0.5
+#: Seconds over which both are told, at least.
 MIN_WINDOW_S = 1.0
 #: ``progress_timeout_s="auto"``: this many times the longest pause of the run so far, and at least that many seconds.
 AUTO_FACTOR = 10.0
@@ -37,20 +41,29 @@ class Hang:
     instead: tuple[Hang, ...] = ()
 
 
+class _Look(NamedTuple):
+    """When a process was looked at, and the times it had used a CPU and waited for one until then, in seconds."""
+
+    at: float
+    used_s: float
+    waited_s: float
+
+
 @dataclass
 class _Seen:
     answered_at: float
     pulse: Pulse = field(default_factory=Pulse)
-    looks: deque[tuple[float, float]] = field(default_factory=deque)  # (time, CPU time), within the window
+    looks: deque[_Look] = field(default_factory=deque)  # within the window
     is_stopped: bool = False
     is_reachable: bool = True
 
     def is_busy(self) -> bool:
-        """Whether it used its CPU lately."""
+        """Whether it used its CPU lately, or would have if it had got one."""
         if self.is_stopped or len(self.looks) < 2:
             return False
-        (begin, before), (end, after) = self.looks[0], self.looks[-1]
-        return end > begin and (after - before) / (end - begin) > BUSY_SHARE
+        first, last = self.looks[0], self.looks[-1]
+        span_s, used_s, waited_s = (end - begin for begin, end in zip(first, last, strict=True))
+        return used_s > BUSY_SHARE * span_s or used_s + waited_s > STARVED_SHARE * span_s
 
 
 #: What a stack has in it while its rank waits for others in a collective.
@@ -94,13 +107,13 @@ class HangPolicy:
         if rank in self._seen:
             self._seen[rank] = _Seen(now, pulse)
 
-    def looked(self, rank: int, cpu_s: float, is_stopped: bool, now: float) -> None:
+    def looked(self, rank: int, used_s: float, waited_s: float, is_stopped: bool, now: float) -> None:
         """Its node's agent has looked at its process."""
         seen = self._seen.get(rank)
         if seen is None:
             return
-        seen.looks.append((now, cpu_s))
-        while len(seen.looks) > 2 and now - seen.looks[1][0] >= self._window_s:
+        seen.looks.append(_Look(now, used_s, waited_s))
+        while len(seen.looks) > 2 and now - seen.looks[1].at >= self._window_s:
             seen.looks.popleft()
         seen.is_stopped, seen.is_reachable = is_stopped, True
 

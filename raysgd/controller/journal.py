@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Set
@@ -24,11 +25,15 @@ from raysgd._util.redact import redact, redact_texts
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
+from raysgd.errors import CheckpointNotFoundError
 
 #: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
 SEGMENT_BYTES = 4 << 20
 #: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
 EVENTS_SEGMENT_BYTES = 256 << 10
+
+_EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
+_METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
 
 
 class LogFile:
@@ -180,6 +185,28 @@ def event_frame(line: bytes) -> Frame:
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
     data = {key: fields[key] for key in ("kind", "timestamp", "data")}
     return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
+
+
+def stored_frames(storage: Storage) -> list[Frame]:
+    """All frames in a run's folder, in their order.
+
+    Raises:
+        CheckpointNotFoundError: The folder is no run's.
+    """
+    names = storage.list_names()
+    if not any(_EVENTS_FILE.fullmatch(name) for name in names):
+        raise CheckpointNotFoundError(f"{storage.uri} is no run's folder: it has no events.jsonl.")
+    found: list[Frame] = []
+    for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
+        for name in filter(pattern.fullmatch, names):
+            found += map(to_frame, _whole_lines(storage.read_bytes(name)))
+    return sorted(found, key=lambda frame: frame.seq)
+
+
+def _whole_lines(data: bytes) -> list[bytes]:
+    """The lines that were written to their end: the last may have been cut off by a crash."""
+    lines = data.split(b"\n")
+    return [line for line in lines[:-1] if line]
 
 
 def _event_line(frame: Frame, secrets: Set[str]) -> bytes:

@@ -5,15 +5,16 @@ The states and their edges stand in `raysgd.controller.states`. Timers are comma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.desk import CheckpointDesk
-from raysgd.controller.failure_policy import Failure, FailurePolicy, GiveUp
-from raysgd.controller.shelf import Start
+from raysgd.controller.failure_policy import Failure
+from raysgd.controller.growth import Growth
+from raysgd.controller.plan import RunPlan
+from raysgd.controller.retries import Retries
+from raysgd.controller.savepoint import SavePoint
 from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
 from raysgd.controller.verdict import Evidence, judge
 from raysgd.session import events as e
@@ -23,22 +24,8 @@ GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
 
-#: Seconds before workers are asked for again after a start that failed; twice as long after each further one in a row.
-PAUSE_S = 0.2
-MAX_PAUSE_S = 5.0
-
 #: Stands for the node where an error was raised by a callback on the controller's side.
 CALLBACK_NODE = "the process of the controller's callbacks"
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a run is to do."""
-
-    failure: FailureConfig
-    checkpoint: CheckpointConfig
-    start: Start = field(default_factory=Start)
-    reduce: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunMachine:
@@ -48,15 +35,15 @@ class RunMachine:
         self.state: State = Preparing(attempt=1)
         self._plan = plan
         self._clock = clock
-        self._policy = FailurePolicy(plan.failure)
-        self._history: list[Failure] = []
-        self._num_false_starts = 0  # in a row
         self._nodes: tuple[str, ...] = ()
         self._is_stopping = False
         self._why_stopped = ""
         self._is_told = False
         self._commands: list[c.Command] = []
         self._desk = CheckpointDesk(plan.checkpoint, plan.start, plan.reduce, uri_of=uri_of, out=self._out)
+        self._retries = Retries(plan.failure, self._out)
+        self._savepoint = SavePoint(self._out)
+        self._growth = Growth(self._savepoint, clock, self._out)
 
     @property
     def has_ended_well(self) -> bool:
@@ -73,7 +60,7 @@ class RunMachine:
         self._out(c.PrepareGroup(1))
         return self._take()
 
-    def step(self, given: c.Input) -> list[c.Command]:
+    def step(self, given: c.Input) -> list[c.Command]:  # noqa: C901  (a dispatch: one line a case)
         """Take one input; returns what is to be done, in order."""
         match given:
             case c.WorkerSaid():
@@ -84,12 +71,15 @@ class RunMachine:
                 self._group_ready(given)
             case c.GroupFailed():
                 self._group_failed(given)
+            case c.NewcomerUp():
+                self._growth.came(self._running_alone())
             case c.WorkerHung():
                 self._worker_hung(given)
             case c.Committed():
                 self._desk.committed(given.manifest)
+                self._savepoint.committed(given.manifest.number)
             case c.CommitFailed():
-                self._write_failed(self._desk.failed(given.number, given.error))
+                self._write_failed(given.number, self._desk.failed(given.number, given.error))
             case c.StopAsked():
                 self._stop_asked(given)
             case c.TimeUp():
@@ -105,7 +95,8 @@ class RunMachine:
         attempt, world_size = self.state.attempt, len(given.nodes)
         self._nodes = given.nodes
         start, first_number = self._desk.begin_attempt(attempt, world_size)
-        self.state = Running(attempt, self.state.serial, start.iteration, inside=set(range(world_size)))
+        self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
+        self._growth.formed(self.state, given.num_newcomers)
         data = {
             "attempt": attempt,
             "world_size": world_size,
@@ -138,7 +129,9 @@ class RunMachine:
             case e.Saved() | e.PartSafe() | e.Scored():
                 self._break_rule(running, self._desk.take(rank, said))
             case e.PartFailed():
-                self._write_failed(self._desk.part_failed(said))
+                self._write_failed(self._desk.number_of(said.call), self._desk.part_failed(said))
+            case e.AtSavePoint():
+                self._savepoint.reached(rank, self._desk.number_of(said.call))
             case e.Returned() | e.Ended():
                 self._left(running, rank, is_returned=isinstance(said, e.Returned))
             case e.Failed():
@@ -158,6 +151,7 @@ class RunMachine:
             return
         self._out(c.Say(frames.RANK_DONE, running.attempt, rank))
         if is_returned:
+            self._savepoint.call_off()  # it is too late: what this rank has done would be done again
             self._break_rule(running, self._desk.left(rank))
             return
         running.ended.add(rank)
@@ -211,12 +205,16 @@ class RunMachine:
             self._end_attempt(running, f"the worker of rank {rank} {'hung' if is_hang else 'died'}")
         if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
+            self._growth.lost()
             self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     # -- ending an attempt ----------------------------------------------------------------------------------------
 
-    def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
-        self.state = Ending(running, preset)
+    def _end_attempt(
+        self, running: Running, why: str, preset: Outcome | None = None, *, is_settled: bool = False
+    ) -> None:
+        self.state = Ending(running, preset, is_settled=is_settled)
+        self._savepoint.forget()
         self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
         self._out(c.SetTimer("gather", running.serial, GATHER_S))
         self._out(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
@@ -226,8 +224,9 @@ class RunMachine:
             outcome = Outcome("error", error_type="CheckpointError", message=rule)
             self._end_attempt(running, "save_checkpoint was used against its rule", outcome)
 
-    def _write_failed(self, message: str) -> None:
+    def _write_failed(self, number: int, message: str) -> None:
         if self._plan.checkpoint.on_write_error == "warn":
+            self._savepoint.failed(number)
             return
         outcome = Outcome("error", error_type="StorageError", message=message)
         if isinstance(self.state, Running):
@@ -237,12 +236,16 @@ class RunMachine:
 
     def _time_up(self, given: c.TimeUp) -> None:
         if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.serial):
-            self._out(c.PrepareGroup(self.state.attempt))
+            self._prepare()
             return
         running = self._current()
         if running is None or running.serial != given.serial:
             return
-        if given.timer == "grace":
+        if given.timer == "grow":
+            self._growth.time_up(self._running_alone(), self._desk.is_bound_to_size)
+        elif given.timer == "savepoint":
+            self._savepoint.reaching_took_too_long()
+        elif given.timer == "grace":
             self._kill_the_slow(running)
         elif isinstance(self.state, Ending) and not self.state.is_settled:
             self._settle(is_complete=given.timer == "explain")
@@ -273,14 +276,9 @@ class RunMachine:
             self._retry_or_give_up(verdict)
 
     def _retry_or_give_up(self, failure: Failure) -> None:
-        self._history.append(failure)
-        decision = self._policy.decide(self._history)
-        action = "give up" if isinstance(decision, GiveUp) else f"retry {decision.number}"
-        action = "stop" if self._is_stopping else action
-        data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
-        self._out(c.Note("failure", data | ({"raised": failure.raised} if failure.raised else {})))
+        give_up = self._retries.note(failure, is_stopping=self._is_stopping)
         ending = self.state if isinstance(self.state, Ending) else None
-        if not self._is_stopping and not isinstance(decision, GiveUp):
+        if give_up is None and not self._is_stopping:
             if ending is not None:
                 ending.is_settled = True
             else:
@@ -288,38 +286,33 @@ class RunMachine:
             return
         if ending is not None:
             self._say_attempt_end(ending.running)
-        outcome = self._given_up(decision) if isinstance(decision, GiveUp) else self._stopped()
+        outcome = self._retries.given_up(give_up, self._desk.last_checkpoint) if give_up else self._stopped()
         self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
-
-    def _given_up(self, decision: GiveUp) -> Outcome:
-        return Outcome(
-            "error",
-            error_type="WorkerDiedError",
-            message=f"{decision.why}. {self._last_checkpoint()}",
-            ranks=self._history[-1].ranks,
-            failures=len(self._history),
-        )
-
-    def _last_checkpoint(self) -> str:
-        uri = self._desk.newest_uri
-        return "It has no checkpoint." if uri is None else f"Its last checkpoint, to go on from, is {uri}."
 
     def _prepare_again(self) -> None:
         """Ask for workers, at once or after a pause; the attempt's number is still free if nobody entered train_func."""
         before = self._current() or self.state
         assert isinstance(before, (Preparing, Running))
         was_entered = isinstance(before, Running) and before.is_entered
-        self._num_false_starts = 0 if was_entered else self._num_false_starts + 1
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
-        if was_entered:
-            self._out(c.PrepareGroup(self.state.attempt))
-        else:
-            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** (self._num_false_starts - 1))
+        if pause_s := self._retries.pause_s(was_entered=was_entered):
             self._out(c.SetTimer("pause", self.state.serial, pause_s))
+        else:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        assert isinstance(self.state, Preparing)
+        self._out(c.PrepareGroup(self.state.attempt, keep_size=self._desk.is_bound_to_size))
+
+    def _leave_for_growth(self, running: Running) -> None:
+        if self._desk.is_bound_to_size:
+            self._savepoint.call_off()
+            self._growth.refuse()
+        else:
+            self._end_attempt(running, self._savepoint.why or "", is_settled=True)
 
     def _say_attempt_end(self, running: Running) -> None:
-        self._desk.end_attempt()
-        keep = max(0, self._desk.newest_iteration() - running.iterations_before)
+        keep = self._desk.end_attempt(running.iterations_before)
         self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": keep}))
 
     # -- stopping -------------------------------------------------------------------------------------------------
@@ -334,6 +327,7 @@ class RunMachine:
             self._end_attempt(self.state, given.why, outcome)
         elif isinstance(self.state, Running) and not self._is_stopping:
             self._is_stopping, self._why_stopped = True, given.why
+            self._savepoint.call_off()
             self._out(c.Note("stop", {"why": given.why}))
             self._out(c.AskToStop(self.state.attempt))
         elif isinstance(self.state, Ending) and self.state.is_settled:  # on its way to a retry
@@ -363,6 +357,8 @@ class RunMachine:
 
     def _move_on(self) -> None:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
+        if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
+            self._leave_for_growth(self.state)
         if not self._desk.is_idle:
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
@@ -379,6 +375,13 @@ class RunMachine:
         """The data of attempt ``attempt``, if it is the current one and not over."""
         running = self._current()
         return running if running is not None and running.attempt == attempt else None
+
+    def _running_alone(self) -> Running | None:
+        """The current attempt, if nothing but training goes on: no stop, and no rank that has returned."""
+        running = self.state
+        if not isinstance(running, Running) or self._is_stopping or running.ended:
+            return None
+        return running if running.num_ranks == len(running.inside) else None
 
     def _current(self) -> Running | None:
         """The data of the current attempt, if there is one that is not over."""

@@ -38,6 +38,7 @@ class RunRequest:
         start: The checkpoint to start from, if it is one on storage.
         datasets: The datasets; the references to their rows keep these alive as long as the request travels or is held.
         host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
+        on_resize: Pickle of ``FailureConfig(on_resize=...)``, or None.
         description: What else goes into ``run.json``; the TrainerActor redacts it.
         secrets: Texts that must not stand in the run's files.
     """
@@ -55,6 +56,7 @@ class RunRequest:
     deterministic: bool = False
     worker_callbacks: Blob | None = None
     host_callbacks: Blob | None = None
+    on_resize: Blob | None = None
     description: dict[str, Any] = field(default_factory=dict)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -73,4 +75,5 @@ def make_run_order(request: RunRequest, info: RunInfo, checkpoints_uri: str, che
         callbacks=request.worker_callbacks,
         initial_state=request.initial_state,
         datasets=request.datasets,
+        on_resize=request.on_resize,
     )

@@ -7,24 +7,23 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd.backends.base import Member
 from raysgd.checkpoint.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.hang_policy import Hang
-from raysgd.controller.journal import Journal
 from raysgd.controller.loads import LoadAnswers
-from raysgd.controller.machine import CALLBACK_NODE, RunMachine, RunPlan
+from raysgd.controller.machine import CALLBACK_NODE, RunMachine
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
+from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, make_run_order
+from raysgd.controller.run_files import RunFiles
 from raysgd.controller.states import Outcome
 from raysgd.controller.watch import Watch, Watched
 from raysgd.data.plan import NO_DATASETS
@@ -33,11 +32,13 @@ from raysgd.result import RunInfo
 from raysgd.session import events as e
 from raysgd.workers.orders import AttemptOrder, WorkerInfo
 
+if TYPE_CHECKING:
+    from raysgd.workers.agreement import Agreement
+
 #: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
 _ITEM_COST_S = 0.0002
 _STREAM_SHARE = 0.11
 _MAX_INTERVAL_S = 2.0
-_FLUSH_S = 0.5
 
 
 class Fleet(Protocol):
@@ -47,14 +48,18 @@ class Fleet(Protocol):
     def size(self) -> int: ...
     @property
     def vitals(self) -> Watched: ...
-    async def get_ready(self) -> list[str]: ...
+    @property
+    def agreement(self) -> Agreement: ...
+    @property
+    def num_newcomers(self) -> int: ...
+    def on_newcomer(self, told: Callable[[], None]) -> None: ...
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]: ...
     async def check_storage(self, storage: Storage) -> None: ...
     async def open_rendezvous(self) -> str: ...
     def info(self, rank: int) -> WorkerInfo | None: ...
     def member(self, rank: int, rendezvous: str) -> Member: ...
     def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
     def end(self, rank: int, attempt: int, why: str) -> None: ...
-    async def ask_to_stop(self, attempt: int) -> None: ...
     async def leave(self) -> None: ...
     def kill(self, rank: int, *, is_lost: bool = False) -> None: ...
 
@@ -81,30 +86,27 @@ class Run:
         self._request = request
         self._info = info
         self._fleet = fleet
-        self._storage = storage
         self._share = share
         self._checkpoint = checkpoint
         self._failure = failure
-        self._store = CheckpointStore(storage.child("checkpoints"))
-        self._journal = Journal(storage, request.secrets)
-        self.log = FrameLog(self._journal, min_interval_s=stream_interval_s(1))
+        self._files = RunFiles(storage, request.secrets, self.warn)
+        self.log = FrameLog(self._files.journal, min_interval_s=stream_interval_s(1))
         plan = RunPlan(failure, checkpoint, request.start, request.reduce)
-        self._machine = RunMachine(plan, uri_of=lambda n: self._store.directory(n).uri, clock=time.time)
+        self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._meetings = Meetings(0)
         self._loads = LoadAnswers()
         self._rendezvous = ""
         self._attempt = 0
         self._is_described = False
+        self._size: int | None = None
+        self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        # One thread: storage sees commits, amendments and deletions in the order in which they were decided.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
-        self._is_journal_broken = False
         self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
 
     @property
@@ -113,22 +115,23 @@ class Run:
 
     async def execute(self) -> None:
         """Do the run; returns when it is closed."""
-        loop = asyncio.get_running_loop()
         self._note(c.Note("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
-        flusher = loop.create_task(self._flush_regularly())
+        self._files.start()
+        self._fleet.on_newcomer(lambda: self._feed(c.NewcomerUp()))
         self._act_all(self._machine.begin())
         await self._closed.wait()
-        flusher.cancel()
+        self._fleet.on_newcomer(lambda: None)
+        self._files.stop_flushing()
         # It stays readable until the next run; its data is to be freed now.
         self._request = dataclasses.replace(self._request, datasets=NO_DATASETS)
         if self.before_close is not None:
             self._tell_late(await self.before_close())
         if self._attempt > 1 or not self._machine.has_ended_well:
-            await self._sweep()
-        await self._flush(self._writer)  # what is told to be over can be read
+            await self._files.sweep()
+        await self._files.flush()  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
-        await self._flush(self._writer)
-        self._writer.shutdown(wait=False)
+        await self._files.flush()
+        self._files.close()
 
     def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
         """End the run early: in peace, or at once, which may be for the error of a callback."""
@@ -138,9 +141,9 @@ class Run:
         """Something the user should know, from outside the run."""
         self._note(c.Note("warning", {"message": message}))
 
-    def value(self, rank: int) -> Any:
-        """What train_func returned on ``rank``: a pickle, a reference to one, or None."""
-        return self._values.get(rank)
+    def values(self, *, first_only: bool) -> list[Any]:
+        """What train_func returned, by rank: a pickle, a reference to one, or None."""
+        return [self._values.get(rank) for rank in range(1 if first_only else self._size or 0)]
 
     async def meet(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
         if attempt != self._attempt:
@@ -152,7 +155,7 @@ class Run:
         if attempt != self._attempt:
             return None
         number = self._loads.answer(index, num_saves, self._machine.newest_checkpoint)
-        return None if number is None else self._store.directory(number).uri
+        return None if number is None else self._files.uri_of(number)
 
     # -- in -------------------------------------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class Run:
             case c.Note():
                 self._note(command)
             case c.PrepareGroup():
-                self._preparing = self._spawn(self._prepare(command.attempt))
+                self._preparing = self._spawn(self._prepare(command.attempt, command.keep_size))
             case c.Enter():
                 self._enter(command)
             case c.EndRanks():
@@ -192,7 +195,11 @@ class Run:
                 for rank in command.ranks:
                     self._fleet.kill(rank, is_lost=command.is_lost)
             case c.AskToStop():
-                self._spawn(self._fleet.ask_to_stop(command.attempt))
+                self._spawn(self._fleet.agreement.stop(command.attempt))
+            case c.AgreeOnSave():
+                self._spawn(self._fleet.agreement.save(command.attempt))
+            case c.CallOffSave():
+                self._spawn(self._fleet.agreement.call_off_save(command.attempt))
             case c.LeaveGroup():
                 self._spawn(self._fleet.leave())
             case c.SetTimer():
@@ -202,24 +209,23 @@ class Run:
                 self._spawn(self._commit(command))
             case c.DeleteCheckpoint():
                 if self._loads.may_go(command.number):
-                    self._delete([command.number])
+                    self._files.delete([command.number])
             case c.TellOutcome():
                 self._say(c.Say(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
                 self._note(c.Note("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)}))
-                if self._storage.is_local:  # a millisecond, before any reader is told: they look at the files next
-                    self._flush_now()
+                self._files.flush_if_local()  # before any reader is told: they look at the files next
             case c.Close():
-                self._delete(self._loads.end())
+                self._files.delete(self._loads.end())
                 self._stop_watching()
                 if self._preparing is not None:
                     self._preparing.cancel()
                 self._closed.set()
 
-    async def _prepare(self, attempt: int) -> None:
+    async def _prepare(self, attempt: int, keep_size: bool) -> None:
         try:
-            for line in await self._fleet.get_ready():
+            for line in await self._fleet.get_ready(keep_size=keep_size):
                 self._note(c.Note("warning", {"message": line}))
-            await self._fleet.check_storage(self._storage)
+            await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
         except WorkerDiedError as error:
             self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=True, ranks=error.ranks))
@@ -235,8 +241,14 @@ class Run:
         nodes = [self._describe_worker(rank) for rank in range(self._fleet.size)]
         if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
             self._is_described = True
-            self._spawn(self._in_writer(self._journal.write_run, self._description()))
-        self._feed(c.GroupReady(tuple(nodes)))
+            self._spawn(self._files.write_run(self._description()))
+        self._note_resize(self._fleet.size)
+        self._feed(c.GroupReady(tuple(nodes), self._fleet.num_newcomers))
+
+    def _note_resize(self, size: int) -> None:
+        if self._size not in (None, size):
+            self._note(c.Note("resize", {"old": self._size, "new": size}))
+        self._previous_size, self._size = self._size, size
 
     def _describe_worker(self, rank: int) -> str:
         info = self._fleet.info(rank)
@@ -255,16 +267,17 @@ class Run:
 
     def _enter(self, command: c.Enter) -> None:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
-        self._delete(self._loads.end())
+        self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
         self._watch(command.attempt)
-        shared = self._share(make_run_order(self._request, self._info, self._store.storage.uri, self._checkpoint))
+        shared = self._share(make_run_order(self._request, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(self._fleet.size):
             attempt_order = AttemptOrder(
                 attempt=command.attempt,
                 member=self._fleet.member(rank, self._rendezvous),
                 checkpoint=command.checkpoint,
                 first_number=command.first_number,
+                previous_size=self._previous_size,
                 iterations_before=command.iterations_before,
                 time_before_s=command.time_before_s,
                 flush_interval_s=stream_interval_s(self._fleet.size),
@@ -311,33 +324,19 @@ class Run:
     async def _commit(self, command: c.Commit) -> None:
         manifest = command.manifest
         try:
-            await self._in_writer(self._store.commit, manifest)
+            await self._files.commit(manifest)
         except Exception as error:
             if not command.amend:
                 self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
         if not command.amend:
-            self._delete(self._loads.committed(manifest.number))
+            self._files.delete(self._loads.committed(manifest.number))
             self._feed(c.Committed(manifest))
-
-    def _delete(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._spawn(self._in_writer(self._store.delete, number))
-
-    async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
 
     def _tell_late(self, failed: e.Failed | None) -> None:
         """A critical callback failed when training had ended well: then the run did not."""
         if failed is not None and self._machine.has_ended_well:
             self._act(c.TellOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
-
-    async def _sweep(self) -> None:
-        """Delete what attempts that were cut off had written of checkpoints that never came to be."""
-        try:
-            await self._in_writer(self._store.sweep_uncommitted)
-        except Exception as error:  # the run itself is safe
-            self.warn(f"parts of unfinished checkpoints are left in {self._store.storage.uri}: {error}")
 
     def _say(self, say: c.Say) -> None:
         self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))
@@ -351,29 +350,6 @@ class Run:
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _flush_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            await self._flush(None)
-
-    async def _flush(self, executor: ThreadPoolExecutor | None) -> None:
-        """A journal that cannot be written is no reason to end a run, nor to leave its readers waiting for the end."""
-        try:
-            await asyncio.get_running_loop().run_in_executor(executor, self._journal.flush)
-        except OSError as error:
-            self._journal_broke(error)
-
-    def _flush_now(self) -> None:
-        try:
-            self._journal.flush()
-        except OSError as error:
-            self._journal_broke(error)
-
-    def _journal_broke(self, error: OSError) -> None:
-        if not self._is_journal_broken:
-            self._is_journal_broken = True
-            self._note(c.Note("warning", {"message": f"the run's files cannot be written: {error}"}))
 
 
 def stream_interval_s(num_streams: int) -> float:

@@ -38,6 +38,7 @@ class Running:
         serial: The number of the group, of which there is one for each try.
         iterations_before: Rounds before this attempt.
         inside: Ranks whose stream has not ended.
+        num_ranks: Ranks at the beginning.
         ended: Ranks that left without returning, after a stop was asked for.
         is_entered: Whether any rank has entered train_func.
     """
@@ -46,6 +47,7 @@ class Running:
     serial: int
     iterations_before: int
     inside: set[int]
+    num_ranks: int
     ended: set[int] = field(default_factory=set)
     is_entered: bool = False
 

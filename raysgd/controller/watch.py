@@ -95,4 +95,4 @@ class Watch:
             if look is None:
                 self._policy.unreachable(rank)
             else:
-                self._policy.looked(rank, look.cpu_s, look.is_stopped, self._loop.time())
+                self._policy.looked(rank, look.cpu_s, look.waited_s, look.is_stopped, self._loop.time())

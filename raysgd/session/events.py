@@ -80,6 +80,13 @@ class PartFailed:
 
 
 @dataclass(frozen=True)
+class AtSavePoint:
+    """The rank has made save ``call``, which all ranks leave after, and waits; see `raysgd.session.savegate`."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """A look at the worker's process: CPU, memory, GPU, pace of reports."""
 
@@ -143,6 +150,7 @@ WorkerEvent = (
     | Scored
     | PartSafe
     | PartFailed
+    | AtSavePoint
     | Sample
     | Warned
     | StopWanted

@@ -6,11 +6,11 @@ A scalar that lives on a device is not read here, which would make the training 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._util.fast_json import encode
+from raysgd._util.imported import imported
 from raysgd._util.wording import with_article
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS
@@ -163,7 +163,7 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
     module = type(value).__module__.partition(".")[0]
     if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
         return None
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return None if value.is_complex() else (_copy_torch(torch, value),)
     if module == "numpy" and hasattr(value, "item"):

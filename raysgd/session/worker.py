@@ -12,10 +12,11 @@ from raysgd.errors import AttemptEnded, CheckpointError, SessionError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import LEFT_BEHIND
-from raysgd.session.events import Saved, Scored
+from raysgd.session.events import AtSavePoint, Saved, Scored
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
 from raysgd.session.progress import Progress
+from raysgd.session.savegate import SaveGate
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.stopping import StopGate
 
@@ -55,6 +56,8 @@ class WorkerSession(Session):
     """One attempt, seen from train_func. See `Session` for the threads that may call what.
 
     Attributes:
+        attempt: Its number.
+        iterations_before: Rounds of the run before it.
         progress: What was called so far.
     """
 
@@ -76,7 +79,11 @@ class WorkerSession(Session):
         plan: DatasetPlan = NO_DATASETS,
         fetch: Callable[[Any], Any] = lambda block: block,
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
+        attempt: int = 1,
+        iterations_before: int = 0,
     ) -> None:
+        self.attempt = attempt
+        self.iterations_before = iterations_before
         self.progress = Progress()
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox
@@ -97,6 +104,7 @@ class WorkerSession(Session):
         self._ended: AttemptEnded | None = None
         self._is_closed = False
         self._gate = StopGate()
+        self._save_gate = SaveGate()
 
     # -- what train_func calls --------------------------------------------------------------------------------
 
@@ -114,12 +122,16 @@ class WorkerSession(Session):
             self._score(copied)
         for hook in self._on_report:
             hook(copied)
+        if self._save_gate.last_save is not None:
+            self._leave_after_last_save()
 
     def save_checkpoint(
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
     ) -> None:
         self._check_live()
         self.progress.mark("save_checkpoint")
+        self._save_gate.begin()
+        self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
             self._saves_first = self._num_reports == 0
@@ -141,6 +153,7 @@ class WorkerSession(Session):
         self._outbox.put_with_metrics(saved, score)
         if self._saves_first:
             self._unscored = call, metrics is None
+        self._leave_after_last_save()
 
     def load_checkpoint(self, path: Any, *, trusted: bool) -> Any:
         self._check_live()
@@ -178,10 +191,19 @@ class WorkerSession(Session):
         """The stop all ranks agreed on; see `StopGate`."""
         self._gate.release(look, last_report)
 
+    def hold_saves(self) -> int:
+        """How many saves this rank has begun; it waits at the next."""
+        return self._save_gate.hold()
+
+    def leave_after(self, last_save: int | None) -> None:
+        """The save all ranks agreed to leave after; see `SaveGate`."""
+        self._save_gate.release(last_save)
+
     def end(self, why: str) -> None:
         """End the attempt: every later call raises `AttemptEnded`."""
         self._ended = AttemptEnded(why)
         self._gate.open()
+        self._save_gate.open()
 
     @property
     def num_reports(self) -> int:
@@ -202,6 +224,15 @@ class WorkerSession(Session):
     def _before_batch(self) -> None:
         self._check_live()
         self.progress.mark("batch")
+
+    def _leave_after_last_save(self) -> None:
+        """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it."""
+        last_save = self._save_gate.last_save
+        if last_save is None or self._num_saves <= last_save or self._unscored is not None:
+            return
+        self._outbox.put(AtSavePoint(last_save), urgent=True)
+        self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
+        self._check_live()
 
     def _check_live(self) -> None:
         if self._ended is not None:

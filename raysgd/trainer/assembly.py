@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -75,7 +76,7 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         name=f"{spec.run.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         scaling=spec.scaling,
         backend=spec.backend,
-        failure=spec.failure,
+        failure=dataclasses.replace(spec.failure, on_resize=None),  # a function of the user's: it goes to the workers
         checkpoint=spec.checkpoint,
         runtime_env=spec.runtime_env,
         shares_gpus=spec.backend.name in ("torch", "horovod"),
@@ -126,6 +127,7 @@ def begin_run(
         deterministic=spec.deterministic,
         worker_callbacks=_dump_callbacks(by_place["worker"]),
         host_callbacks=_dump_callbacks(by_place["controller"]),
+        on_resize=_dump_on_resize(spec.failure.on_resize),
         description=_describe(spec, function),
         secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
     )
@@ -143,7 +145,6 @@ def begin_run(
         request.run_id,
         reduce=reduce,
         returns=returns,
-        num_workers=spec.scaling.min_workers,
         make_reader=make_reader,
     )
 
@@ -165,6 +166,10 @@ def _share(data: bytes) -> Any:
 
 def _dump_callbacks(callbacks: list[Callback]) -> bytes | None:
     return dumps_named(callbacks, "callbacks") if callbacks else None
+
+
+def _dump_on_resize(function: Any) -> Any:
+    return None if function is None else _share(dumps_named(function, "on_resize"))
 
 
 def _by_place(callbacks: Sequence[Callback]) -> dict[str, list[Callback]]:

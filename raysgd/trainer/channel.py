@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,9 +76,9 @@ class Channel:
         """Ask a run to end; returns at once."""
         self._actor.stop.remote(run_id, why, cancel)
 
-    def values(self, run_id: str, num_ranks: int) -> list[Any]:
-        """What train_func returned on the first ranks, as `open_value` takes it; large values stay where they are."""
-        return list(self.call("values", run_id, num_ranks))
+    def values(self, run_id: str, *, first_only: bool) -> list[Any]:
+        """What train_func returned on all ranks or the first, as `open_value` takes it; large values stay where they are."""
+        return list(self.call("values", run_id, first_only))
 
     @staticmethod
     def open_value(value: Any) -> Any:
@@ -120,7 +121,8 @@ class Channel:
         self._is_gone = True
         if not ray.is_initialized():
             return
-        try:
-            ray.util.remove_placement_group(ray.util.get_placement_group(self._name))
-        except Exception:  # it has none
-            pass
+        for group in ray.util.placement_group_table().values():
+            name = group["name"]
+            if group["state"] != "REMOVED" and (name == self._name or name.startswith(f"{self._name}-")):
+                with contextlib.suppress(Exception):  # it is gone by now
+                    ray.util.remove_placement_group(ray.util.get_placement_group(name))

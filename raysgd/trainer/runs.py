@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +15,10 @@ from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal import event_frame, report_frame
+from raysgd.controller.journal import stored_frames
 from raysgd.controller.reducing import check_reduce
 from raysgd.controller.rounds import RoundMerger
-from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import Event, Result
-
-#: One file on a local disk, segments on object stores.
-_EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
-_METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -67,10 +61,7 @@ def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, str] | None = No
         CheckpointNotFoundError: The folder is no run's.
     """
     storage = Storage.from_uri(run_dir)
-    names = storage.list_names()
-    if not any(_EVENTS_FILE.fullmatch(name) for name in names):
-        raise CheckpointNotFoundError(f"{storage.uri} is no run's folder: it has no events.jsonl.")
-    sequence = sorted(_frames(storage, names), key=lambda frame: frame.seq)
+    sequence = stored_frames(storage)
     results = _results(sequence, check_reduce(reduce))
     events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
@@ -88,18 +79,6 @@ def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, str] | None = No
         checkpoints=_checkpoints(storage),
         outcome=ends[-1] if ends else None,
     )
-
-
-def _frames(storage: Storage, names: list[str]) -> Iterator[Frame]:
-    for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
-        for name in filter(pattern.fullmatch, names):
-            yield from map(to_frame, _whole_lines(storage.read_bytes(name)))
-
-
-def _whole_lines(data: bytes) -> list[bytes]:
-    """The lines that were written to their end: the last may have been cut off by a crash."""
-    lines = data.split(b"\n")
-    return [line for line in lines[:-1] if line]
 
 
 def _results(sequence: list[Frame], reduce: dict[str, str]) -> list[Result]:

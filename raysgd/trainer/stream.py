@@ -44,14 +44,12 @@ class ResultStream:
         *,
         reduce: Reduce,
         returns: str,
-        num_workers: int,
         make_reader: Callable[[ResultStream], CallbackReader | None],
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._channel = channel
         self._run_id = run_id
         self._returns = returns
-        self._num_workers = num_workers
         self._buffer_bytes = buffer_bytes
         self._merger = RoundMerger(reduce)
         self._results: deque[Result] = deque()
@@ -196,7 +194,7 @@ class ResultStream:
                 self._reader.feed(frame)
         is_closed = any(frame.kind == frames.RUN_CLOSED for frame in batch)
         if is_closed and self._error is None:  # now: the Trainer may do another run before they are asked for
-            self._values = self._channel.values(self._run_id, 1 if self._returns == "first" else self._num_workers)
+            self._values = self._channel.values(self._run_id, first_only=self._returns == "first")
         with self._changed:
             for frame in batch:
                 self._last_seen_seq = frame.seq

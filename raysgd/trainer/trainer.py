@@ -41,7 +41,7 @@ class Trainer:
     processes that have everything imported. Leave it with `shutdown`, or use it as a context manager.
 
     Args:
-        num_workers: Number of workers. Elastic ``(min, max)`` is planned.
+        num_workers: Number of workers; ``(min, max)`` for elastic training, where ``max`` may be ``math.inf``.
         backend: ``"torch"`` or ``"none"``, or a `BackendConfig`.
         backend_args: Settings of the backend: its config, or a dict of its fields.
         cpus_per_worker: Logical CPUs of each worker.
@@ -339,7 +339,8 @@ class Trainer:
 
     def _table(self) -> ResourceTable:
         scaling, size = self._spec.scaling, self._spec.scaling.min_workers
-        title = f"Trainer: {size} x {self._spec.backend.name} worker ({describe_bundle(scaling.bundle())})"
+        count = f"{size} to {scaling.max_workers:g}" if scaling.is_elastic else f"{size}"
+        title = f"Trainer: {count} x {self._spec.backend.name} worker ({describe_bundle(scaling.bundle())})"
         nodes = ["-"] * size
         up = ray.is_initialized()
         if up and self._channel is not None and not self._channel.is_gone:

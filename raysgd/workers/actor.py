@@ -154,6 +154,17 @@ class WorkerActor:
         if current is not None and current.number == attempt:
             current.stop_from(look, last_report)
 
+    def hold_saves(self, attempt: int) -> int:
+        """How many saves this rank has begun; it waits at the next for `leave_after`."""
+        current = self._attempt
+        return current.hold_saves() if current is not None and current.number == attempt else 0
+
+    def leave_after(self, attempt: int, last_save: int | None) -> None:
+        """Let all leave after this save; None: after none."""
+        current = self._attempt
+        if current is not None and current.number == attempt:
+            current.leave_after(last_save)
+
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
         self._attempt = None

@@ -12,7 +12,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.workers.agent import NodeAgent, ProcessLook
 from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.deaths import death_reason, may_be_memory
 from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.out_of_memory import MemoryEvidence
+
+#: Seconds a node has to tell what it knows of a worker that has died, while what the worker had sent is still read.
+_MEMORY_TIMEOUT_S = 0.2
 
 
 class Unreachable(Exception):
@@ -32,10 +37,16 @@ class Agents:
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
 
-    def settle(self, nodes: Iterable[str]) -> None:
-        """Have an agent on each of these nodes; returns at once."""
-        for node_id in nodes:
-            if node_id != self._here and node_id not in self._actors:
+    def settle(self, workers: Iterable[WorkerInfo]) -> None:
+        """Have an agent on each node of these workers, that looks at their memory; returns at once."""
+        pids: dict[str, list[int]] = {}
+        for info in workers:
+            pids.setdefault(info.node_id, []).append(info.pid)
+        for node_id, here in pids.items():
+            if node_id == self._here:
+                self._own.watch_memory(here)
+                continue
+            if node_id not in self._actors:
                 self._actors[node_id] = (
                     ray.remote(NodeAgent)
                     .options(
@@ -46,6 +57,7 @@ class Agents:
                     )
                     .remote()
                 )
+            self._actors[node_id].watch_memory.remote(here)
 
     async def look(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessLook | None]:
         """How processes of a node stand; None for those that are gone.
@@ -76,13 +88,28 @@ class Agents:
         elif info.node_id in self._actors:
             self._actors[info.node_id].kill.remote(info.pid)
 
+    async def why_died(self, error: BaseException, info: WorkerInfo | None) -> str:
+        """What Ray says of a death, and whether memory was the cause, where that may be so."""
+        memory = await self._memory(info) if info is not None and may_be_memory(error) else None
+        return death_reason(error, memory)
+
     def close(self) -> None:
         """End the actors."""
+        self._own.close()
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
 
-    async def _ask(self, node_id: str, method: str, given: list[Any], timeout_s: float) -> Any:
+    async def _memory(self, info: WorkerInfo) -> MemoryEvidence | None:
+        if info.node_id == self._here:
+            return self._own.memory(info.pid)
+        try:
+            known: MemoryEvidence | None = await self._ask(info.node_id, "memory", info.pid, _MEMORY_TIMEOUT_S)
+        except Unreachable:
+            return None
+        return known
+
+    async def _ask(self, node_id: str, method: str, given: Any, timeout_s: float) -> Any:
         actor = self._actors.get(node_id)
         if actor is None:
             raise Unreachable(node_id)

@@ -46,6 +46,7 @@ class Attempt:
         code: ``train_func`` and its ``config``, this attempt's own copies.
         session: What train_func's calls act on.
         callbacks: Callbacks that run in workers.
+        on_resize: Gives the user's ``on_resize``.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Attempt:
         writer: CheckpointWriter,
         callbacks: WorkerCallbacks,
         node: str,
+        on_resize: Callable[[], Callable[[Any, int], Any]] | None = None,
     ) -> None:
         self.number = order.attempt
         self._run = run
@@ -71,6 +73,7 @@ class Attempt:
         self._writer = writer
         self._callbacks = callbacks
         self._node = node
+        self._on_resize = on_resize
         self._thread = threading.Thread(target=self._main, name="raysgd-train", daemon=True)
         self._lock = threading.Lock()
         self._is_inside = False
@@ -129,6 +132,12 @@ class Attempt:
     def stop_from(self, look: int, last_report: int) -> None:
         self._session.stop_from(look, last_report)
 
+    def hold_saves(self) -> int:
+        return self._session.hold_saves()
+
+    def leave_after(self, last_save: int | None) -> None:
+        self._session.leave_after(last_save)
+
     def join(self, timeout_s: float) -> bool:
         """Wait for train_func to have left; whether it has."""
         return self._done.wait(timeout_s)
@@ -166,6 +175,7 @@ class Attempt:
             in_setup = False
             context.install(self._session)
             self._callbacks.start()
+            self._tell_resize()
             value = self._call(function, config)
             self._outbox.settle()
             returned = self._returned(value)
@@ -196,6 +206,12 @@ class Attempt:
         finally:
             with self._lock:
                 self._is_inside = False
+
+    def _tell_resize(self) -> None:
+        """Call the user's ``on_resize``, if the group has another size than before."""
+        old, new = self._order.previous_size, self._order.member.world_size
+        if self._on_resize is not None and old not in (None, new):
+            self._on_resize()(old, new)
 
     def _returned(self, value: Any) -> Returned:
         if self._run.returns == "first" and self._order.member.rank != 0:

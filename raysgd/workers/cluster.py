@@ -45,6 +45,11 @@ def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
         raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
 
 
+def may_be_scaled() -> bool:
+    """Whether nodes may be added to the cluster for what is asked of it."""
+    return _autoscaler_limit() is not None
+
+
 def uses_tls() -> bool:
     """Whether Ray encrypts what it sends."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")

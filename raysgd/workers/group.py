@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
-from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
+from raysgd.errors import InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.agents import Agents
+from raysgd.workers.agreement import Agreement
 from raysgd.workers.cluster import check_feasible, cluster_nodes
-from raysgd.workers.deaths import death_reason, first_line
+from raysgd.workers.deaths import DEATHS, first_line
+from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
 from raysgd.workers.process import Worker, WorkerStarter
-from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
-from raysgd.workers.seats import Seats
+from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
+from raysgd.workers.reserve import Reserve
+from raysgd.workers.seats import Seat, Seats
+from raysgd.workers.storage_check import check_storage
 from raysgd.workers.streams import WorkerDied, WorkerStreams
 from raysgd.workers.vitals import Vitals
 
@@ -36,8 +41,6 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same while they start, each at its own time: what kills one may kill the next at the same place.
 _START_TOGETHER_S = 15.0
-#: Seconds a spare has to say that it is there.
-_SPARE_ANSWER_S = 1.0
 
 
 class WorkerGroup:
@@ -66,11 +69,12 @@ class WorkerGroup:
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env)
         self._members: list[Worker | None] = [None] * scaling.min_workers
-        self._spares: list[Worker] = []
+        self._reserve = Reserve(self._seats, self._starter, failure.spares, self._make_newcomers(), self._end)
         self._has_formed = False
         self._agents = Agents(name)
         self._lost_nodes: set[str] = set()
         self.streams = WorkerStreams()
+        self.agreement = Agreement(self.call)
         self.vitals = Vitals(self._agents, lambda: self._members)
 
     @property
@@ -89,8 +93,23 @@ class WorkerGroup:
         with contextlib.suppress(InfeasibleError, RayError):
             self._start_missing()
 
-    async def get_ready(self) -> list[str]:
+    @property
+    def num_newcomers(self) -> int:
+        """Processes that are up and could be taken in."""
+        return self._reserve.num_ready
+
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called for each that comes up."""
+        if self._reserve.newcomers is not None:
+            self._reserve.newcomers.on_ready = told
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
+
+        An elastic group goes on with those who are left, if they are enough, and takes in those who are up.
+
+        Args:
+            keep_size: It does neither.
 
         Raises:
             InfeasibleError: The cluster can never hold them.
@@ -99,66 +118,84 @@ class WorkerGroup:
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         try:
-            told = await asyncio.wait_for(self._get_ready(), self._start_timeout_s)
+            told = await asyncio.wait_for(self._get_ready(keep_size), self._start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
-        self._replenish()
-        self._agents.settle({worker.info.node_id for worker in self._all() if worker.info is not None})
+        self._reserve.replenish()
+        self._seek_newcomers()
+        self._agents.settle([worker.info for worker in self._all() if worker.info is not None])
         return told
 
-    async def _get_ready(self) -> list[str]:
-        await self._form()
+    async def _get_ready(self, keep_size: bool) -> list[str]:
+        await self._form(keep_size)
         stale = {rank: modules for rank, modules in enumerate(await self._prepare()) if modules}
         if not stale:
             return []
         modules = sorted({module for names in stale.values() for module in names})
         for rank in stale:
             self.kill(rank)
-        await self._form()
+        await self._form(keep_size=True)
         await self._prepare()
         return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
 
-    async def _form(self) -> None:
+    async def _form(self, keep_size: bool) -> None:
         """A process for every rank, up and loaded, that knows its place."""
         for rank, worker in enumerate(self._members):
             if worker is None:
-                self._members[rank] = await self._take_spare()
+                self._members[rank] = await self._reserve.take()
+        if self._scaling.is_elastic and not keep_size:
+            if self._has_formed:
+                self._members = shrunk(self._members, self._scaling.min_workers)
+            await self._take_newcomers()
         self._start_missing()
         await self._come_up()
+        if self._reserve.newcomers is not None and not self._has_formed:
+            await self._reserve.newcomers.settle()
+            await self._take_newcomers()
         self._identify()
 
+    async def _take_newcomers(self) -> None:
+        while self.size < self._scaling.max_workers and (worker := await self._reserve.take_newcomer()) is not None:
+            self._members.append(worker)
+
+    def _make_newcomers(self) -> Newcomers | None:
+        if not self._scaling.is_elastic:
+            return None
+        return Newcomers(
+            self._scaling,
+            self._seats,
+            self._starter,
+            bring_up=self._bring_up,
+            end=self._end,
+            start_timeout_s=self._start_timeout_s,
+        )
+
+    def _seek_newcomers(self, after: Seat | None = None) -> None:
+        if self._reserve.newcomers is not None:
+            self._reserve.newcomers.want(self._scaling.max_workers - self.size, self._lost_nodes, after=after)
+
+    async def _bring_up(self, worker: Worker) -> str | None:
+        await self._locate(worker)
+        problem: str | None = await worker.loading
+        worker.is_loaded = problem is None
+        return problem
+
     def _start_missing(self) -> None:
-        if not self._seats.is_open:
+        is_new = not self._seats.is_open
+        if is_new:
             check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
         for rank, worker in enumerate(self._members):
             if worker is None:
                 self._members[rank] = self._starter.start(self._seats.take() or self._seats.add(self._lost_nodes))
-
-    async def _take_spare(self) -> Worker | None:
-        """A spare that is alive; those that are not are dropped."""
-        while self._spares:
-            spare = self._spares[0]
-            try:
-                spare.info = await asyncio.wait_for(spare.handle.describe.remote(), _SPARE_ANSWER_S)
-            except (RayError, asyncio.TimeoutError):
-                self._drop(spare)
-                self._end(spare)
-            else:
-                self._spares.remove(spare)
-                return spare
-        return None
-
-    def _replenish(self) -> None:
-        """Start spares in the seats that are free, while the others work."""
-        while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
-            self._spares.append(self._starter.start(seat))
+        if is_new:
+            self._seek_newcomers(after=self._member(0).seat)
 
     async def _come_up(self) -> None:
         """Wait until every process has said where it is, and has loaded the framework."""
         new = [worker for worker in self._all() if worker.info is None or not worker.is_loaded]
         # Together: what kills one in its import may kill the next there, and that is one failure.
-        answers = await self._gather([w.loading for w in new] + [self._locate(w) for w in new])
+        answers = await self._gather(new * 2, [w.loading for w in new] + [self._locate(w) for w in new])
         self._note_loaded(dict(zip(new, answers, strict=False)))
 
     async def _locate(self, worker: Worker) -> None:
@@ -188,32 +225,33 @@ class WorkerGroup:
         workers = self._all()
         gpus = visible_gpus([worker.info for worker in workers if worker.info is not None], shared=self._shares_gpus)
         orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
-        return await self._gather([w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
+        return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
-    async def _gather(self, refs: Sequence[Any]) -> list[Any]:
+    async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
             return list(await asyncio.gather(*answers))
-        except RayActorError as error:
+        except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
-            ranks = self._drop_dead(answers)
-            raise WorkerDiedError(f"a worker died while it was starting: {death_reason(error)}", ranks=ranks) from error
+            ranks, why = await self._drop_dead(workers, answers)
+            raise WorkerDiedError(f"a worker died while it was starting: {why}", ranks=ranks) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
-    def _drop_dead(self, answers: Sequence[asyncio.Future[Any]]) -> tuple[int, ...]:
-        """Let go of those who died before they answered; returns their ranks, as far as they had one."""
-        errors = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
-        dead = {getattr(error, "actor_id", None) for error in errors if isinstance(error, RayActorError)}
-        ranks = []
-        for worker in self._all():
-            if worker.actor_id in dead:
-                self._drop(worker)
-                ranks += [] if worker.identity is None else [worker.identity.world_rank]
-        return tuple(sorted(ranks))
+    async def _drop_dead(
+        self, workers: Sequence[Worker], answers: Sequence[asyncio.Future[Any]]
+    ) -> tuple[tuple[int, ...], str]:
+        """Let go of those who died before they answered: their ranks, as far as they had one, and why the first died."""
+        done = [(w, a.exception()) for w, a in zip(workers, answers, strict=True) if a.done() and not a.cancelled()]
+        dead = {worker: error for worker, error in done if isinstance(error, DEATHS)}
+        for worker in dead:
+            self._drop(worker)
+        ranks = sorted(worker.identity.world_rank for worker in dead if worker.identity is not None)
+        first, error = next(iter(dead.items()))
+        return tuple(ranks), await self._agents.why_died(error, first.info)
 
     def _timeout_error(self) -> StartTimeoutError:
         missing = [worker for worker in self._members if worker is None or worker.info is None]
@@ -226,30 +264,19 @@ class WorkerGroup:
         )
 
     async def check_storage(self, storage: Storage) -> None:
-        """Whether every node with a worker sees the run's folder; asked by a probe file where it is a local path.
+        """Whether every node with a worker sees the run's folder.
 
         Raises:
             ConfigError: A node does not see it.
         """
-        here = ray.get_runtime_context().get_node_id()
-        others = {w.info.node_id: w for w in self._all() if w.info is not None and w.info.node_id != here}
-        if not storage.is_local or not others:
-            return
-        storage.write_bytes("probe", b"")
-        seen = await self._gather([w.handle.probe.remote(storage.uri, "probe") for w in others.values()])
-        storage.delete_file("probe")
-        blind = [worker.node for worker, sees in zip(others.values(), seen, strict=True) if not sees]
-        if blind:
-            raise ConfigError(
-                f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
-                "Give RunConfig(storage_path=...) a folder all nodes share, or a URI such as s3://bucket/folder."
-            )
+        await check_storage(storage, self._all(), self._gather)
 
     # -- an attempt -----------------------------------------------------------------------------------------------
 
     async def open_rendezvous(self) -> str:
         """Where the members of the next attempt meet; on rank 0."""
-        (rendezvous,) = await self._gather([self._member(0).handle.open_rendezvous.remote()])
+        first = self._member(0)
+        (rendezvous,) = await self._gather([first], [first.handle.open_rendezvous.remote()])
         return str(rendezvous)
 
     def member(self, rank: int, rendezvous: str) -> Member:
@@ -275,24 +302,22 @@ class WorkerGroup:
         """
         worker = self._member(rank)
         try:
-            async for item in self.streams.read(worker.handle, run, order):
+            why = partial(self._agents.why_died, info=worker.info)
+            async for item in self.streams.read(worker.handle, run, order, why):
                 yield item
         except WorkerDied:
             self._drop(worker)
             raise
+        except RayTaskError as error:  # raysgd's own code failed there, and train_func may still run
+            self._drop(worker)
+            self._end(worker)
+            raise WorkerDied(f"it was ended, since its stream broke off: {error.cause!r}") from error
 
     def end(self, rank: int, attempt: int, why: str) -> None:
         """Tell a worker that its attempt is over."""
         worker = self._members[rank]
         if worker is not None:
             worker.handle.end.remote(attempt, why)
-
-    async def ask_to_stop(self, attempt: int) -> None:
-        """Agree with all ranks on the place where they find ``should_stop()`` true; see `StopGate`."""
-        with contextlib.suppress(RayError):  # a rank that died meanwhile ends the attempt anyway
-            places = await self.call("hold", attempt)
-            looks, reports = (max(place[i] for place in places) for i in (0, 1))
-            await self.call("stop_from", attempt, looks, reports)
 
     async def leave(self) -> None:
         """All ranks have returned: leave the group."""
@@ -306,15 +331,15 @@ class WorkerGroup:
             WorkerDiedError: One of them died.
         """
         chosen = range(self.size) if ranks is None else ranks
-        handles = [worker.handle for rank in chosen if (worker := self._members[rank]) is not None]
-        answers = [asyncio.ensure_future(getattr(handle, method).remote(*args)) for handle in handles]
+        workers = [worker for rank in chosen if (worker := self._members[rank]) is not None]
+        answers = [asyncio.ensure_future(getattr(worker.handle, method).remote(*args)) for worker in workers]
         try:
             return list(await asyncio.gather(*answers))
-        except RayActorError as error:
+        except DEATHS:
             await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
-            dead = self._drop_dead(answers)
+            dead, why = await self._drop_dead(workers, answers)
             who = ", ".join(map(str, dead))
-            raise WorkerDiedError(f"the worker process of rank {who} died: {death_reason(error)}", ranks=dead) from None
+            raise WorkerDiedError(f"the worker process of rank {who} died: {why}", ranks=dead) from None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -341,9 +366,10 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End all processes and give the resources back."""
-        for worker in [*self._all(), *self._spares]:
+        for worker in self._all():
             self._drop(worker)
             self._end(worker)
+        self._reserve.close()
         self._agents.close()
         self._seats.close()
 
@@ -351,12 +377,12 @@ class WorkerGroup:
         """Let go of a process that is gone, or will be: its seat is free for another."""
         if worker in self._members:
             self._members[self._members.index(worker)] = None
-        elif worker in self._spares:
-            self._spares.remove(worker)
-        else:
+        elif not self._reserve.drop(worker):
             return
         if worker.info is None or worker.info.node_id not in self._lost_nodes:
             self._seats.give_back(worker.seat)
+        else:
+            self._seats.give_up(worker.seat)
 
     def _member(self, rank: int) -> Worker:
         worker = self._members[rank]
@@ -365,6 +391,3 @@ class WorkerGroup:
 
     def _all(self) -> list[Worker]:
         return [worker for worker in self._members if worker is not None]
-
-
-__all__ = ["Worker", "WorkerDied", "WorkerGroup"]

@@ -71,6 +71,8 @@ def make_attempt(
         plan=run.datasets,
         fetch=ray.get,
         on_report=callbacks.hooks,
+        attempt=order.attempt,
+        iterations_before=order.iterations_before,
     )
     return Attempt(
         run,
@@ -82,6 +84,7 @@ def make_attempt(
         writer=writer,
         callbacks=callbacks,
         node=node_name(member.node_ip),
+        on_resize=None if run.on_resize is None else lambda: loads(resolve(run.on_resize)),
     )
 
 

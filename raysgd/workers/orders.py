@@ -25,6 +25,7 @@ class RunOrder:
         initial_state: Pickle of the state given as ``run(checkpoint=...)``, or None.
         datasets: What was given as ``run(dataset=...)``; its rows lie in the object store.
         returns: ``"first"`` (rank 0's value travels) or ``"all"``.
+        on_resize: Pickle of what is called with the old and the new number of ranks where they differ, or None.
     """
 
     run_id: str
@@ -38,6 +39,7 @@ class RunOrder:
     callbacks: Blob | None = None
     initial_state: Blob | None = None
     datasets: DatasetPlan = NO_DATASETS
+    on_resize: Blob | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class AttemptOrder:
 
     Attributes:
         checkpoint: URI of the checkpoint's folder to start from; None: the run's initial state, if it has one.
+        previous_size: Ranks of the attempt before; None for the first.
         first_number: Number of the checkpoint that the first ``save_checkpoint`` of the attempt makes.
         iterations_before: Rounds before this attempt.
         time_before_s: Training time before this attempt.
@@ -60,6 +63,7 @@ class AttemptOrder:
     iterations_before: int
     time_before_s: float
     flush_interval_s: float
+    previous_size: int | None = None
     place: Place | None = None
 
 

@@ -50,6 +50,11 @@ def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb:
     return None
 
 
+def room_for(bundle: Mapping[str, float], nodes: Sequence[Node]) -> int:
+    """How many of the bundle fit into what is free now."""
+    return sum(_fitting(bundle, node.free) for node in nodes)
+
+
 def describe_bundle(bundle: Mapping[str, float]) -> str:
     """``2 CPU + 1 GPU``."""
     return " + ".join(f"{_number(amount)} {name}" for name, amount in bundle.items()) or "no resources"

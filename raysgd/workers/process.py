@@ -35,10 +35,6 @@ class Worker:
     identity: Identity | None = None
 
     @property
-    def actor_id(self) -> str:
-        return str(self.handle._actor_id.hex())
-
-    @property
     def node(self) -> str:
         return "an unknown node" if self.info is None else self.info.node
 

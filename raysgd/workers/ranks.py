@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
+
+T = TypeVar("T")
 
 
 def assign_ranks(nodes: Sequence[str]) -> list[int]:
@@ -20,6 +23,16 @@ def assign_ranks(nodes: Sequence[str]) -> list[int]:
     """
     order = {node: place for place, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda index: (order[nodes[index]], index))
+
+
+def shrunk(members: Sequence[T | None], least: int) -> list[T | None]:
+    """The members in their order, without the places of those who are gone.
+
+    As many of these places stay, the first ones, as the group is short of ``least``.
+    """
+    short = max(0, least - sum(member is not None for member in members))
+    kept = [rank for rank, member in enumerate(members) if member is None][:short]
+    return [member for rank, member in enumerate(members) if member is not None or rank in kept]
 
 
 def identify(nodes: Sequence[str]) -> list[Identity]:

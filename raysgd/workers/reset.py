@@ -10,6 +10,7 @@ import sys
 from operator import attrgetter
 from typing import Any
 
+from raysgd._util.imported import imported
 from raysgd.session.generators import GeneratorStates, capture_generators, restore_generators
 
 #: Below ``torch.backends``; those further down are written last, since they set some of those above, or raise for a mixture.
@@ -47,7 +48,7 @@ class Baseline:
         gc.freeze()
         self._environ = dict(os.environ)
         self._generators = capture_generators()
-        if torch := sys.modules.get("torch"):
+        if torch := imported("torch"):
             self._torch = {
                 "dtype": torch.get_default_dtype(),
                 "threads": torch.get_num_threads(),
@@ -67,7 +68,7 @@ class Baseline:
             restore_generators(self._generators)
             # Generators drew from the system at the process's start; a run without a seed shall not repeat the last.
             random.seed()
-            if numpy := sys.modules.get("numpy"):
+            if numpy := imported("numpy"):
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
@@ -78,7 +79,7 @@ class Baseline:
         os.environ.update(self._environ)
 
     def _restore_torch(self) -> None:
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is None or not self._torch:
             return
         torch.set_default_dtype(self._torch["dtype"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import psutil
+
+from raysgd._util.imported import imported
 
 SAMPLE_INTERVAL_S = 2.0
 
@@ -58,7 +59,7 @@ class Sampler:
 
 
 def _gpu() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return {"gpu_memory_bytes": None, "gpu_percent": None}
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
@@ -23,6 +23,10 @@ class Seat:
     def strategy(self) -> PlacementGroupSchedulingStrategy:
         """Puts an actor there."""
         return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
+
+    def is_placed(self) -> bool:
+        """Whether its resources, and those of all seats it was asked for with, are reserved on nodes that Ray sees."""
+        return bool(placement_group_table(self.placement).get("state") == "CREATED")
 
 
 class Seats:
@@ -39,6 +43,7 @@ class Seats:
         self._bundle = dict(bundle) or {"CPU": 0.001}  # Ray refuses empty bundles
         self._strategy = strategy
         self._placements: list[PlacementGroup] = []
+        self._num_added = 0
         self._free: list[Seat] = []
 
     @property
@@ -53,7 +58,8 @@ class Seats:
 
     def add(self, avoid: Collection[str] = ()) -> Seat:
         """Ask for one more seat, on none of the nodes ``avoid``."""
-        name = f"{self._name}-{len(self._placements)}"
+        self._num_added += 1
+        name = f"{self._name}-{self._num_added}"
         selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
         placement = placement_group([self._bundle], name=name, bundle_label_selector=selector)
         self._placements.append(placement)
@@ -67,6 +73,34 @@ class Seats:
         """The process that had it is gone, or going."""
         if seat.placement in self._placements:
             self._free.append(seat)
+
+    def take_placed(self) -> Seat | None:
+        """A free seat whose resources are there."""
+        for seat in self._free:
+            if seat.is_placed():
+                self._free.remove(seat)
+                return seat
+        return None
+
+    def remove(self, seat: Seat) -> None:
+        """Give a seat's resources back to the cluster; one of those asked for together stays, and is free."""
+        if seat.placement in self._placements[1:]:
+            self.give_up(seat)
+        else:
+            self.give_back(seat)
+
+    def give_up(self, seat: Seat) -> None:
+        """The node of a seat is lost: nobody is to sit there again."""
+        if seat.placement in self._placements[1:]:
+            self._placements.remove(seat.placement)
+            remove_placement_group(seat.placement)
+
+    def remove_unplaced(self) -> None:
+        """Give back the free seats beyond the first, whose resources are not there: their node is gone."""
+        for seat in list(self._free):
+            if seat.placement in self._placements[1:] and not seat.is_placed():
+                self._free.remove(seat)
+                self.remove(seat)
 
     def close(self) -> None:
         """Give all resources back."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from raysgd.session.events import WorkerEvent
 from raysgd.transport import Endpoint
-from raysgd.workers.deaths import DEATHS, death_reason
+from raysgd.workers.deaths import DEATHS
 from raysgd.workers.orders import AttemptOrder, Blob
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Inbox, Inboxes, Place
 
@@ -19,9 +19,12 @@ _STREAM_AHEAD = 64
 #: Seconds for what a dead worker's connection still holds to be read.
 _DRAIN_S = 0.2
 
+#: Says why a worker died, given Ray's error.
+Why = Callable[[BaseException], Awaitable[str]]
+
 
 class WorkerDied(Exception):
-    """A worker's process is gone; the text is Ray's reason."""
+    """A worker's process is gone; the text says why."""
 
 
 class WorkerStreams:
@@ -37,8 +40,16 @@ class WorkerStreams:
         self.endpoint: Endpoint | None = None
         self._open: dict[Any, Inbox] = {}
 
-    async def read(self, handle: Any, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
+    async def read(
+        self, handle: Any, run: Blob, order: AttemptOrder, why: Why
+    ) -> AsyncIterator[list[WorkerEvent] | Any]:
         """Start an attempt in the worker ``handle``: batches of events, and references to large values.
+
+        Args:
+            handle: The actor.
+            run: The run's order.
+            order: The attempt's.
+            why: Asked when it has died, while what it had sent is still read.
 
         Raises:
             WorkerDied: The process is gone.
@@ -49,7 +60,7 @@ class WorkerStreams:
         stream = handle.run.options(num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD).remote(
             run, replace(order, place=place)
         )
-        pump = asyncio.ensure_future(_pump(stream, inbox))
+        pump = asyncio.ensure_future(_pump(stream, inbox, why))
         self._open[handle._actor_id] = inbox
         try:
             while (item := await inbox.get()) is not None:
@@ -67,7 +78,7 @@ class WorkerStreams:
             inbox.put_other(WorkerDied("it was ended"))
 
 
-async def _pump(stream: Any, inbox: Inbox) -> None:
+async def _pump(stream: Any, inbox: Inbox, why: Why) -> None:
     """Put what comes through Ray with what comes over the worker's connection; at the end None, or an error."""
     try:
         is_value = False
@@ -82,7 +93,7 @@ async def _pump(stream: Any, inbox: Inbox) -> None:
             is_value = item == VALUE_FOLLOWS
         inbox.put_other(None)
     except DEATHS as error:
-        await inbox.wait_drained(_DRAIN_S)
-        inbox.put_other(WorkerDied(death_reason(error)))
+        reason, _ = await asyncio.gather(why(error), inbox.wait_drained(_DRAIN_S))
+        inbox.put_other(WorkerDied(reason))
     except Exception as error:
         inbox.put_other(error)

@@ -6,9 +6,11 @@ A train_func here breaks its own process at a place of its own choosing, once: a
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ import raysgd
 from raysgd.backends.none import NoneBackend
 from raysgd.errors import AttemptEnded, UsageError, WorkerDiedError, WorkerError
 from raysgd.result import AUTOMATIC_KEYS
+from raysgd.workers.sampler import SAMPLE_INTERVAL_S
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
@@ -444,3 +447,46 @@ def test_three_ranks_in_a_collective_go_on_and_end_as_if_nothing_had_happened(ra
         assert until(lambda: not is_alive(before[1]), PATIENCE_S)
         steps = latest_run(trainer).metrics["step"]
         assert list(steps) == list(range(8))
+
+
+# ------------------------------------------------------------------------------------------------ a broken stream
+
+
+def test_a_framework_that_train_func_is_importing_can_be_looked_for(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """The samples of a worker's use of the machine ask torch for GPUs, and its import takes longer than a sample's turn."""
+    (tmp_path / "torch.py").write_text(f"import time\ntime.sleep({SAMPLE_INTERVAL_S + 1})\n__version__ = 'slow'\n")
+
+    def train_func(config: dict[str, Any]) -> str:
+        sys.path.insert(0, config["folder"])
+        try:
+            return str(importlib.import_module("torch").__version__)
+        finally:
+            sys.modules.pop("torch", None)  # the process serves other tests
+
+    assert trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet()) == "slow"
+    assert events_of(trainer, "failure") == []
+
+
+def test_a_worker_whose_stream_breaks_off_is_ended_with_all_that_runs_in_it(
+    trainer: raysgd.Trainer, tmp_path: Path
+) -> None:
+    """Its train_func would go on otherwise, in a process that is taken for dead."""
+
+    def train_func(config: dict[str, Any]) -> int:
+        if raysgd.world_rank() == 1 and once(config["folder"], "broke"):
+            sampler = importlib.import_module("raysgd.workers.sampler")
+
+            def breaks(*_: Any) -> None:
+                raise ValueError("a mistake in raysgd")
+
+            sampler.Sampler.sample = breaks
+            Path(config["folder"], "pid").write_text(str(os.getpid()))
+            time.sleep(600)
+        return os.getpid()
+
+    after = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+    broken = int((tmp_path / "pid").read_text())
+    assert broken not in after
+    until(lambda: not is_alive(broken), PATIENCE_S)
+    (failure,) = events_of(trainer, "failure")
+    assert failure["ranks"] == [1] and "its stream broke off: ValueError('a mistake in raysgd')" in failure["error"]

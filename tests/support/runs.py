@@ -32,7 +32,10 @@ def quiet() -> list[raysgd.Callback]:
 
 
 def make_trainer(
-    storage: Path, num_workers: int = 2, backend: str | raysgd.BackendConfig = "none", **settings: Any
+    storage: Path,
+    num_workers: int | tuple[int, float] = 2,
+    backend: str | raysgd.BackendConfig = "none",
+    **settings: Any,
 ) -> raysgd.Trainer:
     """A Trainer whose runs lie below ``storage``."""
     return raysgd.Trainer(num_workers, backend, run=raysgd.RunConfig(storage_path=storage), **settings)

@@ -12,7 +12,8 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine import GATHER_S, RunMachine, RunPlan
+from raysgd.controller.machine import GATHER_S, RunMachine
+from raysgd.controller.plan import RunPlan
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e

@@ -272,14 +272,10 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, 
 # -- what is not there yet ---------------------------------------------------------------------------------------------
 
 
-def on_resize(old: int, new: int) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("config", "name"),
     [
         (RunConfig(name="x", detached=True), "RunConfig(detached=True)"),
-        (FailureConfig(on_resize=on_resize), "FailureConfig(on_resize=<function on_resize"),
         (CheckpointConfig(memory_only_between=2), "CheckpointConfig(memory_only_between=2)"),
     ],
 )

@@ -18,6 +18,8 @@ from raysgd.controller.shelf import Start
 from raysgd.controller.states import Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
+from raysgd.testing.history import find_violations
+from support.histories import history_of
 from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
@@ -34,6 +36,8 @@ class Rank:
         unwritten: Saves whose bytes are not on storage yet.
         has_left: It has said its last word.
         is_stuck: It does not notice that its attempt is over.
+        last_save: The save that all ranks leave after, if they are to.
+        waits: It has made that save.
     """
 
     number: int
@@ -46,6 +50,8 @@ class Rank:
     has_left: bool = False
     is_told: bool = False
     is_stuck: bool = False
+    last_save: int | None = None
+    waits: bool = False
     died: str | None = None
 
     def leave(self, last_word: e.WorkerEvent) -> None:
@@ -53,6 +59,13 @@ class Rank:
         self.unwritten.clear()
         self.outbox += [last_word, GONE]
         self.has_left = True
+
+    def wait_if_due(self) -> None:
+        """It has made the save that all leave after, and the report that belongs to it."""
+        is_due = self.last_save is not None and self.num_calls > self.last_save and self.unscored is None
+        if is_due and not self.waits:
+            self.waits = True
+            self.outbox.append(e.AtSavePoint(self.last_save))
 
     def die(self, why: str, *, loses: bool) -> None:
         if loses:
@@ -87,6 +100,7 @@ class RunFuzz(RuleBasedStateMachine):
         num_to_keep=st.sampled_from([None, 1, 2]),
         start=st.sampled_from([Start(), GIVEN]),
         are_up=st.integers(0, 7),
+        is_elastic=st.booleans(),
     )
     def begin(
         self,
@@ -96,7 +110,10 @@ class RunFuzz(RuleBasedStateMachine):
         num_to_keep: int | None,
         start: Start,
         are_up: int,
+        is_elastic: bool,
     ) -> None:
+        self.is_elastic = is_elastic
+        self.num_growths = 0
         self.max_failures = max_failures
         self.num_to_keep = num_to_keep
         self.on_write_error = on_write_error
@@ -126,10 +143,18 @@ class RunFuzz(RuleBasedStateMachine):
     # -- what may happen ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self._is_asked_for_workers())
-    @rule()
-    def workers_are_up(self) -> None:
+    @rule(size=st.integers(1, 3))
+    def workers_are_up(self, size: int = 1) -> None:
         self.num_answered = self.num_prepared
+        if self.is_elastic:
+            self.run.num_ranks = size
         self.run.ready(enters=False)
+        self._check()
+
+    @precondition(lambda self: self.is_elastic)
+    @rule()
+    def a_newcomer_is_up(self) -> None:
+        self.run.feed(c.NewcomerUp())
         self._check()
 
     @precondition(lambda self: self._is_asked_for_workers())
@@ -140,29 +165,30 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.feed(c.GroupFailed("WorkerError" if can_retry else "InfeasibleError", "no workers", can_retry))
         self._check()
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(index=RANKS, count=st.integers(1, 3))
     def a_rank_reports(self, index: int, count: int) -> None:
-        rank = self._one_of(self._inside(), index)
+        rank = self._one_of(self._acting(), index)
         rank.outbox.append(reports(rank.num_reports, count))
         rank.num_reports += count
         if rank.unscored is not None:
             rank.outbox.append(e.Scored(rank.unscored, b'{"loss": 1}'))
             rank.unscored = None
+        rank.wait_if_due()
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(is_written=st.booleans())
     def all_ranks_save(self, is_written: bool) -> None:
-        if len(self._inside()) < self.run.num_ranks:
+        if len(self._acting()) < self.run.num_ranks:
             self.happened.add("one-sided")  # the others will not make this call
-        for rank in self._inside():
+        for rank in self._acting():
             self._save(rank, is_written)
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(index=RANKS, is_written=st.booleans())
     def one_rank_saves(self, index: int, is_written: bool) -> None:
         self.happened.add("one-sided")
-        self._save(self._one_of(self._inside(), index), is_written)
+        self._save(self._one_of(self._acting(), index), is_written)
 
     @precondition(lambda self: self._writing())
     @rule(index=RANKS, succeeds=st.sampled_from([True, True, True, False]))
@@ -173,15 +199,15 @@ class RunFuzz(RuleBasedStateMachine):
             self.happened.add("write failed")
         rank.outbox.append(part(call) if succeeds else e.PartFailed(call, "disk full"))
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(index=RANKS)
     def a_rank_returns(self, index: int) -> None:
-        self._one_of(self._inside(), index).leave(RETURNED)
+        self._one_of(self._acting(), index).leave(RETURNED)
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(index=RANKS, kind=st.sampled_from(["own", "collective", "setup"]))
     def a_rank_raises(self, index: int, kind: str) -> None:
-        rank, at = self._one_of(self._inside(), index), self.run.now
+        rank, at = self._one_of(self._acting(), index), self.run.now
         self.happened.add(kind)
         if kind == "setup":
             rank.outbox = deque(item for item in rank.outbox if not isinstance(item, e.Entered))
@@ -194,10 +220,10 @@ class RunFuzz(RuleBasedStateMachine):
         self.happened.add("died")
         self._one_of(self._alive(), index).die("killed", loses=loses)
 
-    @precondition(lambda self: self._inside())
+    @precondition(lambda self: self._acting())
     @rule(index=RANKS)
     def a_rank_gets_stuck(self, index: int) -> None:
-        self._one_of(self._inside(), index).is_stuck = True
+        self._one_of(self._acting(), index).is_stuck = True
 
     @precondition(lambda self: any(rank.is_told and not rank.is_stuck for rank in self._inside()))
     @rule(index=RANKS)
@@ -251,6 +277,8 @@ class RunFuzz(RuleBasedStateMachine):
             self._go_on()
         assert self.run.is_closed, f"still {self.run.machine.state}"
         self._check_outcome()
+        history = history_of(self.run, max_failures=self.max_failures)
+        assert find_violations(history) == []
 
     def _go_on(self) -> None:
         if self._is_asked_for_workers():
@@ -259,7 +287,9 @@ class RunFuzz(RuleBasedStateMachine):
             self._deliver(self._talking()[0])
         elif self.in_flight:
             self._answer(succeeds=True)
-        elif leaving := [rank for rank in self._inside() if not (rank.is_stuck and rank.is_told)]:
+        elif writing := [rank for rank in self._writing() if rank.waits]:
+            writing[0].outbox.append(part(writing[0].unwritten.pop(0)))
+        elif leaving := [rank for rank in self._leaving() if not (rank.is_stuck and rank.is_told)]:
             for rank in leaving:
                 rank.leave(e.Ended() if rank.is_told else RETURNED)
         else:
@@ -299,7 +329,7 @@ class RunFuzz(RuleBasedStateMachine):
             self.is_over = isinstance(command, c.Close)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.TellOutcome)) <= 1
-        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1
+        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1 + self.num_growths
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
@@ -321,9 +351,30 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_EndRanks(self, command: c.EndRanks) -> None:  # noqa: N802
         assert command.attempt == self.run.attempt
+        if command.why == "the group grows":
+            self._check_growth()
         for number in command.ranks:
             assert number not in self.attempts[-1].gone
-            self.attempts[-1].ranks[number].is_told = True
+            rank = self.attempts[-1].ranks[number]
+            rank.is_told, rank.last_save, rank.waits = True, None, False
+
+    def _check_growth(self) -> None:
+        """All ranks wait having made the same save, whose checkpoint is on storage and the newest."""
+        self.num_growths += 1
+        attempt = self.attempts[-1]
+        (last,) = {rank.last_save for rank in self._inside()}
+        assert last is not None and attempt.entered.first_number + last == max(self.on_storage)
+        assert not attempt.returned
+
+    def _check_AgreeOnSave(self, command: c.AgreeOnSave) -> None:  # noqa: N802
+        assert command.attempt == self.run.attempt and self.is_elastic
+        for rank in self._inside():
+            rank.last_save = max(other.num_calls for other in self._inside())
+
+    def _check_CallOffSave(self, command: c.CallOffSave) -> None:  # noqa: N802
+        assert command.attempt == self.run.attempt
+        for rank in self._inside():
+            rank.last_save, rank.waits = None, False
 
     def _check_KillRanks(self, command: c.KillRanks) -> None:  # noqa: N802
         for number in command.ranks:
@@ -381,6 +432,14 @@ class RunFuzz(RuleBasedStateMachine):
     def _inside(self) -> list[Rank]:
         return [rank for rank in self._ranks() if not rank.has_left]
 
+    def _acting(self) -> list[Rank]:
+        """Those in train_func's own code."""
+        return [rank for rank in self._inside() if not rank.waits]
+
+    def _leaving(self) -> list[Rank]:
+        """Those who may leave: they have been told to, or have not been asked to wait."""
+        return [rank for rank in self._inside() if rank.is_told or not rank.waits]
+
     def _alive(self) -> list[Rank]:
         """Those whose process could still die before its stream has ended."""
         return [rank for rank in self._ranks() if rank.died is None and (not rank.has_left or rank.outbox)]
@@ -396,6 +455,8 @@ class RunFuzz(RuleBasedStateMachine):
         return ranks[index % len(ranks)]
 
     def _save(self, rank: Rank, is_written: bool) -> None:
+        if rank.last_save is not None and rank.num_calls > rank.last_save:
+            return  # it waits at the beginning of the call
         call, rank.num_calls = rank.num_calls, rank.num_calls + 1
         if call == 0:
             rank.saves_first = rank.num_reports == 0
@@ -406,6 +467,7 @@ class RunFuzz(RuleBasedStateMachine):
             rank.outbox.append(part(call))
         else:
             rank.unwritten.append(call)
+        rank.wait_if_due()
 
     def _deliver(self, rank: Rank) -> None:
         attempt, item = self.attempts[-1], rank.outbox.popleft()

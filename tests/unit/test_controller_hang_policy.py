@@ -38,8 +38,8 @@ def test_a_worker_that_says_nothing_is_looked_at_and_then_ended() -> None:
     watched = policy(ranks=2)
     watched.answered(0, Pulse(), 9.0)
     assert watched.suspects(9.5) == [1]
-    watched.looked(1, 5.0, True, 4.0)
-    watched.looked(1, 5.0, True, 9.5)
+    watched.looked(1, 5.0, 0.0, True, 4.0)
+    watched.looked(1, 5.0, 0.0, True, 9.5)
     assert watched.judge(10.0) == []
     (hang,) = watched.judge(10.1)
     assert (hang.rank, hang.kind) == (1, "silent")
@@ -50,18 +50,18 @@ def test_one_that_says_nothing_and_works_is_busy() -> None:
     """A C call that holds the interpreter's lock, such as a large matrix product in an extension of the user's."""
     watched = policy(ranks=1)
     for second in range(4, 60):
-        watched.looked(0, second * 0.9, False, float(second))
+        watched.looked(0, second * 0.9, 0.0, False, float(second))
         assert watched.judge(float(second)) == []
     for second in range(60, 66):  # it is done, and still says nothing
-        watched.looked(0, 60 * 0.9, False, float(second))
+        watched.looked(0, 60 * 0.9, 0.0, False, float(second))
     assert verdicts(watched.judge(65.0)) == [(0, "silent")]
 
 
 def test_one_that_is_stopped_is_not_busy_whatever_it_did_before() -> None:
     watched = policy(ranks=1)
     for second in range(4, 11):
-        watched.looked(0, second * 0.9, False, float(second))
-    watched.looked(0, 9.9, True, 11.0)
+        watched.looked(0, second * 0.9, 0.0, False, float(second))
+    watched.looked(0, 9.9, 0.0, True, 11.0)
     assert verdicts(watched.judge(11.0)) == [(0, "silent")]
 
 
@@ -69,22 +69,31 @@ def test_one_that_an_overloaded_machine_lets_run_now_and_then_is_busy() -> None:
     watched, cpu_s = policy(ranks=1), 0.0
     for tick in range(8, 80):
         cpu_s += 0.5 if tick % 6 == 0 else 0.0
-        watched.looked(0, cpu_s, False, tick / 2)
+        watched.looked(0, cpu_s, 0.0, False, tick / 2)
         assert watched.judge(tick / 2) == []
+
+
+def test_one_that_an_overloaded_machine_does_not_let_run_at_all_is_busy() -> None:
+    """It waits for a CPU nearly all the time; one that sleeps does not, but for Ray's threads that wake up in it."""
+    for waits, found in ((0.9, []), (0.2, [(0, "silent")])):
+        watched = policy(ranks=1)
+        for second in range(4, 30):
+            watched.looked(0, second * 0.01, second * waits, False, float(second))
+        assert verdicts(watched.judge(30.0)) == found
 
 
 def test_the_little_that_rays_own_threads_do_is_no_work() -> None:
     watched = policy(ranks=1)
     for second in range(4, 12):
-        watched.looked(0, second * BUSY_SHARE / 5, False, float(second))
+        watched.looked(0, second * BUSY_SHARE / 5, 0.0, False, float(second))
     assert verdicts(watched.judge(12.0)) == [(0, "silent")]
 
 
 def test_a_node_that_says_nothing_either_is_lost() -> None:
     watched = policy(ranks=2)
     watched.answered(0, Pulse(), 10.0)
-    watched.looked(1, 1.0, False, 4.0)
-    watched.looked(1, 2.0, False, 5.0)  # busy when last seen
+    watched.looked(1, 1.0, 0.0, False, 4.0)
+    watched.looked(1, 2.0, 0.0, False, 5.0)  # busy when last seen
     watched.unreachable(1)
     (hang,) = watched.judge(10.5)
     assert (hang.rank, hang.kind) == (1, "lost") and "node" in hang.why
@@ -102,7 +111,7 @@ def test_who_has_left_is_not_missed() -> None:
     watched = policy(ranks=1)
     watched.left(0)
     watched.answered(0, Pulse(), 1.0)
-    watched.looked(0, 1.0, False, 1.0)
+    watched.looked(0, 1.0, 0.0, False, 1.0)
     watched.unreachable(0)
     assert watched.judge(100.0) == [] and watched.suspects(100.0) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
-from raysgd.controller import frames, machine
+from raysgd.controller import frames, retries
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run import Run
 from raysgd.errors import InfeasibleError, RaySGDError, StartTimeoutError, WorkerDiedError, WorkerError
@@ -25,7 +26,10 @@ class NoFleet:
         self.error = error
         self.num_asked = 0
 
-    async def get_ready(self) -> list[str]:
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        pass
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         self.num_asked += 1
         raise self.error
 
@@ -50,7 +54,7 @@ async def outcome_of(fleet: Any, folder: Path) -> dict[str, Any]:
 async def test_workers_that_died_while_starting_are_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "PAUSE_S", 0.001)
+    monkeypatch.setattr(retries, "PAUSE_S", 0.001)
     fleet = NoFleet(WorkerDiedError("no more of rank 1", ranks=(1,)))
     outcome = await outcome_of(fleet, tmp_path)
     assert fleet.num_asked == 3

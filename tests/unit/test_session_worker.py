@@ -8,7 +8,6 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,100 +16,12 @@ from hypothesis import strategies as st
 
 from raysgd._util.fast_json import decode
 from raysgd.errors import AttemptEnded, CheckpointError, MetricError, SessionError
-from raysgd.session.base import Identity
 from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
 from raysgd.session.generators import capture_generators
-from raysgd.session.outbox import Outbox
 from raysgd.session.stopping import StopGate
-from raysgd.session.worker import Codec, WorkerSession
+from support.sessions import FakeStart, Worker
 
 PATIENCE_S = 30  # far above what anything here takes
-
-
-class FakeWriter:
-    """Remembers what was given to be written; raises where a state is an exception."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, Any]] = []
-        self.rank_states: list[dict[str, Any]] = []
-
-    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
-        if isinstance(state, Exception):
-            raise state
-        self.calls.append(("state", call, (state, trusted)))
-        self.rank_states.append(rank_state)
-
-    def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
-        self.calls.append(("files", call, path))
-        self.rank_states.append(rank_state)
-
-    def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
-        self.calls.append(("nothing", call, None))
-        self.rank_states.append(rank_state)
-
-
-@dataclass
-class FakeStart:
-    """A checkpoint to start from."""
-
-    name: str
-    generators: dict[str, Any] = field(default_factory=dict)
-
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
-        return (self.name, rank, world_size, trusted), {"generators": self.generators}
-
-
-class FakeLink:
-    """A controller that answers at once."""
-
-    def __init__(self) -> None:
-        self.meetings: list[tuple[str, int, bytes | None]] = []
-        self.answer: bytes | None = b""
-        self.newest: FakeStart | None = None
-        self.questions: list[tuple[int, int]] = []
-
-    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        self.meetings.append((what, index, payload))
-        return payload if payload is not None else self.answer
-
-    def newest_checkpoint(self, index: int, num_saves: int) -> FakeStart | None:
-        self.questions.append((index, num_saves))
-        return self.newest
-
-
-class Worker:
-    """A session and all its neighbours."""
-
-    def __init__(self, rank: int = 0, world_size: int = 2, **settings: Any) -> None:
-        self.writer = FakeWriter()
-        self.link = FakeLink()
-        self.outbox = Outbox(0)
-        self.loaded: list[Any] = []
-        given: dict[str, Any] = {"start": None, "time_before_s": 0.0, **settings}
-        self.session = WorkerSession(
-            Identity(world_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
-            outbox=self.outbox,
-            writer=self.writer,  # type: ignore[arg-type]
-            link=self.link,
-            codec=Codec(pickle.dumps, pickle.loads),
-            load_path=lambda *args: self.loaded.append(args) or "loaded",  # type: ignore[func-returns-value]
-            seed=None,
-            deterministic=False,
-            **given,
-        )
-
-    def report(self, **metrics: Any) -> None:
-        self.session.report(metrics)
-
-    def save(self, state: Any = "state", **options: Any) -> None:
-        given = {"files": False, "metrics": None, "all_ranks": False, "trusted": False, **options}
-        self.session.save_checkpoint(state, **given)
-
-    def sent(self) -> list[WorkerEvent]:
-        return self.outbox.drain(0)
-
-    def saved(self) -> list[Saved]:
-        return [event for event in self.sent() if isinstance(event, Saved)]
 
 
 CALLS: dict[str, Callable[[Worker], object]] = {

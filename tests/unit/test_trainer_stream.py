@@ -56,7 +56,7 @@ class FakeChannel:
         assert self.may_answer.wait(PATIENCE_S), "the one who lets it answer was held up"
         return self.made[seq : seq + ITEM]
 
-    def values(self, run_id: str, num_ranks: int) -> list[Any]:
+    def values(self, run_id: str, *, first_only: bool) -> list[Any]:
         return [None]
 
     def stop(self, run_id: str, why: str, *, cancel: bool) -> None: ...
@@ -68,7 +68,6 @@ def stream_of(channel: Any, buffer_bytes: int = 1000) -> ResultStream:
         "run",
         reduce={},
         returns="first",
-        num_workers=1,
         make_reader=lambda stream: None,
         buffer_bytes=buffer_bytes,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raysgd.workers.deaths import death_reason, first_line
+from raysgd.workers.deaths import death_reason, first_line, may_be_memory
+from raysgd.workers.out_of_memory import ADVICE, MemoryEvidence, Room, Size
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerActor\n\tpid: 3733\n"
@@ -26,6 +27,12 @@ INIT = (
     "Traceback"
 )
 OOM = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: ab) was 15.31GB "
+    "used / 16.00GB limit (0.956875)\nOOM kill reason: Memory usage 16438587392B exceeded threshold of 16320875724B (95.0% of "
+    "17179869184B limit)\nObject store memory usage: [- objects spillable: 0\n]\nRay killed 1 worker(s) based on the killing "
+    "policy\nRefer to the documentation."
+)
+OLDER_OOM = (
     "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1, ID: ab) where the task ran "
     "was 15.3GB / 16GB (0.95), which exceeds the memory usage threshold of 0.95. Ray killed this worker because it was the "
     "most recently scheduled task.\nRefer to the documentation."
@@ -51,15 +58,46 @@ OOM = (
         ),
         (
             OutOfMemoryError(OOM),
-            "Task was killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: ab) where the "
-            "task ran was 15.3GB / 16GB (0.95), which exceeds the memory usage threshold of 0.95.",
+            f"out of memory: Ray's memory monitor ended it, as 15.31 of the node's 16.00 GiB were in use. {ADVICE}",
         ),
+        (OutOfMemoryError("Killed."), f"out of memory: Ray's memory monitor ended it. {ADVICE}"),
         (RayActorError(), "The actor experienced an error before finishing this task."),
     ],
-    ids=["killed", "terminated", "ray.kill", "constructor", "memory", "nothing known"],
+    ids=["killed", "terminated", "ray.kill", "constructor", "memory", "memory, without numbers", "nothing known"],
 )
 def test_the_reason_of_a_death(error: Exception, reason: str) -> None:
     assert death_reason(error) == reason
+
+
+GROWN = MemoryEvidence(
+    (Size(0.0, 1 << 30), Size(9.0, 15 << 30)), Room("the node", 16 << 30, 15 << 30), kills=1, counted="on the node"
+)
+SMALL = MemoryEvidence((Size(0.0, 1 << 30),), Room("the node", 16 << 30, 2 << 30))
+
+
+def test_memory_is_the_reason_where_the_node_has_seen_it() -> None:
+    assert death_reason(RayActorError(None, KILLED), GROWN) == (
+        "out of memory: its resident size grew from 1.0 GiB to 15.0 GiB in 9 s; the node has 16.0 GiB, 15.0 GiB of it in use; "
+        f"the kernel's count of memory kills on the node went up. {ADVICE}"
+    )
+    assert death_reason(RayActorError(None, KILLED), SMALL) == death_reason(RayActorError(None, KILLED))
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [(OOM, "15.31 of the node's 16.00 GiB"), (OLDER_OOM, "15.3 of the node's 16 GiB")],
+    ids=["new", "old"],
+)
+def test_a_kill_by_rays_monitor_is_told_with_what_the_node_has_seen(text: str, used: str) -> None:
+    told = "its resident size grew from 1.0 GiB to 15.0 GiB in 9 s"
+    assert death_reason(OutOfMemoryError(text), GROWN) == (
+        f"out of memory: Ray's memory monitor ended it, as {used} were in use; {told}. {ADVICE}"
+    )
+
+
+def test_the_node_is_asked_only_of_deaths_that_may_be_kills_for_memory() -> None:
+    errors = [RayActorError(None, text) for text in (KILLED, TERM, RAY_KILL, INIT)]
+    assert [may_be_memory(error) for error in [*errors, OutOfMemoryError(OOM)]] == [True, False, False, False, True]
 
 
 def test_a_first_line_has_no_colours() -> None:

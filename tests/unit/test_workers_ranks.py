@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
-from raysgd.workers.ranks import assign_ranks, identify, visible_gpus
+from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
 
 
 def test_workers_of_one_node_are_next_to_each_other() -> None:
@@ -77,3 +77,11 @@ def test_workers_that_hold_a_part_of_the_same_gpu_see_it_once() -> None:
 
 def test_workers_without_gpus_see_none() -> None:
     assert visible_gpus([worker("a"), worker("a")], shared=True) == [((), 0), ((), 0)]
+
+
+@given(alive=st.lists(st.booleans(), min_size=1, max_size=8), least=st.integers(1, 8))
+def test_a_group_that_shrinks_keeps_its_order_and_is_not_too_small(alive: list[bool], least: int) -> None:
+    members = [str(rank) if lives else None for rank, lives in enumerate(alive)]
+    left = shrunk(members, min(least, len(alive)))
+    assert [member for member in left if member is not None] == [member for member in members if member is not None]
+    assert len(left) == max(sum(alive), min(least, len(alive)))

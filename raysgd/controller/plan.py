@@ -1,0 +1,24 @@
+"""What a run is to do. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller.shelf import Start
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The settings that a `raysgd.controller.machine.RunMachine` goes by.
+
+    Attributes:
+        start: Where the first attempt goes on from.
+        reduce: How checkpoints' metrics are made of those of all ranks.
+    """
+
+    failure: FailureConfig
+    checkpoint: CheckpointConfig
+    start: Start = field(default_factory=Start)
+    reduce: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""What a run writes to storage: its journal, and the commits of its checkpoints. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.controller.journal import Journal
+
+_FLUSH_S = 0.5
+
+
+class RunFiles:
+    """Writes in one thread: storage sees commits, amendments and deletions in the order in which they were decided.
+
+    Args:
+        storage: The run's folder.
+        secrets: Texts that must not stand in its files.
+        warn: Told what went wrong and does not end the run.
+    """
+
+    def __init__(self, storage: Storage, secrets: frozenset[str], warn: Callable[[str], None]) -> None:
+        self.storage = storage
+        self.store = CheckpointStore(storage.child("checkpoints"))
+        self.journal = Journal(storage, secrets)
+        self._warn = warn
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
+        self._flusher: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
+        self._is_journal_broken = False
+
+    def uri_of(self, number: int) -> str:
+        """The folder of a checkpoint."""
+        return self.store.directory(number).uri
+
+    def start(self) -> None:
+        """Begin to flush the journal, again and again."""
+        self._flusher = asyncio.get_running_loop().create_task(self._flush_regularly())
+
+    def stop_flushing(self) -> None:
+        """`flush` does what is left."""
+        if self._flusher is not None:
+            self._flusher.cancel()
+
+    async def commit(self, manifest: Manifest) -> None:
+        """Write a checkpoint's manifest, or write it anew.
+
+        Raises:
+            Exception: It could not be written.
+        """
+        await self._in_writer(self.store.commit, manifest)
+
+    def delete(self, numbers: Iterable[int]) -> None:
+        """Delete checkpoints, behind what is being written."""
+        for number in numbers:
+            task = asyncio.get_running_loop().create_task(self._in_writer(self.store.delete, number))
+            self._deleting.add(task)  # the loop holds tasks weakly
+            task.add_done_callback(self._deleting.discard)
+
+    async def sweep(self) -> None:
+        """Delete what attempts that were cut off had written of checkpoints that never came to be."""
+        try:
+            await self._in_writer(self.store.sweep_uncommitted)
+        except Exception as error:  # the run itself is safe
+            self._warn(f"parts of unfinished checkpoints are left in {self.store.storage.uri}: {error}")
+
+    async def write_run(self, description: dict[str, Any]) -> None:
+        """Write ``run.json``."""
+        await self._in_writer(self.journal.write_run, description)
+
+    async def flush(self) -> None:
+        """Have all that was told so far on storage, behind what is being written."""
+        await self._flush(self._writer)
+
+    def flush_if_local(self) -> None:
+        """The same now, where it takes but a millisecond."""
+        if not self.storage.is_local:
+            return
+        try:
+            self.journal.flush()
+        except OSError as error:
+            self._journal_broke(error)
+
+    def close(self) -> None:
+        """Nothing more is to be written."""
+        self._writer.shutdown(wait=False)
+
+    async def _flush_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            await self._flush(None)
+
+    async def _flush(self, executor: ThreadPoolExecutor | None) -> None:
+        """A journal that cannot be written is no reason to end a run, nor to leave its readers waiting for the end."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(executor, self.journal.flush)
+        except OSError as error:
+            self._journal_broke(error)
+
+    def _journal_broke(self, error: OSError) -> None:
+        if not self._is_journal_broken:
+            self._is_journal_broken = True
+            self._warn(f"the run's files cannot be written: {error}")
+
+    async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)

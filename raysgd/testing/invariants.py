@@ -1,0 +1,261 @@
+"""The promises a run's journal is checked by. Pure: each rule takes a `History` and tells what is wrong, in sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from raysgd._util.fast_json import decode
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.rounds import RoundMerger
+from raysgd.result import Result
+from raysgd.testing.record import History, Span, committed, events, spans
+
+_SUCCESSES = ("done", "stopped")
+_GIVE_UP = "give up"
+_RETRY = re.compile(r"retry (\d+)")
+_OF_A_PROCESS = "the worker process"  # how the text of a failure begins that is a death or a hang
+_PASSED_OVER = re.compile(r"checkpoint[_ ]0*(\d+)")
+
+
+def frames_are_whole(history: History) -> Iterator[str]:
+    """Each frame is there once; of a run that was lost the last ones may be missing."""
+    for before, frame in pairwise(history.frames):
+        if frame.seq == before.seq:
+            yield f"frame {frame.seq} is in the journal twice"
+        elif frame.seq > before.seq + 1 and history.is_closed:
+            yield f"frames {before.seq + 1} to {frame.seq - 1} are missing in the journal"
+    if history.frames and history.frames[0].seq != 0:
+        yield f"the journal begins with frame {history.frames[0].seq}"
+
+
+def ends_once(history: History) -> Iterator[str]:
+    """The run has one outcome and is closed once, after all else; a success is one of all ranks."""
+    kinds = [frame.kind for frame in history.frames]
+    if kinds.count(frames.RUN_CLOSED) != 1:
+        num_closed = kinds.count(frames.RUN_CLOSED)
+        yield "the run has no end" if not num_closed else f"the run was closed {num_closed} times"
+        return
+    if kinds[-1] != frames.RUN_CLOSED:
+        yield f"the run went on after it was closed, with {kinds[-1]}"
+    ends = [frame.data["kind"] for frame in history.frames if frame.kind == frames.RUN_END]
+    # A callback of the controller's side may make an error of a success when it gets its end.
+    if len(ends) != 1 and not (len(ends) == 2 and ends[0] in _SUCCESSES and ends[1] == "error"):
+        yield f"the run has {len(ends)} outcomes: {', '.join(ends) or 'none'}"
+    last = spans(history.frames)[-1]
+    returned = {frame.rank for frame in last.frames if frame.kind == frames.RANK_DONE}
+    missing = sorted(set(range(last.world_size)) - returned)
+    if ends[:1] == ["done"] and (missing or last.start is None):
+        yield f"the run is done, and ranks {missing} have not returned"
+
+
+def attempts_follow_each_other(history: History) -> Iterator[str]:
+    """Attempts are numbered from 1; one that nobody entered gives its number to the next; none begins before the end."""
+    found = spans(history.frames)
+    for before, span in pairwise(found):
+        expected = before.attempt + before.is_entered if before.start is not None else 1
+        if span.attempt != expected:
+            yield f"attempt {span.attempt} began where attempt {expected} should have"
+        if before.start is not None and not before.num_ends:
+            yield f"attempt {span.attempt} began before attempt {before.attempt} had ended"
+    for span in found[1:]:
+        if span.num_ends > 1:
+            yield f"attempt {span.attempt} ended {span.num_ends} times"
+    if history.is_closed and found[-1].start is not None and not found[-1].num_ends:
+        yield f"attempt {found[-1].attempt} never ended"
+
+
+def one_group_lives(history: History) -> Iterator[str]:
+    """Nothing of an older attempt counts; each rank is one process, and one that died does not come back."""
+    found = spans(history.frames)
+    yield from _processes(found)
+    for span in found:
+        for frame in span.frames:
+            if frame.kind in (frames.REPORTS, frames.RANK_DONE, frames.CHECKPOINT) and frame.attempt != span.attempt:
+                yield f"frame {frame.seq}, {frame.kind} of attempt {frame.attempt}, came during attempt {span.attempt}"
+        entered = Counter((data["attempt"], data["rank"]) for data in events(span.frames, "entered"))
+        for (attempt, rank), count in entered.items():
+            if attempt != span.attempt:
+                yield f"rank {rank} entered attempt {attempt} during attempt {span.attempt}"
+            elif count > 1:
+                yield f"rank {rank} entered attempt {attempt} {count} times"
+
+
+def _processes(found: list[Span]) -> Iterator[str]:
+    """The processes of each attempt, which are told of before it begins."""
+    last: dict[int, tuple[str, int]] = {}
+    for before, span in pairwise(found):
+        up = {data["rank"]: (data["node"], data["pid"]) for data in events(before.frames, "worker_up")}
+        if missing := sorted(set(range(span.world_size)) - set(up)):
+            yield f"attempt {span.attempt} began without the workers of ranks {missing}"
+        for (node, pid), count in Counter(up.values()).items():
+            if count > 1:
+                yield f"in attempt {span.attempt} process {pid} on {node} is {count} ranks"
+        for rank in sorted(_dead_ranks(before)):
+            process = last.get(rank)
+            if process is not None and process in up.values():
+                yield f"process {process[1]}, which had died as rank {rank}, is in attempt {span.attempt}"
+        last = up
+
+
+def _dead_ranks(span: Span) -> set[int]:
+    failures = events(span.inside, "failure")
+    return {rank for data in failures if data["error"].startswith(_OF_A_PROCESS) for rank in data["ranks"]}
+
+
+def reports_are_whole(history: History) -> Iterator[str]:
+    """Each rank's reports are there in order, each once."""
+    for span in spans(history.frames):
+        counts: Counter[int] = Counter()
+        for frame in span.frames:
+            if frame.kind != frames.REPORTS or frame.attempt != span.attempt:
+                continue
+            first, count = frame.data["first"], frame.data["count"]
+            where = f"rank {frame.rank} of attempt {span.attempt}"
+            if not 0 <= frame.rank < span.world_size:
+                yield f"{where}, which has {span.world_size} ranks, reported"
+            if first != counts[frame.rank]:
+                yield f"{where} made {counts[frame.rank]} reports, and then number {first + 1}"
+            if len(decode(frame.rows)) != count:
+                yield f"{where}: frame {frame.seq} has {len(decode(frame.rows))} of {count} reports"
+            counts[frame.rank] = first + count
+
+
+def rounds_are_whole(history: History) -> Iterator[str]:
+    """Iterations have no gaps, those made again have a higher attempt, and none up to a checkpoint is lost."""
+    found = spans(history.frames)
+    if len(found) == 1 or found[1].start is None:
+        return
+    last = start = int(found[1].start.data["iterations_before"])
+    made_by: dict[int, int] = {}
+    for result in _rounds(history):
+        iteration, attempt = result["training_iteration"], result["attempt"]
+        if iteration > last + 1:
+            yield f"iterations {last + 1} to {iteration - 1} are missing before attempt {attempt} made {iteration}"
+        if made_by.get(iteration, 0) >= attempt:
+            yield f"iteration {iteration} of attempt {made_by[iteration]} was made again by attempt {attempt}"
+        last = max(last, iteration)
+        made_by[iteration] = attempt
+    needed = max([start, *(data["iteration"] for data in committed(history.frames).values())])
+    if history.is_closed and needed > last:
+        yield f"a checkpoint is of iteration {needed}, and the last one that was emitted is {last}"
+
+
+def _rounds(history: History) -> Iterator[Result]:
+    merger, world_size = RoundMerger(), 0
+    for frame in history.frames:
+        world_size = frame.data["world_size"] if frame.kind == frames.ATTEMPT else world_size
+        if frame.rank < world_size:
+            yield from merger.feed(frame)
+
+
+def attempts_start_where_they_should(history: History) -> Iterator[str]:
+    """Each attempt goes on from the newest checkpoint committed before it; without one, from where the run began."""
+    began: tuple[str | None, int] | None = None
+    passed_over: set[int] = set()
+    for place, frame in enumerate(history.frames):
+        if frame.kind != frames.EVENT:
+            continue
+        passed_over |= _passed_over(frame)
+        if frame.data["kind"] != "attempt_start":
+            continue
+        data = frame.data["data"]
+        start = data["checkpoint"], data["iterations_before"]
+        began = start if began is None else began
+        known = {n: told for n, told in committed(history.frames[:place]).items() if n not in passed_over}
+        newest = known[max(known)] if known else None
+        expected = began if newest is None else (newest["uri"], newest["iteration"])
+        if start != expected:
+            yield (
+                f"attempt {data['attempt']} started from {start[0]} (iteration {start[1]}); "
+                f"the newest checkpoint was {expected[0]} (iteration {expected[1]})"
+            )
+
+
+def _passed_over(frame: Frame) -> set[int]:
+    text = json.dumps(frame.data["data"], default=str)
+    if "passed over" not in text and "passed_over" not in frame.data["kind"]:
+        return set()
+    number = frame.data["data"].get("number")
+    return {number} if isinstance(number, int) else {int(found) for found in _PASSED_OVER.findall(text)}
+
+
+def retries_are_counted(history: History) -> Iterator[str]:
+    """Retries are numbered, each is a re-entry and each re-entry is one (but where the group grew); as many as allowed."""
+    found = spans(history.frames)
+    yield from _numbers(history)
+    for span in found[1:]:
+        if (count := len(list(events(span.inside, "failure")))) > 1:
+            yield f"attempt {span.attempt} was counted as {count} failures"
+    for before, span in pairwise(found[1:]):
+        actions = [data["action"] for data in events(before.frames, "failure")]
+        has_grown = span.world_size > before.world_size
+        if not actions and not has_grown:
+            yield f"attempt {span.attempt} was entered after attempt {before.attempt}, which had not failed"
+        if actions and not _RETRY.fullmatch(actions[-1]):
+            yield f"attempt {span.attempt} was entered though it was decided to {actions[-1]}"
+    last = [data["action"] for data in events(found[-1].frames, "failure")]
+    if last and history.outcome.get("kind") == "done":
+        yield f"the run is done, though a failure of its last attempt was to be followed by {last[-1]}"
+
+
+def _numbers(history: History) -> Iterator[str]:
+    actions = [data["action"] for data in events(history.frames, "failure")]
+    retries = [int(match[1]) for match in map(_RETRY.fullmatch, actions) if match]
+    if retries != list(range(1, len(retries) + 1)):
+        yield f"retries are numbered {retries}"
+    limit = history.max_failures
+    if limit is not None and 0 <= limit < len(retries):
+        yield f"there were {len(retries)} retries, and max_failures is {limit}"
+    if _GIVE_UP in actions and len(retries) != limit and limit is not None:
+        yield f"the run gave up after {len(retries)} retries, and max_failures is {limit}"
+    has_died = history.outcome.get("error_type") == "WorkerDiedError"
+    if has_died != (_GIVE_UP in actions) and history.is_closed:
+        yield f"the actions were {actions}, and the outcome is {history.outcome.get('error_type')}"
+
+
+def the_error_is_named(history: History) -> Iterator[str]:
+    """What a failed run raises names the rank and exception that came first, or the failure that was one too many."""
+    outcome = history.outcome
+    if outcome.get("kind") != "error":
+        return
+    messages = [data["message"] for data in events(history.frames, "run_end")]
+    message = messages[-1] if messages else ""
+    if "summary" in outcome:
+        needed = [outcome["summary"]] if outcome["rank"] is None else [f"rank {outcome['rank']}", outcome["summary"]]
+        if any(rank == outcome["rank"] for rank, _ in outcome["followed"]):
+            yield f"rank {outcome['rank']} is the cause of the error and its consequence"
+    elif outcome.get("error_type") == "WorkerDiedError":
+        failures = list(events(history.frames, "failure"))
+        raised = [data["raised"] for data in failures if data.get("raised")]
+        needed = [*(data["error"] for data in failures[-1:]), *raised[-1:]]
+    else:
+        needed = [outcome.get("message", "")]
+    if not any(needed):
+        yield "the run failed without a word"
+    for text in needed:
+        if text not in message:
+            yield f"the error does not name {text!r}: {message!r}"
+
+
+def it_never_stands_still(history: History) -> Iterator[str]:
+    """No longer than it may the run goes without an event or a report."""
+    if history.within_s is None:
+        return
+    signs = sorted(sign for frame in history.frames for sign in _signs(frame))
+    for (before, what), (after, then) in pairwise(signs):
+        if after - before > history.within_s:
+            yield f"nothing happened for {after - before:.1f} s, between {what} and {then}"
+
+
+def _signs(frame: Frame) -> Iterator[tuple[float, str]]:
+    """When something happened, and what; a look at a worker's load is no progress."""
+    if frame.kind == frames.EVENT and frame.data["kind"] != "sample":
+        yield frame.data["timestamp"], frame.data["kind"]
+    elif frame.kind == frames.REPORTS:
+        for row in decode(frame.rows):
+            yield row[0], f"a report of rank {frame.rank}"

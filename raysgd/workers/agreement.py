@@ -1,0 +1,43 @@
+"""All ranks of an attempt agree on a place in their work. Runs in the TrainerActor.
+
+The ranks are held, which tells how far each has come, and then let go up to a place that none of them has reached: see
+`raysgd.session.stopping` and `raysgd.session.savegate`, the workers' side. A rank that dies meanwhile ends the attempt anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from raysgd.errors import WorkerDiedError
+
+
+class Agreement:
+    """Of the group's members.
+
+    Args:
+        call: Calls a method of all worker actors, with its arguments; results by rank.
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._call = call
+
+    async def stop(self, attempt: int) -> None:
+        """Have all ranks find ``should_stop()`` true at the same place."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            places = await self._call("hold", attempt)
+            looks, reports = (max(place[i] for place in places) for i in (0, 1))
+            await self._call("stop_from", attempt, looks, reports)
+
+    async def save(self, attempt: int) -> None:
+        """Have all ranks leave after the same save."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self._call("leave_after", attempt, max(await self._call("hold_saves", attempt)))
+
+    async def call_off_save(self, attempt: int) -> None:
+        """They leave after none."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self._call("leave_after", attempt, None)

@@ -1,0 +1,101 @@
+"""The processes a group has beside its members: spares, and newcomers of an elastic group. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from raysgd.workers.newcomers import Newcomers
+from raysgd.workers.process import Worker, WorkerStarter
+from raysgd.workers.seats import Seats
+
+#: Seconds one has to say that it is there, when it is needed.
+_ANSWER_S = 1.0
+
+
+class Reserve:
+    """Those who can take the place of a member.
+
+    Args:
+        num_spares: How many are kept up for that alone.
+        newcomers: Those who are to become members as well; None for a group that keeps its size.
+        end: Ends a process, wherever it stands.
+    """
+
+    def __init__(
+        self,
+        seats: Seats,
+        starter: WorkerStarter,
+        num_spares: int,
+        newcomers: Newcomers | None,
+        end: Callable[[Worker], None],
+    ) -> None:
+        self._seats = seats
+        self._starter = starter
+        self._num_spares = num_spares
+        self._end = end
+        self._spares: list[Worker] = []
+        self.newcomers = newcomers
+
+    @property
+    def num_ready(self) -> int:
+        """Newcomers that are up."""
+        return self.newcomers.num_ready if self.newcomers is not None else 0
+
+    def all(self) -> list[Worker]:
+        return [*self._spares, *(self.newcomers.all() if self.newcomers is not None else [])]
+
+    async def take(self) -> Worker | None:
+        """One that is up, a spare if there is one; those that turn out to be dead are dropped."""
+        while self._spares:
+            spare = self._spares[0]
+            is_alive = await self._is_alive(spare)
+            self._spares.remove(spare)
+            if is_alive:
+                return spare
+            self._let_go(spare)
+        return await self.take_newcomer()
+
+    async def take_newcomer(self) -> Worker | None:
+        """A newcomer that is up."""
+        while self.newcomers is not None and (worker := self.newcomers.take()) is not None:
+            if await self._is_alive(worker):
+                return worker
+            self._end(worker)
+            self._seats.remove(worker.seat)
+        return None
+
+    def replenish(self) -> None:
+        """Start spares in the seats that are free, while the members work."""
+        while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
+            self._spares.append(self._starter.start(seat))
+
+    def drop(self, worker: Worker) -> bool:
+        """Forget one that has died; whether it was one of these. Its seat is free if it was a spare's."""
+        if worker in self._spares:
+            self._spares.remove(worker)
+            return True
+        if self.newcomers is not None and worker in self.newcomers.all():
+            self.newcomers.drop(worker)
+        return False
+
+    def close(self) -> None:
+        """End them all."""
+        if self.newcomers is not None:
+            self.newcomers.close()
+        for spare in self._spares:
+            self._let_go(spare)
+        self._spares.clear()
+
+    async def _is_alive(self, worker: Worker) -> bool:
+        try:
+            worker.info = await asyncio.wait_for(worker.handle.describe.remote(), _ANSWER_S)
+        except (RayError, asyncio.TimeoutError):
+            return False
+        return True
+
+    def _let_go(self, worker: Worker) -> None:
+        self._end(worker)
+        self._seats.give_back(worker.seat)

@@ -1,0 +1,164 @@
+"""Elastic groups: they start with what fits, go on with who is left, and grow out of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import raysgd
+from raysgd.errors import ConfigError
+from support.cluster import ClusterState
+from support.poll import until
+from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, quiet, travels_by_value
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(300)]
+travels_by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
+    """A head with room for two workers; tests add nodes, and take them away."""
+    health = {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": 1000,
+        "health_check_failure_threshold": 3,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": health})
+    ray.init(address=cluster.address, namespace="tests")
+    yield cluster
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
+    cluster.shutdown()
+    assert not left, "; ".join(left)
+
+
+def until_told(config: dict[str, Any]) -> dict[str, Any]:
+    """Steps with a collective in each, until the file ``enough`` is there; a checkpoint and a report per step."""
+    import torch
+    import torch.distributed as dist
+
+    state = raysgd.load_checkpoint()
+    step = 0 if state is None else state["step"] + 1
+    while not raysgd.broadcast(Path(config["folder"], "enough").exists()):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if config.get("reports_first"):
+            raysgd.report(step=step, total=total.item(), pid=os.getpid())
+        raysgd.save_checkpoint({"step": step})
+        if not config.get("reports_first"):
+            raysgd.report(step=step, total=total.item(), pid=os.getpid())
+        step += 1
+        time.sleep(0.02)
+    return {"size": raysgd.world_size(), "rank": raysgd.world_rank(), "pid": os.getpid()}
+
+
+def wait_for_size(stream: raysgd.ResultStream, size: int) -> raysgd.Result:
+    """The first result that so many ranks took part in."""
+    deadline = time.monotonic() + PATIENCE_S
+    for result in stream:
+        assert result["total"] == result["world_size"] == len(result.workers)
+        if result["world_size"] == size:
+            return result
+        assert time.monotonic() < deadline, f"{result['world_size']} workers still"
+    raise AssertionError("the run has ended")
+
+
+def finish(stream: raysgd.ResultStream, folder: Path) -> Any:
+    Path(folder, "enough").touch()
+    return stream.get_returns()
+
+
+def kinds(trainer: raysgd.Trainer) -> list[tuple[int, int]]:
+    """The changes of size in the latest run."""
+    events = latest_run(trainer).events
+    return [(data["old"], data["new"]) for data in events[events["kind"] == "resize"]["data"]]
+
+
+@pytest.mark.parametrize("reports_first", [False, True])
+def test_a_group_that_lost_a_worker_goes_on_at_once_and_grows_back(
+    cluster: Cluster, tmp_path: Path, reports_first: bool
+) -> None:
+    def note(old: int, new: int) -> None:
+        Path(tmp_path, f"resized-{raysgd.world_rank()}-{old}-{new}").touch()
+
+    failure = raysgd.FailureConfig(max_failures=1, on_resize=note)
+    with make_trainer(tmp_path / "runs", (1, 2), "torch", failure=failure) as trainer:
+        stream = trainer.run_generator(
+            until_told,
+            {"folder": str(tmp_path), "reports_first": reports_first},
+            callbacks=quiet(),
+            returns="all",
+        )
+        first = wait_for_size(stream, 2)  # all that fit, from the beginning
+        assert first["training_iteration"] == 1
+        before = [metrics["pid"] for metrics in first.workers]
+        os.kill(before[1], signal.SIGKILL)
+        small = wait_for_size(stream, 1)
+        assert [metrics["pid"] for metrics in small.workers] == before[:1]
+        grown = wait_for_size(stream, 2)
+        after = [metrics["pid"] for metrics in grown.workers]
+        assert after[0] == before[0] and after[1] not in before
+        returned = finish(stream, tmp_path)
+        assert returned == [{"size": 2, "rank": rank, "pid": pid} for rank, pid in enumerate(after)]
+        run = latest_run(trainer)
+        assert kinds(trainer) == [(2, 1), (1, 2)]
+        assert len(run.events[run.events["kind"] == "failure"]) == 1
+        assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
+        assert run.metrics["attempt"].max() == 3
+    resized = {path.name for path in tmp_path.glob("resized-*")}
+    assert resized == {"resized-0-2-1", "resized-0-1-2", "resized-1-1-2"}
+    assert are_gone([*before, *after])
+
+
+def test_it_starts_with_what_fits_and_takes_in_what_others_give_back(cluster: Cluster, tmp_path: Path) -> None:
+    other = ray.util.placement_group([{"CPU": 1}])
+    assert other.wait(PATIENCE_S)
+    with make_trainer(tmp_path / "runs", (1, 8), "torch") as trainer:
+        stream = trainer.run_generator(until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        assert next(stream)["world_size"] == 1
+        ray.util.remove_placement_group(other)
+        wait_for_size(stream, 2)
+        finish(stream, tmp_path)
+        run = latest_run(trainer)
+        assert run.events[run.events["kind"] == "failure"].empty
+        assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
+
+
+def test_it_grows_onto_a_node_that_comes_and_goes_on_without_it(cluster: Cluster, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(max_failures=1)  # the two workers of the node are lost together
+    with make_trainer(tmp_path / "runs", (2, 4), "torch", failure=failure) as trainer:
+        stream = trainer.run_generator(until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        wait_for_size(stream, 2)
+        node = cluster.add_node(num_cpus=2)
+        wait_for_size(stream, 4)
+        cluster.remove_node(node, allow_graceful=False)
+        wait_for_size(stream, 2)
+        returned = finish(stream, tmp_path)
+        assert [value["rank"] for value in returned] == [0, 1]
+        run = latest_run(trainer)
+        assert len(run.events[run.events["kind"] == "failure"]) == 1
+        assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
+
+
+def test_bounds_that_cannot_be(cluster: Cluster, tmp_path: Path) -> None:
+    for num_workers, says in [((0, 4), "too small"), ((4, 2), "above its maximum"), ((1, 2.5), "float")]:
+        with pytest.raises(ConfigError, match=says):
+            make_trainer(tmp_path, num_workers)
+    with pytest.raises(ConfigError, match="cannot grow or shrink"):
+        make_trainer(tmp_path, (1, 2), placement_strategy="STRICT_PACK")
+
+
+def test_a_group_in_use_by_nobody_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    before = ClusterState.now()
+    with make_trainer(tmp_path, (1, 2)) as trainer:
+        assert len(trainer.run(os.getpid, callbacks=quiet(), returns="all")) == 2
+    assert before.leftovers() == []
+    assert until(lambda: not ray.util.list_named_actors(all_namespaces=True), PATIENCE_S)

@@ -1,0 +1,114 @@
+"""Faults of a group of torch processes: one is lost in the middle of a reduction, or the network between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.testing import Fault, FaultPlan, Kill, NetworkCut, Stop, check_history
+from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
+
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.slow]
+travels_by_value(__name__)
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    # The grace is for a machine that has no core to spare for the survivors.
+    failure = raysgd.FailureConfig(heartbeat_timeout_s=2, abort_grace_s=20, max_failures=1)
+    runs = tmp_path_factory.mktemp("runs")
+    with make_trainer(runs, 3, "torch", seed=3, deterministic=True, failure=failure) as trainer:
+        yield trainer
+
+
+def train(config: dict[str, Any]) -> tuple[float, int, int]:
+    """A few steps of a small model: what it weighs at the end, the step it went on from, and the process."""
+    import torch
+
+    state = raysgd.load_checkpoint()
+    model = torch.nn.Linear(4, 1)
+    start = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        start = state["step"] + 1
+    model = raysgd.torch.prepare_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(start, STEPS):
+        rows = torch.arange(8.0).reshape(2, 4) * (raysgd.world_rank() + 1) / 10
+        loss = (model(rows) - step).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        raysgd.report(step=step, loss=loss)
+        raysgd.save_checkpoint({"step": step, "model": model})
+        deadline = time.monotonic() + 60
+        while (saved := raysgd.load_checkpoint()) is None or saved["step"] < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    return sum(parameter.sum().item() for parameter in model.parameters()), start, os.getpid()
+
+
+@pytest.mark.parametrize(
+    "fault", [Kill(rank=1, phase="collective", step=2), Stop(rank=2, phase="collective", step=2)], ids=repr
+)
+def test_a_rank_that_is_lost_in_a_reduction(trainer: raysgd.Trainer, fault: Fault) -> None:
+    undisturbed = trainer.run(train, {}, callbacks=quiet())[0]
+    before = pids(trainer)
+    plan = FaultPlan([fault])
+    returned = trainer.run(plan.wrap(train), {}, callbacks=quiet(), returns="all")
+    plan.assert_all_fired()
+    check_history(latest_run(trainer).run_dir, within_s=PATIENCE_S)
+    assert [weight for weight, _, _ in returned] == [undisturbed] * 3
+    assert [start for _, start, _ in returned] == [2, 2, 2]
+    assert [pid == was for (_, _, pid), was in zip(returned, before, strict=True)] == [
+        r != fault.rank for r in range(3)
+    ]
+
+
+def test_a_network_that_is_cut_ends_the_run_in_words(trainer: raysgd.Trainer) -> None:
+    before = pids(trainer)
+    plan = FaultPlan([NetworkCut(rank=1, step=2)])
+    with pytest.raises(RuntimeError) as caught:
+        trainer.run(plan.wrap(train), {}, callbacks=quiet())
+    assert isinstance(caught.value.__cause__, raysgd.errors.WorkerTraceback)
+    plan.assert_all_fired()
+    check_history(latest_run(trainer).run_dir, within_s=PATIENCE_S)
+    assert events_of(trainer, "failure") == []
+    assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints][:2] == [0, 1]
+    # Nothing else was cut: the same processes answer, and form another group.
+    assert pids(trainer) == before
+    assert trainer.run(plan.wrap(train), {}, callbacks=quiet())[1] == 0
+    check_history(latest_run(trainer).run_dir)
+
+
+def places() -> set[str]:
+    """The files that functions lie in which collectives go through."""
+    import torch
+    import torch.distributed as dist
+
+    functions = [dist.all_reduce, torch.autograd.backward, torch.nn.parallel.DistributedDataParallel.forward]
+    return {os.path.basename(function.__code__.co_filename) for function in functions}
+
+
+def test_functions_of_torch_are_put_back(trainer: raysgd.Trainer) -> None:
+    def reduce(config: dict[str, Any]) -> set[str]:
+        import torch
+        import torch.distributed as dist
+
+        found = places()
+        raysgd.report(step=1)
+        dist.all_reduce(torch.ones(1))
+        return found
+
+    plan = FaultPlan([Kill(rank=0, phase="collective", step=1)])
+    assert trainer.run(plan.wrap(reduce), {}, callbacks=quiet()) == {"collectives.py"}
+    plan.assert_all_fired()
+    check_history(latest_run(trainer).run_dir)
+    assert "collectives.py" not in trainer.run(places, callbacks=quiet())

@@ -1,0 +1,234 @@
+"""Plans of faults: where a fault is due, that it happens once, and what of it is told. Nothing breaks here."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.errors import ConfigError
+from raysgd.testing import (
+    BitFlip,
+    DiskFull,
+    Exit,
+    Fault,
+    FaultPlan,
+    Hang,
+    Kill,
+    KillDriver,
+    NetworkCut,
+    Raise,
+    RemoveNode,
+    Slow,
+    Stop,
+    StorageFault,
+    TornWrite,
+)
+from raysgd.testing.fault import OF_CHECKPOINT, PHASES, Moment
+from raysgd.testing.faulty_files import FaultyStore
+from raysgd.testing.marks import claim, read_marks
+
+KINDS = [Kill, Stop, Exit, Hang, Raise, Slow, NetworkCut, StorageFault, DiskFull, TornWrite, BitFlip, KillDriver]
+
+
+# ------------------------------------------------------------------------------------------------------ places
+
+
+@given(
+    phase=st.sampled_from(PHASES),
+    at=st.sampled_from(PHASES),
+    step=st.integers(0, 4),
+    now=st.integers(0, 4),
+    checkpoint=st.integers(0, 2),
+    number=st.integers(0, 2),
+)
+def test_a_fault_is_due_in_its_phase_and_not_before_its_place(
+    phase: str, at: str, step: int, now: int, checkpoint: int, number: int
+) -> None:
+    checkpoint = checkpoint if phase in OF_CHECKPOINT else 0
+    fault = Kill(step=step, phase=phase, checkpoint=checkpoint)
+    is_due = fault.is_due(Moment(at, now, number))
+    assert is_due == (phase == at and now >= step and number >= checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Kill(rank=-1), "Kill(rank)=-1 is too small"),
+        (lambda: Kill(step=1.5), "Kill(step)=1.5 is a float"),
+        (lambda: Kill(phase="saving"), "Kill(phase)='saving' is not known; give one of 'start', 'report'"),
+        (lambda: Kill(checkpoint=1), "Kill(checkpoint=1) happens in the phase 'report', which is of no checkpoint"),
+        (lambda: Raise(phase="write"), "Raise(phase)='write' is not known"),
+        (lambda: Exit(phase="written", hard=False), "the thread that writes checkpoints is none of train_func's"),
+        (lambda: Slow(steps=0), "Slow(steps)=0 is too small"),
+        (lambda: DiskFull(for_s=0), "DiskFull(for_s)=0 is out of range"),
+        (lambda: TornWrite(phase="write"), "give one of 'written', 'committed'"),
+        (lambda: FaultPlan([Kill]), "give faults such as Kill(rank=1, step=3)"),
+        (lambda: FaultPlan.random(1, ranks=2, steps=2, count=5), "5 faults have no room in 2 ranks times 2 steps"),
+        (lambda: FaultPlan.random(1, ranks=2, steps=2, kinds=[RemoveNode]), "of faults that happen in workers"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert told in str(caught.value)
+
+
+def test_a_fault_shows_what_was_given() -> None:
+    assert repr(Kill(rank=1, step=3)) == "Kill(rank=1, step=3)"
+    assert repr(DiskFull(checkpoint=1, times=2)) == "DiskFull(checkpoint=1, times=2)"
+    assert repr(Raise(error=ValueError("mine"))) == "Raise(error=ValueError('mine'))"
+    for kind in KINDS:
+        assert repr(kind()) == f"{kind.__name__}()"
+        assert repr(pickle.loads(pickle.dumps(kind(step=2)))) == f"{kind.__name__}(step=2)"
+
+
+# ------------------------------------------------------------------------------------------------------ once
+
+
+def test_one_of_many_who_claim_a_fault_has_it(tmp_path: Path) -> None:
+    claimed: list[bool] = []
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait()
+        claimed.append(claim(str(tmp_path), 3, 2))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == [False] * 7 + [True]
+    (mark,) = read_marks(str(tmp_path))
+    assert (mark.index, mark.attempt, mark.pid) == (3, 2, os.getpid())
+    assert os.listdir(tmp_path) == ["fault-00003.json"]
+
+
+def test_what_has_happened_is_told(tmp_path: Path) -> None:
+    plan = FaultPlan([Kill(rank=1), Stop()], seed=5, folder=tmp_path)
+    assert plan.fired == [] and plan.unfired == [Kill(rank=1), Stop()]
+    claim(str(tmp_path), 1, 4)
+    (fired,) = plan.fired
+    assert (fired.fault, fired.attempt) == (Stop(), 4)
+    with pytest.raises(AssertionError, match=r"1 of 2 faults did not happen: \[Kill\(rank=1\)\].*seed=5"):
+        plan.assert_all_fired()
+    claim(str(tmp_path), 0, 5)
+    plan.assert_all_fired()
+    assert [fired.fault for fired in plan.fired] == [Stop(), Kill(rank=1)]
+
+
+def test_a_copy_of_a_plan_is_the_same_plan(tmp_path: Path) -> None:
+    plan = FaultPlan([Kill(), Stop()])
+    copy = pickle.loads(pickle.dumps(plan))
+    claim(plan._folder, 1, 1)
+    assert copy.unfired == plan.unfired == [Kill()]
+    assert repr(copy) == repr(plan)
+
+
+def test_the_folder_of_a_plan_goes_with_it() -> None:
+    plan = FaultPlan([Kill()])
+    folder = plan._folder
+    assert os.path.isdir(folder)
+    del plan
+    assert not os.path.exists(folder)
+
+
+# ------------------------------------------------------------------------------------------------------ by chance
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), steps=st.integers(1, 10), data=st.data())
+def test_plans_by_chance_can_be_had_again(seed: int, ranks: int, steps: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, ranks * steps))
+    kinds: list[type[Fault]] = [Kill, Stop, DiskFull]
+    plan = FaultPlan.random(seed, ranks=ranks, steps=steps, kinds=kinds, count=count)
+    again = FaultPlan.random(seed, ranks=ranks, steps=steps, kinds=kinds, count=count)
+    assert plan.faults == again.faults and repr(plan) == repr(again)
+    assert f"seed={seed}" in repr(plan)
+    assert len(plan.faults) == count
+    assert [fault.step for fault in plan.faults] == sorted(fault.step for fault in plan.faults)
+    for fault in plan.faults:
+        assert type(fault) in kinds and 0 <= fault.rank < ranks and 1 <= fault.step <= steps
+        assert fault.rank == 0 or not fault.needs_state
+
+
+def test_plans_by_chance_differ() -> None:
+    plans = {FaultPlan.random(seed, ranks=4, steps=50).faults for seed in range(20)}
+    assert len(plans) > 15
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrapped
+
+
+def test_a_wrapped_function_looks_as_it_did_and_does_nothing_outside_of_workers() -> None:
+    def train_func(config: dict[str, Any]) -> Any:
+        """Trains."""
+        return config["value"]
+
+    plan = FaultPlan([Kill(phase="start"), RemoveNode(remove=threading.Lock().acquire)])
+    wrapped = plan.wrap(train_func)
+    assert inspect.signature(wrapped) == inspect.signature(train_func)
+    assert (wrapped.__name__, wrapped.__doc__) == ("train_func", "Trains.")
+    assert wrapped({"value": 5}) == 5
+    assert plan.fired == []
+
+
+def test_what_is_of_the_driver_stays_there() -> None:
+    plan = FaultPlan([RemoveNode(remove=threading.Lock().acquire), Kill(rank=1)])  # a lock does not pickle
+    copy = pickle.loads(pickle.dumps(plan.wrap(os.getpid)))
+    assert copy._plan.faults == {1: Kill(rank=1)}
+    assert copy() == os.getpid()
+
+
+def test_the_drivers_faults_happen_when_their_result_comes() -> None:
+    calls: list[int] = []
+    plan = FaultPlan([RemoveNode(step=3, remove=lambda: calls.append(3)), RemoveNode(remove=lambda: calls.append(0))])
+    callback = plan.driver_callback()
+    seen = []
+    for iteration in (1, 2, 4, 5):
+        callback.on_result({"training_iteration": iteration, "attempt": 2})  # type: ignore[arg-type]
+        seen.append(list(calls))
+    assert seen == [[0], [0], [0, 3], [0, 3]]
+    plan.assert_all_fired()
+    assert [fired.attempt for fired in plan.fired] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------ storage
+
+
+def test_writes_fail_as_often_as_they_are_to(tmp_path: Path) -> None:
+    from raysgd.checkpoint.storage import Storage
+    from raysgd.checkpoint.store import CheckpointStore
+    from raysgd.errors import StorageError
+
+    reached: list[tuple[str, int]] = []
+    store = FaultyStore(CheckpointStore(Storage.from_uri(tmp_path)), lambda *where: reached.append(where))
+    folder = store.directory(4)
+    data = bytes(range(100))
+    assert folder.write_bytes("a", data)[0] == 100
+    assert folder.read_bytes("a") == data
+    assert reached == [("write", 4), ("half_written", 4)]
+
+    full = DiskFull()
+    store.fail(full.error, 2, None)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="No space left on device"):
+            folder.write_bytes("b", data)
+    folder.write_bytes("b", data)
+    assert not [name for name in os.listdir(tmp_path / "checkpoint_000004") if name not in ("a", "b")]
+
+    store.fail(StorageFault().error, 2, None)  # one that is tried again
+    folder.write_bytes("c", data)
+    assert [phase for phase, _ in reached].count("write") == 7
+
+    store.fail(full.error, 1, 3600.0)
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            folder.write_bytes("d", data)
