@@ -48,8 +48,8 @@ class Event:
     """Something that happened to a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``checkpoint``, ``checkpoint_deleted``,
-            ``failure``, ``hang``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``regroup``, ``checkpoint``,
+            ``checkpoint_deleted``, ``failure``, ``hang``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """

@@ -309,7 +309,9 @@ class RunMachine:
             self._savepoint.call_off()
             self._growth.refuse()
         else:
-            self._end_attempt(running, self._savepoint.why or "", is_settled=True)
+            why = self._savepoint.why or ""
+            self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
+            self._end_attempt(running, why, is_settled=True)
 
     def _say_attempt_end(self, running: Running) -> None:
         keep = self._desk.end_attempt(running.iterations_before)

@@ -32,12 +32,15 @@ class Retries:
         """A failure has happened; why no attempt may follow, or None if one may."""
         self._history.append(failure)
         decision = self._policy.decide(self._history)
-        action = "give up" if isinstance(decision, GiveUp) else f"retry {decision.number}"
+        if isinstance(decision, GiveUp):
+            action = "give up"
+        else:
+            action = "stop" if is_stopping else f"retry {decision.number}"
         data: dict[str, Any] = {
             "ranks": list(failure.ranks),
             "nodes": list(failure.nodes),
             "error": failure.what,
-            "action": "stop" if is_stopping else action,
+            "action": action,
         }
         self._out(Note("failure", data | ({"raised": failure.raised} if failure.raised else {})))
         return decision if isinstance(decision, GiveUp) else None

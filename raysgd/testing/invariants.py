@@ -126,7 +126,7 @@ def reports_are_whole(history: History) -> Iterator[str]:
 
 
 def rounds_are_whole(history: History) -> Iterator[str]:
-    """Iterations have no gaps, those made again have a higher attempt, and none up to a checkpoint is lost."""
+    """Iterations have no gaps, those made again have a higher attempt, and none up to a checkpoint of before the end is lost."""
     found = spans(history.frames)
     if len(found) == 1 or found[1].start is None:
         return
@@ -140,7 +140,9 @@ def rounds_are_whole(history: History) -> Iterator[str]:
             yield f"iteration {iteration} of attempt {made_by[iteration]} was made again by attempt {attempt}"
         last = max(last, iteration)
         made_by[iteration] = attempt
-    needed = max([start, *(data["iteration"] for data in committed(history.frames).values())])
+    # What was under way when the last attempt's end was told may be committed after it, for reports that came too late.
+    end = max((place for place, frame in enumerate(history.frames) if frame.kind == frames.ATTEMPT_END), default=0)
+    needed = max([start, *(data["iteration"] for data in committed(history.frames[:end]).values())])
     if history.is_closed and needed > last:
         yield f"a checkpoint is of iteration {needed}, and the last one that was emitted is {last}"
 
@@ -185,7 +187,7 @@ def _passed_over(frame: Frame) -> set[int]:
 
 
 def retries_are_counted(history: History) -> Iterator[str]:
-    """Retries are numbered, each is a re-entry and each re-entry is one (but where the group grew); as many as allowed."""
+    """Retries are numbered, each is a re-entry and each re-entry is one (but for a change of the group); as many as allowed."""
     found = spans(history.frames)
     yield from _numbers(history)
     for span in found[1:]:
@@ -193,8 +195,7 @@ def retries_are_counted(history: History) -> Iterator[str]:
             yield f"attempt {span.attempt} was counted as {count} failures"
     for before, span in pairwise(found[1:]):
         actions = [data["action"] for data in events(before.frames, "failure")]
-        has_grown = span.world_size > before.world_size
-        if not actions and not has_grown:
+        if not actions and not any(events(before.frames, "regroup")):
             yield f"attempt {span.attempt} was entered after attempt {before.attempt}, which had not failed"
         if actions and not _RETRY.fullmatch(actions[-1]):
             yield f"attempt {span.attempt} was entered though it was decided to {actions[-1]}"

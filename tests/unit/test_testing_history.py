@@ -232,13 +232,21 @@ def test_a_checkpoint_that_was_passed_over_is_no_start() -> None:
     assert starts(with_note) == []
 
 
-def test_a_group_that_grows_needs_no_failure() -> None:
-    def change(frames: Frames) -> None:
-        drop("failure")(frames)
-        put(f.ATTEMPT, 1, world_size=3)(frames)
+def test_an_attempt_that_was_left_for_another_group_needs_no_failure() -> None:
+    history = one_retry()
+    note = Frame(0, f.EVENT, 1, data={"kind": "regroup", "timestamp": 0.0, "data": {"why": "the group grows"}})
 
-    violations = find_violations(with_frames(one_retry(), change))
-    assert not [violation for violation in violations if "had not failed" in violation]
+    def without_failure(frames: Frames) -> None:
+        drop("failure")(frames)
+
+    def left_for_another(frames: Frames) -> None:
+        frames[index_of(frames, "failure")] = note
+
+    def complaints(change: Callable[[Frames], None]) -> list[str]:
+        return [v for v in find_violations(with_frames(history, change)) if "had not failed" in v]
+
+    assert len(complaints(without_failure)) == 1
+    assert complaints(left_for_another) == []
 
 
 def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
