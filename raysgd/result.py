@@ -49,7 +49,8 @@ class Event:
 
     Attributes:
         kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``regroup``, ``checkpoint``,
-            ``checkpoint_deleted``, ``failure``, ``hang``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
+            ``checkpoint_deleted``, ``failure``, ``hang``, ``straggler``, ``warning``, ``sample``, ``attempt_end``,
+            ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """

@@ -25,6 +25,7 @@ from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, make_run_order
 from raysgd.controller.run_files import RunFiles
 from raysgd.controller.states import Outcome
+from raysgd.controller.straggler_policy import Straggler
 from raysgd.controller.watch import Watch, Watched
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError
@@ -290,8 +291,14 @@ class Run:
         def hung(hang: Hang, stacks: dict[int, str]) -> None:
             self._feed(c.WorkerHung(hang.rank, attempt, hang.kind, hang.why, stacks))
 
+        def lags(straggler: Straggler) -> None:
+            info = self._fleet.info(straggler.rank)
+            node = info.node if info is not None else "a lost node"
+            self._note(c.Note("straggler", straggler.event(node)))
+            self.warn(straggler.told(node))
+
         self._stop_watching()
-        self._watching = self._spawn(Watch(self._fleet.vitals, self._failure, hung).run())
+        self._watching = self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run())
 
     def _stop_watching(self) -> None:
         if self._watching is not None:

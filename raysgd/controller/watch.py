@@ -1,4 +1,4 @@
-"""Watches over the workers of one attempt: asks each how it is, and tells which of them hang. Runs in the TrainerActor."""
+"""Watches over the workers of one attempt: asks each how it is, and tells which hang or lag. Runs in the TrainerActor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from raysgd.config import FailureConfig
 from raysgd.controller.hang_policy import Hang, HangPolicy, blame
+from raysgd.controller.straggler_policy import Straggler, StragglerPolicy
 from raysgd.session.progress import Pulse
 
 #: A worker is asked this often within the heartbeat timeout.
@@ -33,16 +34,25 @@ class Watch:
 
     Args:
         on_hang: Called for each worker that must be ended, with the stacks of all ranks.
+        on_straggler: Called for each that is slower than the others, once.
     """
 
-    def __init__(self, fleet: Watched, failure: FailureConfig, on_hang: Callable[[Hang, dict[int, str]], None]) -> None:
+    def __init__(
+        self,
+        fleet: Watched,
+        failure: FailureConfig,
+        on_hang: Callable[[Hang, dict[int, str]], None],
+        on_straggler: Callable[[Straggler], None],
+    ) -> None:
         self._fleet = fleet
         self._timeout_s = failure.heartbeat_timeout_s
         self._on_hang = on_hang
+        self._on_straggler = on_straggler
         self._loop = asyncio.get_running_loop()
         self._policy = HangPolicy(
             failure.heartbeat_timeout_s, failure.progress_timeout_s, range(fleet.size), self._loop.time()
         )
+        self._stragglers = StragglerPolicy(self._loop.time())
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -59,6 +69,8 @@ class Watch:
                 self._look_at_suspects()
                 if hangs := self._policy.judge(self._loop.time()):
                     await self._tell(hangs)
+                for straggler in self._stragglers.judge(self._loop.time()):
+                    self._on_straggler(straggler)
         finally:
             for task in (*self._asked.values(), *([self._looking] if self._looking else [])):
                 task.cancel()
@@ -80,8 +92,10 @@ class Watch:
         pulse = await self._fleet.pulse(rank)
         if pulse is None:  # it is dead, which its stream tells
             self._policy.left(rank)
+            self._stragglers.left(rank)
         else:
             self._policy.answered(rank, pulse, self._loop.time())
+            self._stragglers.answered(rank, pulse)
 
     def _look_at_suspects(self) -> None:
         suspects = self._policy.suspects(self._loop.time())

@@ -7,7 +7,7 @@ group never speak to each other for it; they are at the same place because they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,8 @@ from raysgd.errors import ConfigError
 
 T = TypeVar("T")
 Row = dict[str, Any] | Any
+#: Called before a batch is read; it is read within what this returns.
+Reading = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,14 +39,13 @@ class Batches(Generic[T]):
     _deal: Deal
     _shuffle: Shuffle
     _read: Callable[[Indices], T]
-    _before_batch: Callable[[], None]
+    _reading: Reading
 
     def __iter__(self) -> Iterator[T]:
         with _walk(self._cursor, self._shuffle) as walk:
             for steps in self._deal.steps(walk.order, walk.start):
                 for rows, stop in steps:
-                    with _abandoning(walk):
-                        self._before_batch()
+                    with _abandoning(walk), self._reading():
                         batch = self._read(rows)
                         walk.consume(stop)
                     yield batch
@@ -77,17 +78,17 @@ class Rows:
     _deal: Deal
     _shuffle: Shuffle
     _read: Callable[[Indices], Iterator[Any]]
-    _before_batch: Callable[[], None]
+    _reading: Reading
 
     def __iter__(self) -> Iterator[Any]:
         with _walk(self._cursor, self._shuffle) as walk:
             for steps in self._deal.steps(walk.order, walk.start):
-                with _abandoning(walk):
-                    values = self._read(np.concatenate([np.asarray(rows, np.int64) for rows, _ in steps]))
+                values: Iterator[Any] | None = None
                 for rows, stop in steps:
                     if len(rows):
-                        with _abandoning(walk):
-                            self._before_batch()
+                        with _abandoning(walk), self._reading():
+                            if values is None:
+                                values = self._read(np.concatenate([np.asarray(part, np.int64) for part, _ in steps]))
                             row = next(values)
                             walk.consume(stop)
                         yield row

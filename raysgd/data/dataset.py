@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from raysgd.config.checks import check_count
+from raysgd.data.batches import Reading
 from raysgd.data.cursor import Cursor
 from raysgd.data.names import nearest
 from raysgd.data.plan import LONE, DatasetPlan, Source
@@ -31,13 +33,13 @@ class WorkerDataset:
         world_size: int,
         seed: int,
         fetch: Fetch,
-        before_batch: Callable[[], None],
+        reading: Reading,
     ) -> None:
         self.name = name
         self._source = source
         self._rank = rank
         self._world_size = world_size
-        self._before_batch = before_batch
+        self._reading = reading
         self._reader = ItemReader(source, fetch) if source.kind == "items" else TableReader(name, source, fetch)
         self._seed = seed
         self._start = Position()
@@ -69,9 +71,7 @@ class WorkerDataset:
             raise ConfigError(f"get_shard({rank}): there are {self._world_size} workers; give a rank below that.")
         if rank not in self._cursors:
             self._cursors[rank] = self._cursor_at(self._start)
-        return Shard(
-            self.name, rank, self._world_size, self.num_rows, self._cursors[rank], self._reader, self._before_batch
-        )
+        return Shard(self.name, rank, self._world_size, self.num_rows, self._cursors[rank], self._reader, self._reading)
 
     def check(self, position: Position) -> None:
         """Raise a CheckpointError if training cannot go on at this position."""
@@ -98,7 +98,8 @@ class DataContext:
         positions: What `positions` gave when the checkpoint was taken, on any rank: they agree. Datasets it does not name
             begin at their beginning, and names that were not given now are left out.
         fetch: Gives what ``put`` stored: `ray.get`; the identity in a world of one.
-        before_batch: Called before each batch is read; what it raises ends the loop, and consumes nothing.
+        reading: Called before each batch, which is then read within what it returns; what it raises ends the loop, and
+            consumes nothing.
 
     Raises:
         CheckpointError: A position lies inside an epoch of another number of rows, or is none.
@@ -113,12 +114,12 @@ class DataContext:
         positions: Mapping[str, Any] | None = None,
         *,
         fetch: Fetch,
-        before_batch: Callable[[], None] = lambda: None,
+        reading: Reading = nullcontext,
     ) -> None:
         self._folds = plan.folds
         self._datasets = {
             name: WorkerDataset(
-                name, source, rank=rank, world_size=world_size, seed=seed or 0, fetch=fetch, before_batch=before_batch
+                name, source, rank=rank, world_size=world_size, seed=seed or 0, fetch=fetch, reading=reading
             )
             for name, source in plan.sources.items()
         }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
-from raysgd.data.batches import Batches, Rows
+from raysgd.data.batches import Batches, Reading, Rows
 from raysgd.data.cursor import Cursor
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
@@ -42,7 +42,7 @@ class Shard:
     _num_rows: int
     _cursor: Cursor
     _reader: TableReader | ItemReader
-    _before_batch: Callable[[], None]
+    _reading: Reading
 
     def __len__(self) -> int:
         return len(range(self._rank, self._num_rows, self._world_size))
@@ -123,7 +123,7 @@ class Shard:
         A worker may get one row less than another: for loops with collectives take batches.
         """
         _check_shuffle(shuffle)
-        return Rows(self._cursor, self._deal(1, False), shuffle, self._read_rows, self._before_batch)
+        return Rows(self._cursor, self._deal(1, False), shuffle, self._read_rows, self._reading)
 
     def first_batch(
         self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
@@ -139,7 +139,7 @@ class Shard:
     ) -> Batches[Any]:
         check_count("batch_size", batch_size, minimum=1)
         _check_shuffle(shuffle)
-        return Batches(self._cursor, self._deal(batch_size, drop_last), shuffle, read, self._before_batch)
+        return Batches(self._cursor, self._deal(batch_size, drop_last), shuffle, read, self._reading)
 
     def _deal(self, batch_size: int, drop_last: bool) -> Deal:
         return Deal(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.session.datasets import Datasets
+from raysgd.session.progress import Progress
 
 if TYPE_CHECKING:
     from raysgd.data import WorkerDataset
@@ -40,6 +42,7 @@ class Session(ABC):
         seed: The Trainer's seed, or None.
         deterministic: Whether bit-identical repetition was asked for.
         in_worker: False in single-machine use.
+        progress: What was called so far, and what the time went into.
     """
 
     in_worker: bool = False
@@ -53,11 +56,12 @@ class Session(ABC):
         plan: DatasetPlan = NO_DATASETS,
         fetch: Callable[[Any], Any] = lambda block: block,
     ) -> None:
+        self.progress = Progress()
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
         self._datasets = Datasets(
-            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, before_batch=self._before_batch
+            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, reading=self._reading
         )
 
     @property
@@ -108,9 +112,11 @@ class Session(ABC):
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
 
-    def _before_batch(self) -> None:
-        """Called before each batch of a dataset."""
+    def _reading(self) -> AbstractContextManager[None]:
+        """Called before each batch of a dataset, which is then read within what this returns."""
         self._check_live()
+        self.progress.mark("batch")
+        return self.progress.data
 
     def _check_live(self) -> None:  # noqa: B027  (most sessions never end)
         """Raise, if nothing may be done here any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
@@ -17,7 +18,7 @@ class Datasets:
 
     Args:
         fetch: Gives what the plan's references stand for.
-        before_batch: Called before each batch is read; what it raises ends the loop.
+        reading: Called before each batch, which is then read within what it returns; what it raises ends the loop.
     """
 
     def __init__(
@@ -28,14 +29,14 @@ class Datasets:
         seed: int | None,
         *,
         fetch: Callable[[Any], Any],
-        before_batch: Callable[[], None],
+        reading: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
         self._fetch = fetch
-        self._before_batch = before_batch
+        self._reading = reading
         self._context: DataContext | None = None
         self._lock = threading.Lock()  # threads of the user's must not open two, each with a position of its own
 
@@ -74,6 +75,6 @@ class Datasets:
                     self._world_size,
                     self._seed,
                     fetch=self._fetch,
-                    before_batch=self._before_batch,
+                    reading=self._reading,
                 )
             return self._context

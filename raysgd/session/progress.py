@@ -1,10 +1,35 @@
-"""How far train_func has come, for those who watch over it. Worker side."""
+"""How far train_func has come, and what its time went into, for those who watch over it. Worker side."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import NamedTuple
+
+Clock = Callable[[], float]
+
+
+class Spent(NamedTuple):
+    """What the time of train_func went into, from its beginning to that of its last step.
+
+    A step begins with a report or with a batch, whichever the loop makes more often. What is in none of the parts is
+    computing, and waiting that nobody saw.
+
+    Attributes:
+        steps: How many have begun.
+        total_s: Seconds since train_func was entered.
+        data_s: Of these, in reading batches.
+        checkpoint_s: In ``save_checkpoint``.
+        waiting_s: In waiting for other ranks.
+    """
+
+    steps: int = 0
+    total_s: float = 0.0
+    data_s: float = 0.0
+    checkpoint_s: float = 0.0
+    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -17,6 +42,8 @@ class Pulse:
         longest_pause_s: The longest time between two of them; 0 before the second.
         phase: The last one, such as ``"report"``.
         is_inside: Whether train_func is running.
+        spent: What its time went into.
+        has_gpu: Whether it was given one, which may work beside the thread that is timed.
     """
 
     calls: int = 0
@@ -24,21 +51,69 @@ class Pulse:
     longest_pause_s: float = 0.0
     phase: str = ""
     is_inside: bool = False
+    spent: Spent = field(default_factory=Spent)
+    has_gpu: bool = False
+
+
+class Stopwatch:
+    """Adds up the time that one thread spends ``with`` it; other threads may use it too, which counts for nothing.
+
+    Attributes:
+        seconds: Added up so far.
+        thread: Identifier of the thread; the one that made it until `Progress.enter`.
+    """
+
+    __slots__ = ("_began", "_clock", "_depth", "seconds", "thread")
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds = 0.0
+        self.thread = get_ident()
+        self._clock = clock
+        self._depth = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if get_ident() == self.thread:
+            if not self._depth:
+                self._began = self._clock()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() == self.thread:
+            self._depth -= 1
+            if not self._depth:
+                self.seconds += self._clock() - self._began
+
+    def add(self, seconds: float) -> None:
+        """Count time that was taken elsewhere, while this one did not run."""
+        self.seconds += seconds
 
 
 class Progress:
-    """The session calls of one attempt. The training thread marks, others read: each reads or writes one attribute."""
+    """The session calls of one attempt. The training thread marks, others read: each reads or writes one attribute.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Attributes:
+        data: Runs while a batch is read.
+        checkpoint: Runs in ``save_checkpoint``.
+        waiting: Runs while the rank is known to wait for others.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.data, self.checkpoint, self.waiting = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
         self._clock = clock
         self._calls = 0
-        self._marked_at = clock()
+        self._entered_at = self._marked_at = clock()
         self._longest_pause_s = 0.0
         self._phase = ""
+        self._num_reports = 0
+        self._num_batches = 0
+        self._steps = 0
+        self._spent: tuple[int, float, float, float, float] = Spent()
 
     def enter(self) -> None:
-        """train_func is being entered: what came before, such as forming the group, was none of its time."""
-        self._marked_at = self._clock()
+        """train_func is being entered, in this thread: what came before, as forming the group, was none of its time."""
+        self._entered_at = self._marked_at = self._clock()
+        self.data.thread = self.checkpoint.thread = self.waiting.thread = get_ident()
 
     def mark(self, phase: str) -> None:
         """train_func has made a call."""
@@ -49,8 +124,20 @@ class Progress:
         self._marked_at = now
         self._phase = phase
         self._calls += 1
+        if phase == "report":
+            self._num_reports = count = self._num_reports + 1
+        elif phase == "batch":
+            self._num_batches = count = self._num_batches + 1
+        else:
+            return
+        if count > self._steps:  # the ones that are made more often lead
+            self._steps = count
+            total_s = now - self._entered_at
+            # In one piece, so that who reads it meanwhile does not mix two steps. A plain tuple is made fastest.
+            self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
 
-    def pulse(self, *, is_inside: bool) -> Pulse:
+    def pulse(self, *, is_inside: bool, has_gpu: bool = False) -> Pulse:
         """How it stands now."""
         idle_s = self._clock() - self._marked_at
-        return Pulse(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside)
+        spent = Spent(*self._spent)
+        return Pulse(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, spent, has_gpu)

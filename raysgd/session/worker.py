@@ -15,7 +15,6 @@ from raysgd.session.context import LEFT_BEHIND
 from raysgd.session.events import AtSavePoint, Saved, Scored
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
-from raysgd.session.progress import Progress
 from raysgd.session.savegate import SaveGate
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.stopping import StopGate
@@ -58,7 +57,6 @@ class WorkerSession(Session):
     Attributes:
         attempt: Its number.
         iterations_before: Rounds of the run before it.
-        progress: What was called so far.
     """
 
     in_worker = True
@@ -84,7 +82,6 @@ class WorkerSession(Session):
     ) -> None:
         self.attempt = attempt
         self.iterations_before = iterations_before
-        self.progress = Progress()
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
         self._outbox = outbox
         self._writer = writer
@@ -142,13 +139,14 @@ class WorkerSession(Session):
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 gives the state.")
             )
         saved, score = self._describe_save(call, files, metrics, all_ranks, trusted)
-        small = rank_state.capture(self._datasets)
-        if not gives_state:
-            self._writer.save_nothing(call, small)
-        elif files:
-            self._writer.save_files(call, state, small)
-        else:
-            self._writer.save(call, state, small, trusted=trusted)
+        with self.progress.checkpoint:
+            small = rank_state.capture(self._datasets)
+            if not gives_state:
+                self._writer.save_nothing(call, small)
+            elif files:
+                self._writer.save_files(call, state, small)
+            else:
+                self._writer.save(call, state, small, trusted=trusted)
         # Only now: a state that cannot be saved has raised, and makes no checkpoint.
         self._outbox.put_with_metrics(saved, score)
         if self._saves_first:
@@ -221,17 +219,14 @@ class WorkerSession(Session):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _before_batch(self) -> None:
-        self._check_live()
-        self.progress.mark("batch")
-
     def _leave_after_last_save(self) -> None:
         """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it."""
         last_save = self._save_gate.last_save
         if last_save is None or self._num_saves <= last_save or self._unscored is not None:
             return
         self._outbox.put(AtSavePoint(last_save), urgent=True)
-        self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
+        with self.progress.waiting:
+            self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
         self._check_live()
 
     def _check_live(self) -> None:
@@ -280,4 +275,5 @@ class WorkerSession(Session):
         self.progress.mark(what)
         index = self._meetings.get(what, 0)
         self._meetings[what] = index + 1
-        return self._link.meet(what, index, payload)
+        with self.progress.waiting:
+            return self._link.meet(what, index, payload)

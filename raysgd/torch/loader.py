@@ -22,6 +22,7 @@ from raysgd.torch.sharding import Share
 from raysgd.torch.transfer import to_device
 
 _Split = Callable[[Any, bool], Any]
+_END = object()
 
 
 def prepare_data_loader(
@@ -89,8 +90,7 @@ class PreparedLoader:
             self.epoch += 1
         self._is_started = True
         self._pass_epoch_on()
-        batches = iter(self.loader)
-        return batches if self._device is None else self._moved(batches, self._device)
+        return self._batches(iter(self.loader))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -100,9 +100,15 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _moved(self, batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-        for batch in batches:
-            yield to_device(batch, device)
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        progress = context.current().progress
+        while True:
+            with progress.data:
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            progress.mark("batch")
+            yield batch if self._device is None else to_device(batch, self._device)
 
     def _pass_epoch_on(self) -> None:
         loader, batches = self.loader, self.loader.batch_sampler

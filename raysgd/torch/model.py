@@ -14,6 +14,7 @@ from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device
 from raysgd.torch.reduction import use_rank_order
+from raysgd.torch.waiting import time_waiting
 from raysgd.torch.wrapper import DistributedModel
 
 # By name, so that nobody who does not use them has to import them.
@@ -83,9 +84,11 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) == 1 and (only := devices.pop()).type == "cuda":
         settings.setdefault("device_ids", [only])
-    wrapped = DistributedModel(model, **settings)
+    waiting = context.current().progress.waiting
+    wrapped = DistributedModel(model, waiting=waiting, **settings)
+    time_waiting(wrapped, waiting)
     if deterministic and wrapped.process_group.size() > 2:
-        use_rank_order(wrapped)
+        use_rank_order(wrapped, waiting)
     return wrapped
 
 

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -33,10 +34,17 @@ class DistributedModel(DistributedDataParallel):
     - ``copy.deepcopy`` and pickle give the inner model, pickle with its tensors on the CPU.
 
     For functions that walk the module tree, such as those of ``torch.distributed.checkpoint``, `unwrap` it first.
+
+    Args:
+        waiting: Entered while buffers are set to those of rank 0, before a forward pass.
+        **settings: Of DistributedDataParallel.
     """
 
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
+    def __init__(
+        self, module: nn.Module, *, waiting: AbstractContextManager[Any] | None = None, **settings: Any
+    ) -> None:
         super().__init__(module, **settings)
+        self._waiting = waiting or nullcontext()
         if hasattr(module, "dim"):
             self.__dict__.pop("dim", None)  # DDP's own, for scattering over several devices, is without use here
         self.__dict__["_is_built"] = True
@@ -50,6 +58,10 @@ class DistributedModel(DistributedDataParallel):
     def __raysgd_unwrap__(self) -> nn.Module:
         """The inner model; what saving a checkpoint and returning from train_func look for."""
         return cast(nn.Module, self.module)
+
+    def _sync_buffers(self) -> None:
+        with self._waiting:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:

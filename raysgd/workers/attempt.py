@@ -124,7 +124,7 @@ class Attempt:
 
     def pulse(self) -> Pulse:
         """How far train_func has come."""
-        return self._session.progress.pulse(is_inside=self._is_inside)
+        return self._session.progress.pulse(is_inside=self._is_inside, has_gpu=self._order.member.has_gpu)
 
     def hold(self) -> tuple[int, int]:
         return self._session.hold()

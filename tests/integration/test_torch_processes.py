@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd.session import context
 from raysgd.session.generators import make_deterministic, seed_generators
+from raysgd.session.progress import Progress
 from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, unwrap
 from raysgd.torch.reduction import RankOrder, reduce_in_rank_order
 
@@ -242,7 +243,12 @@ def shares_of_a_loader() -> dict[str, Any]:
 def with_session(deterministic: bool) -> None:
     rank = dist.get_rank()
     session = SimpleNamespace(
-        world_rank=rank, world_size=WORLD_SIZE, in_worker=True, seed=11, deterministic=deterministic
+        progress=Progress(),
+        world_rank=rank,
+        world_size=WORLD_SIZE,
+        in_worker=True,
+        seed=11,
+        deterministic=deterministic,
     )
     context.install(cast(Any, session))
 

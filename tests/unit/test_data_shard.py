@@ -6,6 +6,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -316,13 +317,14 @@ def test_what_could_not_be_read_is_not_consumed() -> None:
 def test_what_is_raised_before_a_batch_ends_the_loop_and_consumes_nothing() -> None:
     calls: list[int] = []
 
-    def before_batch() -> None:
+    def reading() -> AbstractContextManager[None]:
         calls.append(1)
         if len(calls) == 3:
             raise AttemptEnded("the group grows")
+        return nullcontext()
 
     plan = resolve_datasets(numbers(10), lambda value: value)
-    context = DataContext(plan, 0, 1, 0, fetch=lambda value: value, before_batch=before_batch)
+    context = DataContext(plan, 0, 1, 0, fetch=lambda value: value, reading=reading)
     with pytest.raises(AttemptEnded):
         list(context.get().get_split().to_torch(2))
     assert at(context) == (0, 4)

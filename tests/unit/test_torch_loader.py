@@ -26,6 +26,7 @@ from torch.utils.data import (
 import raysgd.torch.loader
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
+from raysgd.session.progress import Progress
 from raysgd.torch import prepare_data_loader
 
 Enter = Callable[..., None]
@@ -68,7 +69,9 @@ def world() -> Iterator[Enter]:
     """Be a worker of a group: ``world(rank, size, seed=...)``."""
 
     def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
-        session = SimpleNamespace(world_rank=rank, world_size=size, seed=seed, in_worker=in_worker, deterministic=False)
+        session = SimpleNamespace(
+            progress=Progress(), world_rank=rank, world_size=size, seed=seed, in_worker=in_worker, deterministic=False
+        )
         context.install(cast(Any, session))
 
     yield enter

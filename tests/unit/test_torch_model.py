@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
+from raysgd.session.progress import Progress
 from raysgd.torch import prepare_model, unwrap
 from raysgd.torch.wrapper import DistributedModel, copy_to, without_prefix
 
@@ -47,7 +48,9 @@ def world() -> Iterator[Enter]:
     """Be a worker of a group that is said to have ``size`` members."""
 
     def enter(size: int = 2, deterministic: bool = False) -> None:
-        session = SimpleNamespace(world_rank=0, world_size=size, seed=0, in_worker=True, deterministic=deterministic)
+        session = SimpleNamespace(
+            progress=Progress(), world_rank=0, world_size=size, seed=0, in_worker=True, deterministic=deterministic
+        )
         context.install(cast(Any, session))
 
     yield enter

@@ -1,0 +1,122 @@
+"""What the time of train_func went into: steps and stopwatches, by a clock that is given."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import raysgd
+from raysgd.session import context
+from raysgd.session.local import LocalSession
+from raysgd.session.progress import Progress, Spent
+
+CALLS = st.sampled_from(["report", "batch", "save_checkpoint", "barrier", "work"])
+
+
+class Clock:
+    now = 3.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.lists(st.tuples(CALLS, st.floats(0.0, 10.0)), max_size=40))
+def test_the_time_up_to_the_last_step_is_divided(calls: list[tuple[str, float]]) -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    clock.now += 100  # forming the group
+    progress.enter()
+    spent = {"data": 0.0, "checkpoint": 0.0, "waiting": 0.0}
+    counts = {"report": 0, "batch": 0}
+    expected = Spent()
+    for call, seconds in calls:
+        if call != "work":
+            progress.mark(call)
+        if call in counts:
+            counts[call] += 1
+            if max(counts.values()) > expected.steps:
+                expected = Spent(max(counts.values()), clock.now - 103, *spent.values())
+        watch = {"batch": "data", "save_checkpoint": "checkpoint", "barrier": "waiting"}.get(call)
+        if watch is None:
+            clock.now += seconds
+        else:
+            with getattr(progress, watch):
+                clock.now += seconds
+            spent[watch] += seconds
+    assert progress.pulse(is_inside=True).spent == pytest.approx(expected)
+
+
+def test_a_stopwatch_within_itself_counts_once() -> None:
+    clock = Clock()
+    watch = Progress(clock).data
+    with watch:
+        clock.now += 1
+        with watch:
+            clock.now += 2
+        clock.now += 4
+    assert watch.seconds == 7
+
+
+def test_other_threads_count_for_nothing() -> None:
+    """A thread of the user's that reads ahead: the training thread does not wait for its batches."""
+    clock = Clock()
+    progress = Progress(clock)
+
+    def read_ahead() -> None:
+        with progress.data:
+            clock.now += 1
+
+    thread = threading.Thread(target=read_ahead)
+    with progress.checkpoint:
+        thread.start()
+        thread.join()
+    assert (progress.data.seconds, progress.checkpoint.seconds) == (0.0, 1.0)
+    thread = threading.Thread(target=lambda: (progress.enter(), read_ahead()))
+    thread.start()
+    thread.join()
+    assert progress.data.seconds == 1.0, "the thread that enters train_func is the one that counts"
+
+
+class Slow:
+    """A map-style dataset."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return float(index)
+
+
+@pytest.mark.parametrize("how", ["to_torch", "iter_rows", "loader"])
+def test_what_reads_batches_is_timed_and_what_uses_them_is_not(how: str) -> None:
+    from torch.utils.data import DataLoader
+
+    with raysgd.local(dataset=Slow()) as session:
+        shard = raysgd.get_dataset().get_split()
+        dataset: Any = Slow()
+        batches: Any = {
+            "to_torch": lambda: shard.to_torch(2),
+            "iter_rows": shard.iter_rows,
+            "loader": lambda: raysgd.torch.prepare_data_loader(DataLoader(dataset, batch_size=2)),
+        }[how]()
+        began = time.monotonic()
+        used_s = 0.0
+        for _ in batches:
+            start = time.monotonic()
+            time.sleep(0.02)
+            used_s += time.monotonic() - start
+        read_s = time.monotonic() - began - used_s
+        assert 0.06 <= session.progress.data.seconds <= read_s
+        num_batches = 6 if how == "iter_rows" else 3
+        assert session.progress.pulse(is_inside=True).spent.steps == num_batches
+
+
+def test_a_session_of_its_own_has_progress_too() -> None:
+    assert isinstance(context.current(), LocalSession)
+    assert isinstance(context.current().progress, Progress)

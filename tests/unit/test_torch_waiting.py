@@ -1,0 +1,124 @@
+"""The time a backward pass waits for other ranks, with a communication hook in their place: it says when they are done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysgd.session.progress import Progress, Stopwatch
+from raysgd.torch.waiting import time_waiting
+from raysgd.torch.wrapper import DistributedModel
+
+WAIT_S = 0.1
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def waiting() -> Stopwatch:
+    return Progress().waiting
+
+
+def answered_late(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    threading.Timer(WAIT_S, future.set_result, [bucket.buffer()]).start()
+    return future
+
+
+# DDP compares the hook's annotations with classes, not with strings.
+answered_late.__annotations__ = {}
+
+
+def model(waiting: Stopwatch, net: nn.Module | None = None, **settings: Any) -> DistributedModel:
+    made = DistributedModel(net or nn.Linear(3, 1), waiting=waiting, **settings)
+    time_waiting(made, waiting)
+    made.register_comm_hook(None, answered_late)
+    return made
+
+
+def backward(*models: nn.Module) -> None:
+    sum(each(torch.ones(2, 3)).sum() for each in models).backward()  # type: ignore[union-attr]
+
+
+class OneOfTwo(nn.Module):
+    """Uses its two layers in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn = 1 - self.turn
+        return self.layers[self.turn](x)  # type: ignore[no-any-return]
+
+
+def test_each_backward_pass_is_timed(waiting: Stopwatch) -> None:
+    prepared = model(waiting)
+    for count in (1, 2, 3):
+        backward(prepared)
+        assert count * WAIT_S * 0.95 <= waiting.seconds < (count + 0.9) * WAIT_S
+
+
+@pytest.mark.parametrize("net", [nn.Linear(3, 1), OneOfTwo()], ids=["all", "one in turn"])
+def test_models_with_unused_parameters_are_timed(waiting: Stopwatch, net: nn.Module) -> None:
+    prepared = model(waiting, net, find_unused_parameters=True)
+    for count in (1, 2, 3):
+        backward(prepared)
+        assert waiting.seconds >= count * WAIT_S * 0.95
+
+
+def test_two_models_in_one_pass_wait_once(waiting: Stopwatch) -> None:
+    """The answers come at the same time, and the time is counted by one of them."""
+    first, second = model(waiting), model(waiting)
+    backward(first, second)
+    assert WAIT_S * 0.95 <= waiting.seconds < 1.9 * WAIT_S
+
+
+def test_passes_without_an_exchange_do_not_wait(waiting: Stopwatch) -> None:
+    prepared = model(waiting)
+    with prepared.no_sync():
+        backward(prepared)
+    assert waiting.seconds < WAIT_S / 2
+    backward(prepared)
+    assert waiting.seconds >= WAIT_S * 0.95
+
+
+def test_a_pass_that_failed_does_not_end_the_timing(waiting: Stopwatch) -> None:
+    broken = model(waiting)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("not a number")
+
+    broken.bias.register_hook(fail)
+    with pytest.raises(ValueError, match="not a number"):
+        backward(broken)
+    before = waiting.seconds
+    backward(model(waiting))
+    assert waiting.seconds - before >= WAIT_S * 0.95
+
+
+def test_buffers_are_awaited_within_what_was_given() -> None:
+    noted: list[str] = []
+
+    @contextmanager
+    def note() -> Iterator[None]:
+        noted.append("in")
+        yield
+        noted.append("out")
+
+    made = DistributedModel(nn.BatchNorm1d(3), waiting=note())
+    made(torch.ones(2, 3))
+    assert noted == ["in", "out"]
