@@ -31,12 +31,13 @@ runner = CallbackRunner([ProgressCallback(refresh_hz=10)], print)
 out, err = sys.stdout, sys.stderr
 started = threading.Event()
 
-def play(results, pause_s, error=None):
+def play(results, pause_s, error=None, then=lambda: None):
     runner.start(make_info(Path("digits")))
     for iteration in range(1, results + 1):
         runner.result(make_result(iteration))
         started.set()
         time.sleep(pause_s)
+    then()
     runner.end(error)
     assert (sys.stdout, sys.stderr) == (out, err)
 """
@@ -101,14 +102,14 @@ def test_prints_and_log_records_come_out_whole_on_lines_of_their_own() -> None:
     screen = on_a_terminal(
         """
 def chatter():
+    started.wait()  # a line that is half printed when the display begins would share it with the table
     for number in range(10):
         print("printed", number)
         logging.getLogger("ray").warning("logged %d", number)
         time.sleep(0.05)
 thread = threading.Thread(target=chatter)
 thread.start()
-play(20, 0.05)
-thread.join()
+play(20, 0.05, then=thread.join)
 """
     )
     for number in range(10):
