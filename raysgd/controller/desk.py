@@ -52,7 +52,8 @@ class CheckpointDesk:
         self._memory = MemoryTier(out, on_held) if config.keep_in_memory else None
         self._stored_every = max(1, config.memory_only_between)
         self._in_flight: dict[int, Manifest] = {}
-        self._storing: set[int] = set()  # from memory
+        self._storing: set[int] = set()  # from memory, as were
+        self._from_memory: set[int] = set()
         self._last_number = plan.start.number
         self._first_number = 1
         self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=plan.reduce)
@@ -60,7 +61,12 @@ class CheckpointDesk:
     @property
     def is_idle(self) -> bool:
         """Whether no commit is on its way to storage."""
-        return not self._in_flight and not self._storing
+        return not self._in_flight
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a checkpoint is being written from memory, for which no next attempt waits."""
+        return bool(self._storing)
 
     @property
     def newest_number(self) -> int | None:
@@ -122,6 +128,7 @@ class CheckpointDesk:
         """What has become of a checkpoint in memory."""
         if isinstance(said, HeldStored):
             self._storing.discard(said.manifest.number)
+            self._from_memory.add(said.manifest.number)
             self._commit(said.manifest)
         elif isinstance(said, HeldNotStored):
             self._storing.discard(said.number)
@@ -235,4 +242,5 @@ class CheckpointDesk:
             "uri": self._uri_of(manifest.number),
             "iteration": manifest.iteration,
             "metrics": manifest.metrics,
+            **({"from_memory": True} if manifest.number in self._from_memory else {}),
         }

@@ -363,7 +363,7 @@ class RunMachine:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
         if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
             self._leave_for_growth(self.state)
-        if not self._desk.is_idle:
+        if not self._desk.is_idle or (isinstance(self.state, Closing) and self._desk.is_storing):
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
             self._say_attempt_end(self.state.running)
