@@ -43,6 +43,7 @@ class FakeFleet:
         self.made: list[list[float]] = [[] for _ in range(num_workers)]
         self.num_items = 0
         self.agreement: Any = None  # nobody asks them to stop
+        self.memory: Any = None  # they save nothing
 
     @property
     def vitals(self) -> FakeFleet:

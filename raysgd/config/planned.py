@@ -11,7 +11,6 @@ from raysgd.errors import ConfigError
 
 _PLANNED: dict[type, dict[str, str]] = {
     RunConfig: {"detached": "runs that outlive their driver"},
-    CheckpointConfig: {"memory_only_between": "checkpoints in memory alone"},
 }
 
 

@@ -82,7 +82,10 @@ class CheckpointConfig:
         num_to_keep: Checkpoints kept on storage, the best by score and always the newest; None: all.
         score_attribute: Metric that ranks them; None: by age.
         score_order: ``"max"`` or ``"min"`` is best.
-        memory_only_between: Planned: checkpoints held in memory only between two that go to storage.
+        memory_only_between: Every how many-th save goes to storage; those between are held in the cluster's memory alone,
+            from where a run recovers. The newest is written to storage when the run ends. 0: every save goes there.
+        keep_in_memory: Hold the newest checkpoint in the cluster's object store as well, outside the worker that made it,
+            where a run goes on from after a worker's death. It takes the size of a state there, twice while saving.
         max_pending_bytes: Bytes of snapshots a worker may hold before ``save_checkpoint`` waits.
         on_write_error: ``"raise"`` ends the run when storage goes on failing; ``"warn"`` goes on without that checkpoint.
     """
@@ -91,6 +94,7 @@ class CheckpointConfig:
     score_attribute: str | None = None
     score_order: str = "max"
     memory_only_between: int = 0
+    keep_in_memory: bool = True
     max_pending_bytes: int = 4 << 30
     on_write_error: str = "raise"
 
@@ -101,5 +105,10 @@ class CheckpointConfig:
             raise ConfigError(f"CheckpointConfig(score_attribute={self.score_attribute!r}) must be a metric's name.")
         check_choice("CheckpointConfig(score_order)", self.score_order, ("max", "min"))
         check_count("CheckpointConfig(memory_only_between)", self.memory_only_between, minimum=0)
+        if self.memory_only_between > 1 and not self.keep_in_memory:
+            raise ConfigError(
+                f"CheckpointConfig(memory_only_between={self.memory_only_between}, keep_in_memory=False) would keep the "
+                "saves between nowhere."
+            )
         check_count("CheckpointConfig(max_pending_bytes)", self.max_pending_bytes, minimum=1)
         check_choice("CheckpointConfig(on_write_error)", self.on_write_error, ("raise", "warn"))

@@ -90,6 +90,28 @@ class CommitFailed:
 
 
 @dataclass(frozen=True)
+class HeldLost:
+    """A checkpoint is in the cluster's memory no more, or not where the group could read it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class HeldStored:
+    """A checkpoint's parts were written to storage from the cluster's memory."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class HeldNotStored:
+    """They could not be."""
+
+    number: int
+    error: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """End early and in peace (``cancel=False``), or at once; ``failed`` is the error of a callback that says so."""
 
@@ -115,6 +137,9 @@ Input = (
     | WorkerHung
     | Committed
     | CommitFailed
+    | HeldLost
+    | HeldStored
+    | HeldNotStored
     | StopAsked
     | TimeUp
 )
@@ -136,13 +161,19 @@ class PrepareGroup:
 
 @dataclass(frozen=True)
 class Enter:
-    """Enter train_func on all ranks."""
+    """Enter train_func on all ranks.
+
+    Attributes:
+        checkpoint: Where the checkpoint to start from is on storage, if it is there.
+        held: The same in the cluster's memory, if it is there.
+    """
 
     attempt: int
     checkpoint: str | None
     first_number: int
     iterations_before: int
     time_before_s: float
+    held: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +237,21 @@ class DeleteCheckpoint:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """A checkpoint is in the cluster's memory; let go of these older ones."""
+
+    number: int
+    older: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoreHeld:
+    """Write a checkpoint that is in the cluster's memory to storage."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class SetTimer:
     """Feed `TimeUp` back after ``delay_s``."""
 
@@ -256,6 +302,8 @@ Command = (
     | LeaveGroup
     | Commit
     | DeleteCheckpoint
+    | Hold
+    | StoreHeld
     | SetTimer
     | Say
     | Note

@@ -101,6 +101,10 @@ class CheckpointCollector:
         self._given_up.add(call)
         return self._first_number + call
 
+    def discard(self, call: int) -> None:
+        """Nothing is to be made of this call here."""
+        self._pending.pop(call, None)
+
     def left(self, rank: int) -> str | None:
         """``rank`` has returned; returns what is wrong if that leaves calls without what they need of it."""
         self._left.add(rank)

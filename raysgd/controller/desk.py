@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from a rank's call to what is on storage. Pure: part of the run's machine."""
+"""The checkpoints of a run, from a rank's call to what is on storage and in memory. Pure: part of the run's machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.retention import RetentionPolicy
-from raysgd.config import CheckpointConfig
 from raysgd.controller import frames
-from raysgd.controller.commands import Command, Commit, DeleteCheckpoint, Note, Say
+from raysgd.controller.commands import (
+    Command,
+    Commit,
+    DeleteCheckpoint,
+    HeldLost,
+    HeldNotStored,
+    HeldStored,
+    Note,
+    Say,
+    StoreHeld,
+)
 from raysgd.controller.commits import CheckpointCollector, Score
-from raysgd.controller.reducing import Reduce
+from raysgd.controller.memory_tier import MemoryTier
+from raysgd.controller.plan import RunPlan
 from raysgd.controller.shelf import Shelf, Start
-from raysgd.session.events import PartFailed, PartSafe, Saved, Scored
+from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
 
 
 class CheckpointDesk:
@@ -22,31 +32,41 @@ class CheckpointDesk:
     Args:
         uri_of: The folder of a checkpoint, by its number.
         out: Where commands go.
+        on_held: Told the number of a checkpoint that is in memory, from where training can go on.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
-        start: Start,
-        reduce: Reduce,
+        plan: RunPlan,
         *,
         uri_of: Callable[[int], str],
         out: Callable[[Command], None],
+        on_held: Callable[[int], None] = lambda number: None,
     ) -> None:
+        config = plan.checkpoint
         retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order)
-        self._shelf = Shelf(start, retention)
-        self._reduce = reduce
+        self._shelf = Shelf(plan.start, retention)
+        self._reduce = plan.reduce
         self._uri_of = uri_of
         self._out = out
+        self._memory = MemoryTier(out, on_held) if config.keep_in_memory else None
+        self._stored_every = max(1, config.memory_only_between)
         self._in_flight: dict[int, Manifest] = {}
-        self._last_number = start.number
+        self._storing: set[int] = set()  # from memory, as were
+        self._from_memory: set[int] = set()
+        self._last_number = plan.start.number
         self._first_number = 1
-        self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=reduce)
+        self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=plan.reduce)
 
     @property
     def is_idle(self) -> bool:
         """Whether no commit is on its way to storage."""
         return not self._in_flight
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a checkpoint is being written from memory, for which no next attempt waits."""
+        return bool(self._storing)
 
     @property
     def newest_number(self) -> int | None:
@@ -58,9 +78,15 @@ class CheckpointDesk:
         return None if self.newest_number is None else self._uri_of(self.newest_number)
 
     @property
+    def newest_held(self) -> Manifest | None:
+        """The checkpoint in memory, if that is what the next attempt would go on from."""
+        held = None if self._memory is None else self._memory.newest
+        return held if held is not None and held.number >= (self.newest_number or 0) else None
+
+    @property
     def is_bound_to_size(self) -> bool:
         """Whether the newest checkpoint can be gone on from by as many ranks as saved it only."""
-        newest = self._shelf.newest
+        newest = self.newest_held or self._shelf.newest
         return newest is not None and newest.all_ranks
 
     def number_of(self, call: int) -> int:
@@ -69,18 +95,55 @@ class CheckpointDesk:
 
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Where the attempt goes on from, and the number its first save makes."""
-        start = self._shelf.start(self._uri_of)
+        start = self._start()
         self._shelf.forget_scores()
-        self._first_number = self._last_number + 1
-        self._collector = CheckpointCollector(
-            attempt,
-            world_size,
-            first_number=self._first_number,
-            iterations_before=start.iteration,
-            reduce=self._reduce,
-            is_resumed=start.uri is not None,
-        )
+        self._first_number = max(self._last_number, start.number) + 1
+
+        def collector() -> CheckpointCollector:
+            return CheckpointCollector(
+                attempt,
+                world_size,
+                first_number=self._first_number,
+                iterations_before=start.iteration,
+                reduce=self._reduce,
+                is_resumed=start.is_checkpoint,
+            )
+
+        self._collector = collector()
+        if self._memory is not None:
+            self._memory.begin_attempt(collector())
+        if start.held is not None and start.number % self._stored_every == 0:
+            self.store_held()  # it was on its way to storage
         return start, self._first_number
+
+    def store_held(self) -> None:
+        """Have the newest checkpoint written to storage from memory, if it is not there yet."""
+        held = self.newest_held
+        if held is not None and not held.number <= max([self.newest_number or 0, *self._in_flight, *self._storing]):
+            self._storing.add(held.number)
+            self._shelf.forget_scores([held.number])  # it has been scored in memory by those
+            self._out(StoreHeld(held))
+
+    def take_held(self, said: HeldLost | HeldStored | HeldNotStored) -> None:
+        """What has become of a checkpoint in memory."""
+        if isinstance(said, HeldStored):
+            self._storing.discard(said.manifest.number)
+            self._from_memory.add(said.manifest.number)
+            self._commit(said.manifest)
+        elif isinstance(said, HeldNotStored):
+            self._storing.discard(said.number)
+            message = f"checkpoint {said.number} is in memory alone and could not be written to storage: {said.error}"
+            self._out(Note("warning", {"message": message}))
+        elif self._memory is not None:
+            self._memory.lost(said.number)
+            self._out(Note("warning", {"message": f"checkpoint {said.number} is no longer in the cluster's memory"}))
+
+    def _start(self) -> Start:
+        start, held = self._shelf.start(self._uri_of), self.newest_held
+        if held is None:
+            return start
+        uri = start.uri if start.number == held.number else None
+        return Start(uri, held.iteration, held.time_total_s, held.number, held)
 
     @property
     def last_checkpoint(self) -> str:
@@ -94,28 +157,30 @@ class CheckpointDesk:
         Ranks that are gone will not make the reports that rounds wait for: what the others made is the round.
         """
         self._take_scores(self._collector.complete_scores(is_over=True))
+        if self._memory is not None:
+            self._memory.end_attempt()
         return max(0, self.newest_iteration() - iterations_before)
 
     def newest_iteration(self) -> int:
         """The iteration of the newest checkpoint, one that is being committed included; 0 without one."""
-        known = [manifest.iteration for manifest in self._in_flight.values()]
-        if self._shelf.newest is not None:
-            known.append(self._shelf.newest.iteration)
-        return max(known, default=0)
+        known = [*self._in_flight.values(), self._shelf.newest, self.newest_held]
+        return max((manifest.iteration for manifest in known if manifest is not None), default=0)
 
     # -- what ranks do --------------------------------------------------------------------------------------------
 
     def reported(self, rank: int, count: int) -> None:
         self._collector.reported(rank, count)
+        if self._memory is not None:
+            self._memory.reported(rank, count)
 
-    def take(self, rank: int, said: Saved | PartSafe | Scored) -> str | None:
+    def take(self, rank: int, said: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """An event of a rank; returns the rule it breaks, if it does."""
-        rule = None
+        rule = None if self._memory is None else self._memory.take(rank, said)
         if isinstance(said, Saved):
-            rule = self._collector.saved(rank, said)
+            rule = self._collector.saved(rank, said) or rule
         elif isinstance(said, PartSafe):
-            rule = self._collector.part_safe(rank, said)
-        else:
+            rule = self._collector.part_safe(rank, said) or rule
+        elif isinstance(said, Scored):
             self._collector.scored(rank, said)
         self._commit_complete()
         return rule
@@ -126,7 +191,8 @@ class CheckpointDesk:
 
     def left(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that is broken by what it did not do."""
-        rule = self._collector.left(rank)
+        rule = None if self._memory is None else self._memory.left(rank)
+        rule = self._collector.left(rank) or rule
         self._commit_complete()
         return rule
 
@@ -153,10 +219,15 @@ class CheckpointDesk:
 
     def _commit_complete(self) -> None:
         for manifest in self._collector.complete():
-            self._last_number = max(self._last_number, manifest.number)
-            self._in_flight[manifest.number] = manifest
-            self._out(Commit(manifest))
+            self._commit(manifest)
+            if manifest.is_files and self._memory is not None:
+                self._memory.discard(manifest.number - self._first_number)
         self._take_scores(self._collector.complete_scores())
+
+    def _commit(self, manifest: Manifest) -> None:
+        self._last_number = max(self._last_number, manifest.number)
+        self._in_flight[manifest.number] = manifest
+        self._out(Commit(manifest))
 
     def _take_scores(self, scores: Sequence[Score]) -> None:
         for score in scores:
@@ -171,4 +242,5 @@ class CheckpointDesk:
             "uri": self._uri_of(manifest.number),
             "iteration": manifest.iteration,
             "metrics": manifest.metrics,
+            **({"from_memory": True} if manifest.number in self._from_memory else {}),
         }

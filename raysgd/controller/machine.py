@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raysgd.checkpoint.manifest import Manifest
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.desk import CheckpointDesk
@@ -15,7 +16,7 @@ from raysgd.controller.growth import Growth
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.retries import Retries
 from raysgd.controller.savepoint import SavePoint
-from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
+from raysgd.controller.states import CALLBACK_NODE, Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
 from raysgd.controller.verdict import Evidence, judge
 from raysgd.session import events as e
 
@@ -23,9 +24,6 @@ from raysgd.session import events as e
 GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
-
-#: Stands for the node where an error was raised by a callback on the controller's side.
-CALLBACK_NODE = "the process of the controller's callbacks"
 
 
 class RunMachine:
@@ -40,15 +38,20 @@ class RunMachine:
         self._why_stopped = ""
         self._is_told = False
         self._commands: list[c.Command] = []
-        self._desk = CheckpointDesk(plan.checkpoint, plan.start, plan.reduce, uri_of=uri_of, out=self._out)
-        self._retries = Retries(plan.failure, self._out)
         self._savepoint = SavePoint(self._out)
+        self._desk = CheckpointDesk(plan, uri_of=uri_of, out=self._out, on_held=self._savepoint.committed)
+        self._retries = Retries(plan.failure, self._out)
         self._growth = Growth(self._savepoint, clock, self._out)
 
     @property
     def has_ended_well(self) -> bool:
         """Whether the run is over without an error."""
         return isinstance(self.state, Closed) and self.state.outcome.kind in ("done", "stopped")
+
+    @property
+    def newest_held(self) -> Manifest | None:
+        """The checkpoint in the cluster's memory that the next attempt would go on from."""
+        return self._desk.newest_held
 
     @property
     def newest_checkpoint(self) -> int | None:
@@ -80,6 +83,8 @@ class RunMachine:
                 self._savepoint.committed(given.manifest.number)
             case c.CommitFailed():
                 self._write_failed(given.number, self._desk.failed(given.number, given.error))
+            case c.HeldLost() | c.HeldStored() | c.HeldNotStored():
+                self._desk.take_held(given)
             case c.StopAsked():
                 self._stop_asked(given)
             case c.TimeUp():
@@ -97,15 +102,10 @@ class RunMachine:
         start, first_number = self._desk.begin_attempt(attempt, world_size)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
         self._growth.formed(self.state, given.num_newcomers)
-        data = {
-            "attempt": attempt,
-            "world_size": world_size,
-            "iterations_before": start.iteration,
-            "time_before_s": start.time_total_s,
-        }
+        data = {"attempt": attempt, "world_size": world_size, **start.counters()}
         self._out(c.Say(frames.ATTEMPT, attempt, data=data))
-        self._out(c.Note("attempt_start", {**data, "checkpoint": start.uri}))
-        self._out(c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s))
+        self._out(c.Note("attempt_start", {**data, **start.place()}))
+        self._out(c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s, start.held))
 
     def _group_failed(self, given: c.GroupFailed) -> None:
         if not isinstance(self.state, Preparing):
@@ -126,7 +126,7 @@ class RunMachine:
                 self._desk.reported(rank, said.first + said.count)
                 data = {"first": said.first, "count": said.count}
                 self._out(c.Say(frames.REPORTS, given.attempt, rank, data, said.rows))
-            case e.Saved() | e.PartSafe() | e.Scored():
+            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
                 self._break_rule(running, self._desk.take(rank, said))
             case e.PartFailed():
                 self._write_failed(self._desk.number_of(said.call), self._desk.part_failed(said))
@@ -185,6 +185,7 @@ class RunMachine:
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
             outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
             self.state = Closing(outcome, running)
+            self._desk.store_held()
 
     def _worker_hung(self, given: c.WorkerHung) -> None:
         running = self._running(given.attempt)
@@ -349,6 +350,7 @@ class RunMachine:
 
     def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
         self.state = Closing(outcome, running, set(killed or ()))
+        self._desk.store_held()
         if outcome.kind == "error":  # raised first, cleaned up after
             self._tell(outcome)
 
@@ -361,7 +363,7 @@ class RunMachine:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
         if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
             self._leave_for_growth(self.state)
-        if not self._desk.is_idle:
+        if not self._desk.is_idle or (isinstance(self.state, Closing) and self._desk.is_storing):
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
             self._say_attempt_end(self.state.running)

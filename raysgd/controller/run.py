@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd.backends.base import Member
+from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
@@ -17,14 +18,15 @@ from raysgd.controller import frames
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.hang_policy import Hang
+from raysgd.controller.held import HeldParts, Memory
 from raysgd.controller.loads import LoadAnswers
-from raysgd.controller.machine import CALLBACK_NODE, RunMachine
+from raysgd.controller.machine import RunMachine
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, make_run_order
 from raysgd.controller.run_files import RunFiles
-from raysgd.controller.states import Outcome
+from raysgd.controller.states import CALLBACK_NODE, Outcome
 from raysgd.controller.straggler_policy import Straggler
 from raysgd.controller.watch import Watch, Watched
 from raysgd.data.plan import NO_DATASETS
@@ -51,6 +53,8 @@ class Fleet(Protocol):
     def vitals(self) -> Watched: ...
     @property
     def agreement(self) -> Agreement: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def num_newcomers(self) -> int: ...
     def on_newcomer(self, told: Callable[[], None]) -> None: ...
@@ -108,6 +112,7 @@ class Run:
         self._watching: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
+        self._held = HeldParts(fleet.memory, self._files.uri_of, lambda *said: self._feed(c.WorkerSaid(*said)))
         self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
 
     @property
@@ -208,6 +213,11 @@ class Run:
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
             case c.Commit():
                 self._spawn(self._commit(command))
+            case c.Hold():
+                self._held.forget(command.older)
+                self._held.copy(command.number)
+            case c.StoreHeld():
+                self._spawn(self._store_held(command.manifest))
             case c.DeleteCheckpoint():
                 if self._loads.may_go(command.number):
                     self._files.delete([command.number])
@@ -218,6 +228,7 @@ class Run:
             case c.Close():
                 self._files.delete(self._loads.end())
                 self._stop_watching()
+                self._held.close()
                 if self._preparing is not None:
                     self._preparing.cancel()
                 self._closed.set()
@@ -228,6 +239,8 @@ class Run:
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
+            if (held := self._machine.newest_held) and not await self._held.is_reachable(held):
+                self._feed(c.HeldLost(held.number))
         except WorkerDiedError as error:
             self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=True, ranks=error.ranks))
             return
@@ -270,6 +283,8 @@ class Run:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
         self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
+        held = command.held
+        self._held.begin(command.attempt, command.first_number, held.number if held else None)
         self._watch(command.attempt)
         shared = self._share(make_run_order(self._request, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(self._fleet.size):
@@ -277,6 +292,7 @@ class Run:
                 attempt=command.attempt,
                 member=self._fleet.member(rank, self._rendezvous),
                 checkpoint=command.checkpoint,
+                held=None if held is None else self._held.of(held, rank),
                 first_number=command.first_number,
                 previous_size=self._previous_size,
                 iterations_before=command.iterations_before,
@@ -314,11 +330,14 @@ class Run:
                 if isinstance(item, list):
                     for event in item:
                         self._take_value(rank, event)
-                        self._feed(c.WorkerSaid(rank, attempt, event))
+                        if not self._held.said(rank, attempt, event):
+                            self._feed(c.WorkerSaid(rank, attempt, event))
                 else:
                     self._values[rank] = item
         except Exception as error:
             died = str(error)
+        if died is None:
+            await self._held.settle(rank)
         self._feed(c.WorkerGone(rank, attempt, died))
 
     def _take_value(self, rank: int, event: e.WorkerEvent) -> None:
@@ -327,6 +346,14 @@ class Run:
         self._meetings.left(rank)
         if event.value is not None:
             self._values[rank] = event.value
+
+    async def _store_held(self, manifest: Manifest) -> None:
+        try:
+            parts = await self._held.store(manifest)
+        except Exception as error:
+            self._feed(c.HeldNotStored(manifest.number, f"{type(error).__name__}: {error}"))
+        else:
+            self._feed(c.HeldStored(dataclasses.replace(manifest, parts=parts)))
 
     async def _commit(self, command: c.Commit) -> None:
         manifest = command.manifest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,30 @@ if TYPE_CHECKING:  # requests need this module's records alone, before the Train
 
 @dataclass(frozen=True)
 class Start:
-    """What an attempt goes on from: a checkpoint's URI (None: the run's initial state, if any), and the counters."""
+    """What an attempt goes on from: a checkpoint, or (without both) the run's initial state, if any; and the counters.
+
+    Attributes:
+        uri: Where it is on storage.
+        held: It is in the cluster's memory, which comes first.
+    """
 
     uri: str | None = None
     iteration: int = 0
     time_total_s: float = 0.0
     number: int = 0
+    held: Manifest | None = None
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.uri is not None or self.held is not None
+
+    def counters(self) -> dict[str, Any]:
+        """Where the attempt's iterations and time go on."""
+        return {"iterations_before": self.iteration, "time_before_s": self.time_total_s}
+
+    def place(self) -> dict[str, Any]:
+        """Where the checkpoint is: on storage, and as which number in memory."""
+        return {"checkpoint": self.uri, "memory": None if self.held is None else self.number}
 
 
 class Shelf:
@@ -44,6 +62,10 @@ class Shelf:
             del self._manifests[number]
         return manifest, doomed
 
+    def drop(self, number: int) -> None:
+        """It is not there any more."""
+        self._manifests.pop(number, None)
+
     def score(self, number: int, metrics: dict[str, Any] | None, time_total_s: float = 0.0) -> Manifest | None:
         """A checkpoint belongs to the round with these metrics; the manifest that says so, or None if it is not here.
 
@@ -57,9 +79,10 @@ class Shelf:
         self._manifests[number] = self._amended(known, metrics, time_total_s)
         return self._manifests[number]
 
-    def forget_scores(self) -> None:
-        """Those of checkpoints that never came: the next attempt gives their numbers to others."""
-        self._scores.clear()
+    def forget_scores(self, numbers: Iterable[int] | None = None) -> None:
+        """Those of these checkpoints; by default of all that never came: the next attempt gives their numbers to others."""
+        for number in list(self._scores) if numbers is None else numbers:
+            self._scores.pop(number, None)
 
     def start(self, uri_of: Callable[[int], str]) -> Start:
         """Where the next attempt goes on: the newest checkpoint, or where the run began."""

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 
 from raysgd.session.events import Failed
 
+#: Stands for the node where an error was raised by a callback on the controller's side.
+CALLBACK_NODE = "the process of the controller's callbacks"
+
 
 @dataclass
 class Preparing:

@@ -80,6 +80,23 @@ class PartFailed:
 
 
 @dataclass(frozen=True)
+class PartHeld:
+    """This rank's part of save ``call`` is in the cluster's memory, and its small state."""
+
+    call: int
+    num_bytes: int
+    rank_state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HoldFailed:
+    """This rank's part of save ``call`` will not be in the cluster's memory."""
+
+    call: int
+    error: str
+
+
+@dataclass(frozen=True)
 class AtSavePoint:
     """The rank has made save ``call``, which all ranks leave after, and waits; see `raysgd.session.savegate`."""
 
@@ -150,6 +167,8 @@ WorkerEvent = (
     | Scored
     | PartSafe
     | PartFailed
+    | PartHeld
+    | HoldFailed
     | AtSavePoint
     | Sample
     | Warned

@@ -9,23 +9,16 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointNotFoundError, StorageError
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+from raysgd.session.holding import Job, Payloads
 
 if TYPE_CHECKING:
-    from raysgd.checkpoint.snapshot import Snapshot, StagingPool
-
-
-@dataclass(frozen=True)
-class _Job:
-    call: int
-    snapshot: Snapshot
-    rank_state: dict[str, Any]
+    from raysgd.checkpoint.snapshot import StagingPool
 
 
 class CheckpointWriter:
@@ -36,7 +29,9 @@ class CheckpointWriter:
         attempt: Number of the attempt; part of every file's name, so that a late writer overwrites nothing.
         first_number: Number of the checkpoint that the first call makes.
         pool: Staging buffers, reused from one attempt to the next.
-        put: Where events go; called from both threads.
+        put: Where events go; called from all threads.
+        is_held: Whether each snapshot goes into the cluster's memory as well, by way of `payloads`.
+        stored_every: Of the checkpoints those go to storage whose numbers are multiples of it.
     """
 
     def __init__(
@@ -48,13 +43,17 @@ class CheckpointWriter:
         first_number: int,
         pool: StagingPool,
         put: Callable[[WorkerEvent], None],
+        is_held: bool = False,
+        stored_every: int = 1,
     ) -> None:
         self._store = store
         self._prefix = part_prefix(attempt, rank)
         self._first_number = first_number
         self._pool = pool
         self._put = put
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._stored_every = stored_every
+        self._payloads = Payloads(put) if is_held else None
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
@@ -62,8 +61,13 @@ class CheckpointWriter:
         from raysgd.checkpoint.snapshot import take_snapshot  # NumPy: the controller imports this module without it
 
         snapshot = take_snapshot(state, self._pool, trusted=trusted)
-        self._start()
-        self._jobs.put(_Job(call, snapshot, rank_state))
+        is_stored = (self._first_number + call) % self._stored_every == 0
+        job = Job(call, snapshot, rank_state, is_stored + (self._payloads is not None))
+        if self._payloads is not None:
+            self._payloads.offer(job)
+        if is_stored:
+            self._start()
+            self._jobs.put(job)
 
     def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
         """Copy the user's file or folder to storage; returns when it is there, so that the caller may delete it.
@@ -84,12 +88,22 @@ class CheckpointWriter:
         """The part of a rank that gives no state: what its generators and its data position are."""
         self._put(PartSafe(call, (), rank_state))
 
-    def close(self) -> None:
-        """Wait until all that was queued is written or has failed."""
+    def payloads(self) -> Iterator[Any]:
+        """What is to be held in the cluster's memory, for the one stream that takes it there; see `Payloads`."""
+        return iter(()) if self._payloads is None else self._payloads.take_all()
+
+    def close(self, *, wait_held: bool = False) -> None:
+        """Wait until all that was queued is written or has failed.
+
+        Args:
+            wait_held: Wait also until it is in memory, for a while.
+        """
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        if self._payloads is not None:
+            self._payloads.close(wait=wait_held)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -105,7 +119,7 @@ class CheckpointWriter:
             except Exception as error:  # it must reach the controller, whatever it is
                 self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
             finally:
-                job.snapshot.release()
+                job.done()
 
 
 def _is_of_source(error: Exception, source: str) -> bool:

@@ -75,7 +75,9 @@ def one_group_lives(history: History) -> Iterator[str]:
     yield from _processes(found)
     for span in found:
         for frame in span.frames:
-            if frame.kind in (frames.REPORTS, frames.RANK_DONE, frames.CHECKPOINT) and frame.attempt != span.attempt:
+            may_be_late = frame.kind == frames.CHECKPOINT and frame.data.get("from_memory")
+            is_counted = frame.kind in (frames.REPORTS, frames.RANK_DONE, frames.CHECKPOINT)
+            if is_counted and frame.attempt != span.attempt and not may_be_late:
                 yield f"frame {frame.seq}, {frame.kind} of attempt {frame.attempt}, came during attempt {span.attempt}"
         entered = Counter((data["attempt"], data["rank"]) for data in events(span.frames, "entered"))
         for (attempt, rank), count in entered.items():
@@ -156,7 +158,10 @@ def _rounds(history: History) -> Iterator[Result]:
 
 
 def attempts_start_where_they_should(history: History) -> Iterator[str]:
-    """Each attempt goes on from the newest checkpoint committed before it; without one, from where the run began."""
+    """Each attempt goes on from the newest checkpoint committed before it, or from a newer one that is in memory.
+
+    Without one it goes on from where the run began.
+    """
     began: tuple[str | None, int] | None = None
     passed_over: set[int] = set()
     for place, frame in enumerate(history.frames):
@@ -171,6 +176,9 @@ def attempts_start_where_they_should(history: History) -> Iterator[str]:
         known = {n: told for n, told in committed(history.frames[:place]).items() if n not in passed_over}
         newest = known[max(known)] if known else None
         expected = began if newest is None else (newest["uri"], newest["iteration"])
+        held = data.get("memory")
+        if held is not None and held >= max(known, default=0) and start[1] >= expected[1]:
+            continue
         if start != expected:
             yield (
                 f"attempt {data['attempt']} started from {start[0]} (iteration {start[1]}); "

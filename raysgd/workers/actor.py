@@ -6,13 +6,14 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysgd.backends.base import BackendConfig
+from raysgd.checkpoint.names import FileEntry
 from raysgd.session.progress import Pulse
 from raysgd.workers.freshness import ModuleWatch
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
@@ -131,6 +132,24 @@ class WorkerActor:
             yield batch
         self._forget(attempt)
         self._modules.look()
+
+    def payloads(self, attempt: int) -> Iterator[Any]:
+        """What this rank saves in an attempt, each part an array of bytes; a stream, whose items the controller owns."""
+        current = self._attempt
+        if current is None or current.number != attempt:
+            return
+        yield from current.payloads()
+
+    def reach(self, parts: Sequence[Any], timeout_s: float) -> bool:
+        """Whether this node has these parts of a checkpoint in memory, or can fetch them within the time."""
+        ready, _ = ray.wait(list(parts), num_returns=len(parts), timeout=timeout_s, fetch_local=True)
+        return len(ready) == len(parts)
+
+    def store(self, parts: Sequence[Any], folder: str, prefix: str) -> list[FileEntry]:
+        """Write a part of a checkpoint from memory to storage; returns its files, which are durable."""
+        from raysgd.workers.starting import store_part
+
+        return store_part(parts[0], folder, prefix)
 
     def end(self, attempt: int, why: str) -> None:
         """End an attempt that still runs."""

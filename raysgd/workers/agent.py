@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import ray
 
 from raysgd.workers.memory_watch import MemoryWatch
 from raysgd.workers.out_of_memory import MemoryEvidence
@@ -23,6 +25,9 @@ from raysgd.workers.stacks import read_stacks
 
 #: Seconds between two looks at what processes use of memory.
 _MEMORY_INTERVAL_S = 0.5
+#: Seconds for a copy of a checkpoint to arrive.
+_COPY_S = 30.0
+
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -42,13 +47,16 @@ class ProcessLook:
 
 
 class NodeAgent:
-    """What is done to processes by their ids. Plain calls, quick but for `stacks`."""
+    """What is done to processes by their ids, and for their checkpoints. Plain calls, quick but for `stacks`."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(thread_name_prefix="raysgd-stacks")
         self._memory = MemoryWatch()
         self._looking: threading.Thread | None = None
         self._closing = threading.Event()
+        self._wanted: list[Any] = []
+        self._held: list[Any] = []
+        self._fetching: Future[None] | None = None
 
     def look(self, pids: Sequence[int]) -> list[ProcessLook | None]:
         """How each process stands; None for one that is gone."""
@@ -58,6 +66,18 @@ class NodeAgent:
         """End a process with SIGKILL, a stopped one too, for which Ray needs 5 s."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+    def hold(self, parts: Sequence[Any]) -> None:
+        """Have copies of these parts of a checkpoint on this node, instead of those held before; returns at once."""
+        self._wanted = list(parts)
+        if self._fetching is None or self._fetching.done():  # else it goes on with these: one copy at a time
+            self._fetching = self._pool.submit(self._fetch_wanted)
+
+    def _fetch_wanted(self) -> None:
+        while (wanted := self._wanted) is not self._held:
+            if wanted:
+                ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_S, fetch_local=True)
+            self._held = wanted
 
     def stacks(self, processes: Sequence[tuple[int, int]]) -> list[str]:
         """Where processes stand, each given by its id and the descriptor of its stacks; see `read_stacks`."""

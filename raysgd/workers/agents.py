@@ -81,6 +81,21 @@ class Agents:
         stacks: list[str] = await self._ask(node_id, "stacks", list(processes), timeout_s)
         return stacks
 
+    def hold(self, parts: Sequence[tuple[str, Any]]) -> None:
+        """Have each part of a checkpoint on a second node that has an agent, instead of those held before.
+
+        Args:
+            parts: With the node that each is on.
+        """
+        places = [self._here, *self._actors]
+        held: dict[str, list[Any]] = {node_id: [] for node_id in places}
+        for node_id, part in parts:
+            if other := next((place for place in places if place != node_id), None):
+                held[other].append(part)
+        self._own.hold(held.pop(self._here))
+        for node_id, here in held.items():
+            self._actors[node_id].hold.remote(here)
+
     def kill(self, info: WorkerInfo) -> None:
         """End a process where it is; returns at once."""
         if info.node_id == self._here:

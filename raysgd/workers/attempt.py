@@ -122,6 +122,10 @@ class Attempt:
         if problem is not None:
             self._outbox.put(Warned(problem))
 
+    def payloads(self) -> Iterator[Any]:
+        """What this rank saves, as arrays of bytes: a stream of its own."""
+        return self._writer.payloads()
+
     def pulse(self) -> Pulse:
         """How far train_func has come."""
         return self._session.progress.pulse(is_inside=self._is_inside, has_gpu=self._order.member.has_gpu)
@@ -157,7 +161,7 @@ class Attempt:
             self._leave_group()
         self._session.close()
         context.leave_behind(threads)
-        self._writer.close()  # what was saved is to be durable, however train_func left
+        self._writer.close(wait_held=isinstance(outcome, Returned))  # saves are to be durable, however train_func left
         # The session stays installed, closed, so that a thread left behind gets its error.
         if not isinstance(outcome, Failed):  # that one has left already
             self._outbox.put(outcome, urgent=True)

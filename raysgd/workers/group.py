@@ -22,6 +22,7 @@ from raysgd.session.events import WorkerEvent
 from raysgd.workers.agents import Agents
 from raysgd.workers.agreement import Agreement
 from raysgd.workers.cluster import check_feasible, cluster_nodes
+from raysgd.workers.cluster_memory import ClusterMemory
 from raysgd.workers.deaths import DEATHS, first_line
 from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
@@ -75,6 +76,7 @@ class WorkerGroup:
         self._lost_nodes: set[str] = set()
         self.streams = WorkerStreams()
         self.agreement = Agreement(self.call)
+        self.memory = ClusterMemory(self._agents, lambda: self._members)
         self.vitals = Vitals(self._agents, lambda: self._members)
 
     @property

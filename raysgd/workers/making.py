@@ -25,7 +25,7 @@ from raysgd.workers.attempt import Attempt, WorkerCallbacks
 from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.orders import AttemptOrder, Blob, RunOrder
 from raysgd.workers.pickling import dumps, loads
-from raysgd.workers.starting import FromCheckpoint, FromState
+from raysgd.workers.starting import FromCheckpoint, FromMemory, FromState
 
 
 def make_pool(run: RunOrder) -> StagingPool:
@@ -54,6 +54,8 @@ def make_attempt(
         first_number=order.first_number,
         pool=pool,
         put=outbox.put,
+        is_held=run.checkpoint.keep_in_memory,
+        stored_every=max(1, run.checkpoint.memory_only_between),
     )
     given = loads(resolve(run.callbacks)) if run.callbacks is not None else []
     callbacks = WorkerCallbacks(given, run, order, outbox)
@@ -123,7 +125,9 @@ class ControllerLink:
         return self._handle
 
 
-def _starting_point(run: RunOrder, order: AttemptOrder) -> FromCheckpoint | FromState | None:
+def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromCheckpoint | FromState | None:
+    if order.held is not None:
+        return FromMemory(order.held)
     if order.checkpoint is not None:
         return FromCheckpoint(order.checkpoint)
     return None if run.initial_state is None else FromState(resolve(run.initial_state))

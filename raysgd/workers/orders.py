@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
 from raysgd.workers.uplink import Place
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.manifest import Manifest
 
 #: A pickle, or (where it is large) a reference to one in the object store.
 Blob = Any
@@ -43,11 +47,25 @@ class RunOrder:
 
 
 @dataclass(frozen=True)
+class HeldCheckpoint:
+    """A checkpoint in the cluster's memory.
+
+    Attributes:
+        manifest: As it would be on storage, without files.
+        parts: References to the payloads, by the rank that saved them.
+    """
+
+    manifest: Manifest
+    parts: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
 class AttemptOrder:
     """What one worker does in one attempt.
 
     Attributes:
         checkpoint: URI of the checkpoint's folder to start from; None: the run's initial state, if it has one.
+        held: The checkpoint to start from, where it is in memory; it comes before ``checkpoint``.
         previous_size: Ranks of the attempt before; None for the first.
         first_number: Number of the checkpoint that the first ``save_checkpoint`` of the attempt makes.
         iterations_before: Rounds before this attempt.
@@ -63,6 +81,7 @@ class AttemptOrder:
     iterations_before: int
     time_before_s: float
     flush_interval_s: float
+    held: HeldCheckpoint | None = None
     previous_size: int | None = None
     place: Place | None = None
 

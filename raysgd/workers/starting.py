@@ -1,13 +1,18 @@
-"""The state an attempt starts from. Worker side."""
+"""The state an attempt starts from, and what is done with one that is in the cluster's memory. Worker side."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ray
+
 from raysgd.checkpoint.checkpoint import load_state
+from raysgd.checkpoint.names import FileEntry
+from raysgd.checkpoint.payload import load_payload, write_payload
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
 from raysgd.session import rank_state
+from raysgd.workers.orders import HeldCheckpoint
 from raysgd.workers.pickling import loads
 
 
@@ -24,6 +29,19 @@ class FromCheckpoint:
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
 
+class FromMemory:
+    """A checkpoint in the cluster's memory, which this node has by now; it is a view there, and copied out."""
+
+    def __init__(self, held: HeldCheckpoint) -> None:
+        self._held = held
+
+    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+        manifest, parts = self._held.manifest, self._held.parts
+        payload = ray.get(parts[rank] if manifest.all_ranks else parts[min(parts)])
+        state = load_payload(payload, trusted=trusted)
+        return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
+
+
 class FromState:
     """A state given to ``run(checkpoint=...)``."""
 
@@ -32,3 +50,12 @@ class FromState:
 
     def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
         return loads(self._blob), {}
+
+
+def store_part(part: Any, folder: str, prefix: str) -> list[FileEntry]:
+    """Write a part that is in the cluster's memory to a checkpoint's folder.
+
+    Raises:
+        StorageError: Writing went on failing.
+    """
+    return write_payload(ray.get(part), Storage.from_uri(folder), prefix)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -75,3 +76,37 @@ def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:
     assert returned[1 - rank]["node"] == kept
     assert returned[rank]["node"] not in (kept, lost)
     assert steps == list(range(returned[0]["start"] + 3))
+
+
+def parts_in_memory() -> dict[str, Any]:
+    """Each rank's part is too large for Ray to keep beside the object store, and none goes to storage."""
+    state = raysgd.load_checkpoint()
+    node = ray.get_runtime_context().get_node_id()
+    start = 0 if state is None else int(state["step"]) + 1
+    for step in itertools.count(start) if state is None else range(start, start + 3):
+        raysgd.report(step=step, node=node)
+        raysgd.save_checkpoint({"step": step, "weights": np.full(300_000, raysgd.world_rank())}, all_ranks=True)
+        time.sleep(0.2)
+    assert state is not None
+    return {"start": start, "node": node, "mine": float(state["weights"].mean())}
+
+
+def test_a_node_with_a_part_of_a_checkpoint_in_memory(cluster: Cluster, tmp_path: Path) -> None:
+    """The other node holds a copy of it."""
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    memory = raysgd.CheckpointConfig(memory_only_between=100_000)
+    with make_trainer(tmp_path, 2, checkpoint=memory) as trainer:
+        stream = trainer.run_generator(parts_in_memory, callbacks=quiet(), returns="all")
+        nodes = [metrics["node"] for metrics in next(stream).workers]
+        rank = int(nodes[0] == ray.get_runtime_context().get_node_id())
+        while next(stream)["step"] < 10:
+            pass
+        (node,) = [node for node in cluster.worker_nodes if node.node_id == nodes[rank]]
+        cluster.remove_node(node, allow_graceful=False)
+        returned = stream.get_returns()
+        starts = events_of(trainer, "attempt_start")
+    assert returned[0]["start"] == returned[1]["start"] > 5, "a copy is behind by few saves only"
+    assert [value["mine"] for value in returned] == [0.0, 1.0]
+    assert starts[-1]["memory"] is not None and starts[-1]["checkpoint"] is None
+    assert returned[rank]["node"] not in nodes

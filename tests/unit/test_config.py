@@ -36,6 +36,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "score_attribute": None,
         "score_order": "max",
         "memory_only_between": 0,
+        "keep_in_memory": True,
         "max_pending_bytes": 4 * 2**30,
         "on_write_error": "raise",
     }
@@ -276,7 +277,6 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, 
     ("config", "name"),
     [
         (RunConfig(name="x", detached=True), "RunConfig(detached=True)"),
-        (CheckpointConfig(memory_only_between=2), "CheckpointConfig(memory_only_between=2)"),
     ],
 )
 def test_a_setting_without_effect_is_refused(config: Any, name: str) -> None:

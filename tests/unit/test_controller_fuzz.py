@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from raysgd.checkpoint.manifest import Manifest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.frames import Frame
@@ -101,6 +102,7 @@ class RunFuzz(RuleBasedStateMachine):
         start=st.sampled_from([Start(), GIVEN]),
         are_up=st.integers(0, 7),
         is_elastic=st.booleans(),
+        stored_every=st.sampled_from([0, 1, 3]),
     )
     def begin(
         self,
@@ -111,8 +113,13 @@ class RunFuzz(RuleBasedStateMachine):
         start: Start,
         are_up: int,
         is_elastic: bool,
+        stored_every: int,
     ) -> None:
         self.is_elastic = is_elastic
+        self.stored_every = stored_every
+        self.held: c.Hold | None = None
+        self.storing: list[Manifest] = []  # from memory
+        self.from_memory: set[int] = set()
         self.num_growths = 0
         self.max_failures = max_failures
         self.num_to_keep = num_to_keep
@@ -134,7 +141,12 @@ class RunFuzz(RuleBasedStateMachine):
             num_ranks,
             start=start,
             failure=FailureConfig(max_failures=max_failures),
-            checkpoint=CheckpointConfig(on_write_error=on_write_error, num_to_keep=num_to_keep),
+            checkpoint=CheckpointConfig(
+                on_write_error=on_write_error,
+                num_to_keep=num_to_keep,
+                keep_in_memory=stored_every > 0,
+                memory_only_between=stored_every,
+            ),
         )
         self._check()
         if are_up:
@@ -143,9 +155,12 @@ class RunFuzz(RuleBasedStateMachine):
     # -- what may happen ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self._is_asked_for_workers())
-    @rule(size=st.integers(1, 3))
-    def workers_are_up(self, size: int = 1) -> None:
+    @rule(size=st.integers(1, 3), luck=st.integers(0, 7))
+    def workers_are_up(self, size: int = 1, luck: int = 1) -> None:
         self.num_answered = self.num_prepared
+        if not luck and self.run.machine.newest_held is not None:
+            self.run.feed(c.HeldLost(self.run.machine.newest_held.number))
+            self.held = None
         if self.is_elastic:
             self.run.num_ranks = size
         self.run.ready(enters=False)
@@ -242,6 +257,13 @@ class RunFuzz(RuleBasedStateMachine):
     def something_of_an_older_attempt_arrives(self, event: e.WorkerEvent) -> None:
         assert self.run.say(0, event, attempt=self.run.attempt - 1) == []
 
+    @precondition(lambda self: self.storing)
+    @rule(succeeds=st.booleans())
+    def memory_is_written(self, succeeds: bool) -> None:
+        manifest = self.storing.pop(0)
+        self.run.feed(c.HeldStored(manifest) if succeeds else c.HeldNotStored(manifest.number, "disk full"))
+        self._check()
+
     @precondition(lambda self: self.in_flight)
     @rule(succeeds=st.sampled_from([True, True, True, False]))
     def storage_answers(self, succeeds: bool) -> None:
@@ -287,6 +309,8 @@ class RunFuzz(RuleBasedStateMachine):
             self._deliver(self._talking()[0])
         elif self.in_flight:
             self._answer(succeeds=True)
+        elif self.storing:
+            self.memory_is_written(succeeds=True)
         elif writing := [rank for rank in self._writing() if rank.waits]:
             writing[0].outbox.append(part(writing[0].unwritten.pop(0)))
         elif leaving := [rank for rank in self._leaving() if not (rank.is_stuck and rank.is_told)]:
@@ -340,7 +364,11 @@ class RunFuzz(RuleBasedStateMachine):
     def _check_Enter(self, command: c.Enter) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
         newest = max(self.on_storage, default=None)
-        if newest is None:
+        if command.held is not None:
+            assert self.held is not None and command.held.number == self.held.number >= (newest or 0)
+            assert command.iterations_before == command.held.iteration
+            assert command.checkpoint == (uri_of(newest) if newest == command.held.number else None)
+        elif newest is None:
             assert (command.checkpoint, command.iterations_before) == (self.start.uri, self.start.iteration)
         else:
             assert (command.checkpoint, command.iterations_before) == (uri_of(newest), self.on_storage[newest])
@@ -363,7 +391,8 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_growths += 1
         attempt = self.attempts[-1]
         (last,) = {rank.last_save for rank in self._inside()}
-        assert last is not None and attempt.entered.first_number + last == max(self.on_storage)
+        number = 0 if self.held is None else self.held.number
+        assert last is not None and attempt.entered.first_number + last == max([*self.on_storage, number])
         assert not attempt.returned
 
     def _check_AgreeOnSave(self, command: c.AgreeOnSave) -> None:  # noqa: N802
@@ -390,6 +419,9 @@ class RunFuzz(RuleBasedStateMachine):
             self.on_storage[number] += 1
             assert command.manifest.iteration == self.on_storage[number]
             return
+        if number in self.from_memory:
+            self.in_flight.append(command)
+            return
         call = number - attempt.entered.first_number
         callers = attempt.saved.get(call, {})
         assert command.manifest.attempt == attempt.entered.attempt
@@ -400,6 +432,16 @@ class RunFuzz(RuleBasedStateMachine):
         assert number > max(self.numbers, default=0)
         self.numbers.append(number)
         self.in_flight.append(command)
+
+    def _check_Hold(self, command: c.Hold) -> None:  # noqa: N802
+        assert command.older == (() if self.held is None else (self.held.number,))
+        self.held = command
+
+    def _check_StoreHeld(self, command: c.StoreHeld) -> None:  # noqa: N802
+        number = command.manifest.number
+        assert self.held is not None and number == self.held.number > max(self.on_storage, default=0)
+        self.storing.append(command.manifest)
+        self.from_memory.add(number)
 
     def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
         assert command.number in self.on_storage and command.number != max(self.on_storage)
@@ -463,7 +505,15 @@ class RunFuzz(RuleBasedStateMachine):
         if rank.saves_first:
             rank.unscored = call
         rank.outbox.append(saved(call, rank.num_reports))
-        if is_written and not rank.unwritten:
+        if rank.number == 0 and self.stored_every:
+            rank.outbox.append(e.PartHeld(call, 10))
+        if (
+            rank.number == 0
+            and self.stored_every
+            and (self.attempts[-1].entered.first_number + call) % self.stored_every
+        ):
+            pass  # in memory alone
+        elif is_written and not rank.unwritten:
             rank.outbox.append(part(call))
         else:
             rank.unwritten.append(call)
@@ -504,4 +554,4 @@ class RunFuzz(RuleBasedStateMachine):
 
 
 TestRunFuzz = RunFuzz.TestCase
-TestRunFuzz.settings = settings(max_examples=100, stateful_step_count=40)
+TestRunFuzz.settings = settings(max_examples=200, stateful_step_count=40)

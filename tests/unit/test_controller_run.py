@@ -20,6 +20,8 @@ from raysgd.result import RunInfo
 class NoFleet:
     """Workers that never come up."""
 
+    memory: Any = None
+
     size = 2
 
     def __init__(self, error: Exception) -> None:
