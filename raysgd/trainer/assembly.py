@@ -31,6 +31,7 @@ from raysgd.errors import UsageError
 from raysgd.result import RunInfo
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_data, resolve_start
+from raysgd.trainer.restoring import describe_scaling
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.pickling import dumps_named
 
@@ -197,5 +198,6 @@ def _describe(spec: TrainerSpec, function: Any) -> dict[str, Any]:
         "failure": plain(vars(spec.failure)),
         "checkpoint": plain(vars(spec.checkpoint)),
         "backend_config": plain(vars(spec.backend)),
-        "placement_strategy": spec.scaling.placement_strategy,
+        "scaling": describe_scaling(spec.scaling),
+        "run": plain(vars(spec.run)),
     }

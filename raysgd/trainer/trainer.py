@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,6 +26,7 @@ from raysgd.trainer import assembly
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.given import check_call
+from raysgd.trainer.restoring import restore_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable
 from raysgd.workers.pickling import loads
@@ -105,8 +107,31 @@ class Trainer:
         self._channel: Channel | None = None
         self._stream: ResultStream | None = None
         self._runs_uri: str | None = None
+        self._goes_on_from: Checkpoint | None = None
         self._class_name: str | None = None
         self._is_closed = False
+
+    @classmethod
+    def restore(cls, run_dir: str | os.PathLike[str], **changes: Any) -> Trainer:
+        """The Trainer of a run that is over, failed or lost, whose next `run` goes on from that run's newest checkpoint.
+
+        Newer ones that are not what their manifests say are passed over, with a warning. The run's own files stay as they
+        are: the next has a folder beside them. ``train_func``, its config and callbacks are to be given again.
+
+        Args:
+            run_dir: The run's folder, path or URI.
+            **changes: Arguments of `Trainer` that shall be others than they were, such as ``num_workers``.
+
+        Raises:
+            CheckpointNotFoundError: The folder is no run's.
+            ConfigError: An argument was left out of the run's files for what is in it, and is not given.
+        """
+        restored = restore_run(run_dir, changes)
+        trainer = cls(**restored.arguments)
+        trainer._runs_uri, trainer._goes_on_from = restored.runs_uri, restored.checkpoint
+        for line in restored.passed_over:
+            tell(line)
+        return trainer
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
@@ -185,11 +210,12 @@ class Trainer:
             runs_uri=runs_uri,
             dataset=dataset,
             callbacks=callbacks,
-            checkpoint=checkpoint,
+            checkpoint=self._goes_on_from if checkpoint is None else checkpoint,
             reduce=reduce,
             returns=returns,
             on_problem=tell,
         )
+        self._goes_on_from = None
         self._runs_uri = runs_uri  # only now: a function that was refused gives its name to no folder
         return self._stream
 
