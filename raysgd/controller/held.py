@@ -64,11 +64,11 @@ class HeldParts:
         self._parts: dict[int, dict[int, Any]] = {}
         self._num_bytes: dict[int, int] = {}
 
-    def begin(self, attempt: int, first_number: int, keep: int | None) -> None:
-        """An attempt begins; of what older ones made, checkpoint ``keep`` alone is needed."""
+    def begin(self, attempt: int, first_number: int, start: Manifest | None) -> None:
+        """An attempt begins; of what older ones made, the checkpoint that it starts from alone is needed."""
         self._stop_reading()
         self._attempt, self._first_number = attempt, first_number
-        self._parts = {number: parts for number, parts in self._parts.items() if number == keep}
+        self._parts = {number: parts for number, parts in self._parts.items() if start and number == start.number}
 
     def said(self, rank: int, attempt: int, event: WorkerEvent) -> bool:
         """Look at what a rank said; whether it is kept back until its part is here."""
@@ -97,8 +97,10 @@ class HeldParts:
             self._parts.pop(number, None)
             self._num_bytes.pop(number, None)
 
-    def of(self, manifest: Manifest, rank: int) -> HeldCheckpoint:
-        """A checkpoint as ``rank`` needs it."""
+    def of(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
+        """A checkpoint as ``rank`` needs it; None for none."""
+        if manifest is None:
+            return None
         parts = self._parts[manifest.number]
         return HeldCheckpoint(manifest, {rank: parts[rank]} if manifest.all_ranks else parts)
 

@@ -132,7 +132,8 @@ class Run:
         self._request = dataclasses.replace(self._request, datasets=NO_DATASETS)
         if self.before_close is not None:
             self._tell_late(await self.before_close())
-        if self._attempt > 1 or not self._machine.has_ended_well:
+        may_go_on = self._attempt > 1 or self._checkpoint.on_write_error == "warn"
+        if may_go_on or not self._machine.has_ended_well:
             await self._files.sweep()
         await self._files.flush()  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
@@ -283,8 +284,7 @@ class Run:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
         self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
-        held = command.held
-        self._held.begin(command.attempt, command.first_number, held.number if held else None)
+        self._held.begin(command.attempt, command.first_number, command.held)
         self._watch(command.attempt)
         shared = self._share(make_run_order(self._request, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(self._fleet.size):
@@ -292,7 +292,7 @@ class Run:
                 attempt=command.attempt,
                 member=self._fleet.member(rank, self._rendezvous),
                 checkpoint=command.checkpoint,
-                held=None if held is None else self._held.of(held, rank),
+                held=self._held.of(command.held, rank),
                 first_number=command.first_number,
                 previous_size=self._previous_size,
                 iterations_before=command.iterations_before,

@@ -223,9 +223,6 @@ def test_a_full_disk_that_is_only_told_of(ray_cluster: Any, tmp_path: Path) -> N
         assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints] == [0, 3, 4, 5]
 
 
-@pytest.mark.xfail(
-    raises=HistoryError, reason="a run of one attempt that ends well sweeps no parts of given-up checkpoints"
-)
 def test_what_the_others_wrote_for_a_disk_that_was_full_is_deleted(ray_cluster: Any, tmp_path: Path) -> None:
     warn = raysgd.CheckpointConfig(on_write_error="warn")
     with make_trainer(tmp_path, checkpoint=warn) as trainer:

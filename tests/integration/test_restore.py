@@ -36,8 +36,7 @@ def failed_run(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     with make_trainer(folder, failure=raysgd.FailureConfig(max_failures=1), seed=3) as trainer:
         with pytest.raises(ValueError, match="a mistake"):
             trainer.run(steps, {"fails_at": 4}, callbacks=quiet())
-        run_dir = Path(str(trainer.run_dir))
-    return run_dir
+        return Path(str(trainer.run_dir))
 
 
 def test_the_next_run_goes_on_where_the_failed_one_stood(failed_run: Path) -> None:

@@ -212,6 +212,12 @@ class Held:
         await asyncio.sleep(0.01)
 
 
+def parts_of(held: Held, checkpoint: Manifest, rank: int) -> dict[int, Any]:
+    found = held.parts.of(checkpoint, rank)
+    assert found is not None
+    return dict(found.parts)
+
+
 def test_a_part_is_told_when_its_reference_is_here_whichever_comes_first() -> None:
     async def scenario() -> None:
         held = Held()
@@ -222,7 +228,7 @@ def test_a_part_is_told_when_its_reference_is_here_whichever_comes_first() -> No
         await held.put(0, "ref1")
         assert held.parts.said(0, 2, e.PartHeld(1, 10))
         assert [(rank, attempt, event.call) for rank, attempt, event in held.fed] == [(0, 2, 0), (0, 2, 1)]  # type: ignore[union-attr]
-        assert held.parts.of(manifest(6), rank=1).parts == {0: "ref1"}
+        assert parts_of(held, manifest(6), rank=1) == {0: "ref1"}
         assert await held.parts.store(manifest(5)) == {0: [FileEntry("a0001-r00000", 1, 1)]}
         assert held.memory.stored == [(0, "ref0", uri_of(5), "a0001-r00000")]
         held.parts.forget((5,))
@@ -242,7 +248,7 @@ def test_each_rank_gets_its_own_part_of_one_that_all_saved() -> None:
             held.parts.said(rank, 2, e.PartHeld(0, 10))
             await held.put(rank, f"ref{rank}")
         whole = manifest(5, all_ranks=True)
-        assert [held.parts.of(whole, rank).parts for rank in range(2)] == [{0: "ref0"}, {1: "ref1"}]
+        assert [parts_of(held, whole, rank) for rank in range(2)] == [{0: "ref0"}, {1: "ref1"}]
         assert await held.parts.is_reachable(whole)
         assert held.memory.reached == [({0: "ref0", 1: "ref1"}, True)]
         held.parts.close()
@@ -256,10 +262,10 @@ def test_the_next_attempt_keeps_what_it_goes_on_from_and_hears_no_more_of_the_la
         held.parts.said(0, 2, saved(0))
         held.parts.said(0, 2, e.PartHeld(0, 10))
         await held.put(0, "ref0")
-        held.parts.begin(3, 6, keep=5)
-        assert held.parts.of(manifest(5), rank=0).parts == {0: "ref0"}
+        held.parts.begin(3, 6, manifest(5))
+        assert parts_of(held, manifest(5), rank=0) == {0: "ref0"}
         assert not held.parts.said(0, 2, e.PartHeld(1, 10)), "of an older attempt: the machine refuses it"
-        held.parts.begin(4, 7, keep=None)
+        held.parts.begin(4, 7, None)
         assert not await held.parts.is_reachable(manifest(5))
 
     asyncio.run(scenario())
