@@ -75,6 +75,15 @@ class WorkerHung:
 
 
 @dataclass(frozen=True)
+class NodeDrains:
+    """The node of these ranks will be taken away; ``within_s`` seconds from now, where that is known."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    within_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Committed:
     """A checkpoint's manifest is on storage."""
 
@@ -113,6 +122,7 @@ Input = (
     | WorkerSaid
     | WorkerGone
     | WorkerHung
+    | NodeDrains
     | Committed
     | CommitFailed
     | StopAsked
@@ -164,9 +174,10 @@ class KillRanks:
 
 @dataclass(frozen=True)
 class AskToStop:
-    """Make ``should_stop()`` true on all ranks."""
+    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not look leaves at a report."""
 
     attempt: int
+    ends_reports: bool = True
 
 
 @dataclass(frozen=True)

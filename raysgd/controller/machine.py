@@ -5,17 +5,18 @@ The states and their edges stand in `raysgd.controller.states`. Timers are comma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from raysgd.controller import commands as c
-from raysgd.controller import frames
+from raysgd.controller import frames, notes
 from raysgd.controller.desk import CheckpointDesk
 from raysgd.controller.failure_policy import Failure
 from raysgd.controller.growth import Growth
 from raysgd.controller.plan import RunPlan
+from raysgd.controller.preemption import Preemption
 from raysgd.controller.retries import Retries
 from raysgd.controller.savepoint import SavePoint
-from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
+from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State, running_of
 from raysgd.controller.verdict import Evidence, judge
 from raysgd.session import events as e
 
@@ -23,9 +24,6 @@ from raysgd.session import events as e
 GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it.
 EXPLAIN_S = 2.0
-
-#: Stands for the node where an error was raised by a callback on the controller's side.
-CALLBACK_NODE = "the process of the controller's callbacks"
 
 
 class RunMachine:
@@ -44,6 +42,7 @@ class RunMachine:
         self._retries = Retries(plan.failure, self._out)
         self._savepoint = SavePoint(self._out)
         self._growth = Growth(self._savepoint, clock, self._out)
+        self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
 
     @property
     def has_ended_well(self) -> bool:
@@ -75,6 +74,8 @@ class RunMachine:
                 self._growth.came(self._running_alone())
             case c.WorkerHung():
                 self._worker_hung(given)
+            case c.NodeDrains():
+                self._preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.Committed():
                 self._desk.committed(given.manifest)
                 self._savepoint.committed(given.manifest.number)
@@ -97,15 +98,7 @@ class RunMachine:
         start, first_number = self._desk.begin_attempt(attempt, world_size)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
         self._growth.formed(self.state, given.num_newcomers)
-        data = {
-            "attempt": attempt,
-            "world_size": world_size,
-            "iterations_before": start.iteration,
-            "time_before_s": start.time_total_s,
-        }
-        self._out(c.Say(frames.ATTEMPT, attempt, data=data))
-        self._out(c.Note("attempt_start", {**data, "checkpoint": start.uri}))
-        self._out(c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s))
+        self._commands += notes.attempt_begins(attempt, world_size, start, first_number)
 
     def _group_failed(self, given: c.GroupFailed) -> None:
         if not isinstance(self.state, Preparing):
@@ -124,27 +117,29 @@ class RunMachine:
         match said:
             case e.Reports():
                 self._desk.reported(rank, said.first + said.count)
-                data = {"first": said.first, "count": said.count}
-                self._out(c.Say(frames.REPORTS, given.attempt, rank, data, said.rows))
+                self._out(notes.reports(running, rank, said))
             case e.Saved() | e.PartSafe() | e.Scored():
                 self._break_rule(running, self._desk.take(rank, said))
             case e.PartFailed():
                 self._write_failed(self._desk.number_of(said.call), self._desk.part_failed(said))
             case e.AtSavePoint():
                 self._savepoint.reached(rank, self._desk.number_of(said.call))
-            case e.Returned() | e.Ended():
-                self._left(running, rank, is_returned=isinstance(said, e.Returned))
+            case e.Returned():
+                self._preemption.saw_stop |= said.saw_stop
+                self._left(running, rank, is_returned=True)
+            case e.Ended():
+                self._left(running, rank, is_returned=False)
             case e.Failed():
                 self._failed(running, rank, said)
             case e.StopWanted():
                 self._stop_asked(c.StopAsked(said.why, cancel=False))
-            case e.Sample():
-                self._out(c.Note("sample", said.values))
-            case e.Warned():
-                self._out(c.Note("warning", {"rank": rank, "message": said.message}))
+            case e.Preempted():
+                self._preempted(given.attempt, (rank,), said.why)
+            case e.Sample() | e.Warned():
+                self._out(notes.said(rank, said))
             case e.Entered():
                 running.is_entered = True
-                self._out(c.Note("entered", {"rank": rank, "attempt": given.attempt, "timestamp": said.timestamp}))
+                self._out(notes.entered(running, rank, said))
 
     def _left(self, running: Running, rank: int, *, is_returned: bool) -> None:
         if not isinstance(self.state, Running):
@@ -182,6 +177,9 @@ class RunMachine:
             self._settle(is_complete=True)  # all streams have ended: nothing more is to come
         elif isinstance(self.state, Running) and not running.inside:
             self._out(c.LeaveGroup(running.attempt))
+            if self._preemption.why and self._preemption.saw_stop and not self._is_stopping:
+                self._regroup(running, self._preemption.why)
+                return
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
             outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
             self.state = Closing(outcome, running)
@@ -190,8 +188,7 @@ class RunMachine:
         running = self._running(given.attempt)
         if running is None:
             return
-        stacks = {str(rank): stack for rank, stack in given.stacks.items()}
-        self._out(c.Note("hang", {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks}))
+        self._out(notes.hang(given))
         if given.rank in running.inside:
             self._died(running, given.rank, given.why, is_hang=True)
             if isinstance(self.state, Ending):
@@ -205,7 +202,8 @@ class RunMachine:
             self._end_attempt(running, f"the worker of rank {rank} {'hung' if is_hang else 'died'}")
         if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
-            self._growth.lost()
+            if not self._preemption.explains((rank,)):
+                self._growth.lost()
             self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     # -- ending an attempt ----------------------------------------------------------------------------------------
@@ -238,16 +236,18 @@ class RunMachine:
         if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.serial):
             self._prepare()
             return
-        running = self._current()
+        running = running_of(self.state)
         if running is None or running.serial != given.serial:
             return
-        if given.timer == "grow":
+        if given.timer == "grow" and not self._preemption.agrees_again(self._running_alone()):
             self._growth.time_up(self._running_alone(), self._desk.is_bound_to_size)
+        elif given.timer == "preemption" and isinstance(self.state, Running) and not self._is_stopping:
+            self._regroup(running, self._preemption.why or "")
         elif given.timer == "savepoint":
             self._savepoint.reaching_took_too_long()
         elif given.timer == "grace":
             self._kill_the_slow(running)
-        elif isinstance(self.state, Ending) and not self.state.is_settled:
+        elif given.timer in ("gather", "explain") and isinstance(self.state, Ending) and not self.state.is_settled:
             self._settle(is_complete=given.timer == "explain")
 
     def _kill_the_slow(self, running: Running) -> None:
@@ -256,9 +256,7 @@ class RunMachine:
         slow = tuple(sorted(running.inside))
         if isinstance(self.state, (Ending, Closing)):
             self.state.killed |= running.inside
-        self._out(
-            c.Note("warning", {"message": f"killed ranks {list(slow)}: they did not leave their attempt in time"})
-        )
+        self._out(notes.killed_for_staying(slow))
         self._out(c.KillRanks(slow))
 
     def _settle(self, *, is_complete: bool) -> None:
@@ -276,8 +274,9 @@ class RunMachine:
             self._retry_or_give_up(verdict)
 
     def _retry_or_give_up(self, failure: Failure) -> None:
-        give_up = self._retries.note(failure, is_stopping=self._is_stopping)
         ending = self.state if isinstance(self.state, Ending) else None
+        is_excused = ending is not None and self._preemption.excuses(ending.running, failure)
+        give_up = None if is_excused else self._retries.note(failure, is_stopping=self._is_stopping)
         if give_up is None and not self._is_stopping:
             if ending is not None:
                 ending.is_settled = True
@@ -291,9 +290,10 @@ class RunMachine:
 
     def _prepare_again(self) -> None:
         """Ask for workers, at once or after a pause; the attempt's number is still free if nobody entered train_func."""
-        before = self._current() or self.state
+        before = running_of(self.state) or self.state
         assert isinstance(before, (Preparing, Running))
         was_entered = isinstance(before, Running) and before.is_entered
+        self._preemption.carry_out()
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
         if pause_s := self._retries.pause_s(was_entered=was_entered):
             self._out(c.SetTimer("pause", self.state.serial, pause_s))
@@ -304,14 +304,24 @@ class RunMachine:
         assert isinstance(self.state, Preparing)
         self._out(c.PrepareGroup(self.state.attempt, keep_size=self._desk.is_bound_to_size))
 
-    def _leave_for_growth(self, running: Running) -> None:
-        if self._desk.is_bound_to_size:
+    def _leave_after_save(self, running: Running) -> None:
+        if self._desk.is_bound_to_size and self._preemption.why is None:
             self._savepoint.call_off()
             self._growth.refuse()
         else:
-            why = self._savepoint.why or ""
-            self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
-            self._end_attempt(running, why, is_settled=True)
+            self._regroup(running, self._preemption.why or self._savepoint.why or "")
+
+    def _regroup(self, running: Running, why: str) -> None:
+        self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
+        self._end_attempt(running, why, is_settled=True)
+
+    def _preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
+        running = self._running(attempt)
+        if running is None or not self._preemption.note(running, ranks, self._nodes, why):
+            return
+        self._growth.lost()
+        if (alone := self._running_alone()) is not None:
+            self._preemption.ask(alone, within_s)
 
     def _say_attempt_end(self, running: Running) -> None:
         keep = self._desk.end_attempt(running.iterations_before)
@@ -320,9 +330,7 @@ class RunMachine:
     # -- stopping -------------------------------------------------------------------------------------------------
 
     def _stop_asked(self, given: c.StopAsked) -> None:
-        outcome = Outcome("cancelled" if given.cancel else "stopped", message=given.why)
-        if given.failed is not None:
-            outcome = Outcome("error", failed=given.failed, node=CALLBACK_NODE)
+        outcome = notes.outcome_of_stop(given)
         if isinstance(self.state, Preparing):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:
@@ -360,7 +368,7 @@ class RunMachine:
     def _move_on(self) -> None:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
         if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
-            self._leave_for_growth(self.state)
+            self._leave_after_save(self.state)
         if not self._desk.is_idle:
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
@@ -368,6 +376,7 @@ class RunMachine:
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.inside):
             self._tell(self.state.outcome)
+            self._preemption.carry_out()
             self.state = Closed(self.state.outcome)
             self._out(c.Close())
 
@@ -375,20 +384,13 @@ class RunMachine:
 
     def _running(self, attempt: int) -> Running | None:
         """The data of attempt ``attempt``, if it is the current one and not over."""
-        running = self._current()
+        running = running_of(self.state)
         return running if running is not None and running.attempt == attempt else None
 
     def _running_alone(self) -> Running | None:
         """The current attempt, if nothing but training goes on: no stop, and no rank that has returned."""
-        running = self.state
-        if not isinstance(running, Running) or self._is_stopping or running.ended:
-            return None
-        return running if running.num_ranks == len(running.inside) else None
-
-    def _current(self) -> Running | None:
-        """The data of the current attempt, if there is one that is not over."""
-        running = self.state.running if isinstance(self.state, (Ending, Closing)) else self.state
-        return running if isinstance(running, Running) else None
+        is_alone = isinstance(self.state, Running) and self.state.is_whole and not self._is_stopping
+        return running_of(self.state) if is_alone else None
 
     def _out(self, command: c.Command) -> None:
         self._commands.append(command)

@@ -14,12 +14,14 @@ from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
+from raysgd.controller.drains import DrainWatch
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.hang_policy import Hang
 from raysgd.controller.loads import LoadAnswers
-from raysgd.controller.machine import CALLBACK_NODE, RunMachine
+from raysgd.controller.machine import RunMachine
 from raysgd.controller.meetings import Meetings
+from raysgd.controller.notes import CALLBACK_NODE
 from raysgd.controller.outcome import outcome_data
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, make_run_order
@@ -35,6 +37,7 @@ from raysgd.workers.orders import AttemptOrder, WorkerInfo
 
 if TYPE_CHECKING:
     from raysgd.workers.agreement import Agreement
+    from raysgd.workers.drains import Drains
 
 #: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
 _ITEM_COST_S = 0.0002
@@ -51,6 +54,8 @@ class Fleet(Protocol):
     def vitals(self) -> Watched: ...
     @property
     def agreement(self) -> Agreement: ...
+    @property
+    def drains(self) -> Drains: ...
     @property
     def num_newcomers(self) -> int: ...
     def on_newcomer(self, told: Callable[[], None]) -> None: ...
@@ -105,7 +110,8 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
         self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
@@ -196,13 +202,13 @@ class Run:
                 for rank in command.ranks:
                     self._fleet.kill(rank, is_lost=command.is_lost)
             case c.AskToStop():
-                self._spawn(self._fleet.agreement.stop(command.attempt))
+                self._spawn(self._fleet.agreement.stop(command.attempt, ends_reports=command.ends_reports))
             case c.AgreeOnSave():
                 self._spawn(self._fleet.agreement.save(command.attempt))
             case c.CallOffSave():
                 self._spawn(self._fleet.agreement.call_off_save(command.attempt))
             case c.LeaveGroup():
-                self._spawn(self._fleet.leave())
+                self._leaving = self._spawn(self._fleet.leave())
             case c.SetTimer():
                 timer = c.TimeUp(command.timer, command.serial)
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
@@ -223,6 +229,8 @@ class Run:
                 self._closed.set()
 
     async def _prepare(self, attempt: int, keep_size: bool) -> None:
+        if self._leaving is not None:  # ranks that returned are still leaving the group they were in
+            await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
             for line in await self._fleet.get_ready(keep_size=keep_size):
                 self._note(c.Note("warning", {"message": line}))
@@ -297,13 +305,19 @@ class Run:
             self._note(c.Note("straggler", straggler.event(node)))
             self.warn(straggler.told(node))
 
+        def drains(ranks: tuple[int, ...], within_s: float | None) -> None:
+            self._feed(c.NodeDrains(attempt, ranks, within_s))
+
         self._stop_watching()
-        self._watching = self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run())
+        self._watching = [
+            self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run()),
+            self._spawn(DrainWatch(self._fleet.drains, drains).run()),
+        ]
 
     def _stop_watching(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
+        for task in self._watching:
+            task.cancel()
+        self._watching = []
 
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
         """Read a worker's stream to its end."""

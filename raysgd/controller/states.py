@@ -51,6 +51,11 @@ class Running:
     ended: set[int] = field(default_factory=set)
     is_entered: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank has left."""
+        return not self.ended and self.num_ranks == len(self.inside)
+
 
 @dataclass(frozen=True)
 class Death:
@@ -126,3 +131,9 @@ class Closed:
 
 
 State = Preparing | Running | Ending | Closing | Closed
+
+
+def running_of(state: State) -> Running | None:
+    """The data of the current attempt, if there is one that is not over."""
+    running = state.running if isinstance(state, (Ending, Closing)) else state
+    return running if isinstance(running, Running) else None

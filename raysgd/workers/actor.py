@@ -18,6 +18,7 @@ from raysgd.workers.freshness import ModuleWatch
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.reset import Baseline
 from raysgd.workers.stacks import make_readable
+from raysgd.workers.termination import Termination
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class WorkerActor:
         self._rank = 0
         self._stacks_file = make_readable()
         self._lock = threading.Lock()
+        self._termination = Termination(self._told_to_end)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,8 @@ class WorkerActor:
         for batch in uplink.finish():
             yield batch
         self._forget(attempt)
+        if attempt.is_preempted:
+            self._termination.remind()
         self._modules.look()
 
     def end(self, attempt: int, why: str) -> None:
@@ -148,7 +152,7 @@ class WorkerActor:
         current = self._attempt
         return current.hold() if current is not None and current.number == attempt else (0, 0)
 
-    def stop_from(self, attempt: int, look: int, last_report: int) -> None:
+    def stop_from(self, attempt: int, look: int, last_report: int | None) -> None:
         """Make ``should_stop()`` true from this look on."""
         current = self._attempt
         if current is not None and current.number == attempt:
@@ -209,6 +213,15 @@ class WorkerActor:
         with self._lock:
             if self._attempt is attempt:
                 self._attempt = None
+
+    def _told_to_end(self) -> bool:
+        """SIGTERM has come, in the main thread: an attempt is to be left in order, unless that is not done by the second."""
+        current = self._attempt
+        if current is None:
+            return False
+        if not current.preempt("its process got SIGTERM"):
+            self._termination.end_now()
+        return True
 
     @staticmethod
     def _send(uplink: Uplink, events: list[Any], attempt: Attempt) -> list[Batch]:

@@ -25,12 +25,17 @@ class Agreement:
     def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
         self._call = call
 
-    async def stop(self, attempt: int) -> None:
-        """Have all ranks find ``should_stop()`` true at the same place."""
+    async def stop(self, attempt: int, *, ends_reports: bool) -> None:
+        """Have all ranks find ``should_stop()`` true at the same place.
+
+        Args:
+            attempt: Its number.
+            ends_reports: Who does not look leaves at a report.
+        """
         with contextlib.suppress(WorkerDiedError, RayError):
             places = await self._call("hold", attempt)
             looks, reports = (max(place[i] for place in places) for i in (0, 1))
-            await self._call("stop_from", attempt, looks, reports)
+            await self._call("stop_from", attempt, looks, reports if ends_reports else None)
 
     async def save(self, attempt: int) -> None:
         """Have all ranks leave after the same save."""

@@ -23,6 +23,7 @@ from raysgd.workers.agents import Agents
 from raysgd.workers.agreement import Agreement
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.deaths import DEATHS, first_line
+from raysgd.workers.drains import Drains
 from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy
@@ -69,10 +70,12 @@ class WorkerGroup:
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env)
         self._members: list[Worker | None] = [None] * scaling.min_workers
-        self._reserve = Reserve(self._seats, self._starter, failure.spares, self._make_newcomers(), self._end)
+        self._lost_nodes: set[str] = set()  # and those that will be
+        newcomers = self._make_newcomers()
+        self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
-        self._lost_nodes: set[str] = set()
+        self.drains = Drains(lambda: self._members, self._reserve, self._lost_nodes)
         self.streams = WorkerStreams()
         self.agreement = Agreement(self.call)
         self.vitals = Vitals(self._agents, lambda: self._members)
@@ -140,6 +143,8 @@ class WorkerGroup:
 
     async def _form(self, keep_size: bool) -> None:
         """A process for every rank, up and loaded, that knows its place."""
+        if self._has_formed and None in self._members:
+            await self.drains.ranks()
         for rank, worker in enumerate(self._members):
             if worker is None:
                 self._members[rank] = await self._reserve.take()
@@ -187,7 +192,8 @@ class WorkerGroup:
             self._seats.open(self.size + self._num_spares)
         for rank, worker in enumerate(self._members):
             if worker is None:
-                self._members[rank] = self._starter.start(self._seats.take() or self._seats.add(self._lost_nodes))
+                seat = self._seats.take(self._lost_nodes) or self._seats.add(self._lost_nodes)
+                self._members[rank] = self._starter.start(seat)
         if is_new:
             self._seek_newcomers(after=self._member(0).seat)
 
