@@ -32,12 +32,14 @@ class GroupFailed:
     Attributes:
         can_retry: Workers died while starting, rather than something that would happen again.
         ranks: Those who died, as far as they had a rank.
+        is_announced: They were told to.
     """
 
     error_type: str
     message: str
     can_retry: bool
     ranks: tuple[int, ...] = ()
+    is_announced: bool = False
 
 
 @dataclass(frozen=True)

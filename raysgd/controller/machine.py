@@ -104,7 +104,7 @@ class RunMachine:
         if not isinstance(self.state, Preparing):
             return
         if given.can_retry:
-            self._retry_or_give_up(Failure(given.ranks, given.message))
+            self._retry_or_give_up(notes.failure_of(given), self.state.attempt)
         else:
             self._close(Outcome("error", error_type=given.error_type, message=given.message))
 
@@ -271,11 +271,11 @@ class RunMachine:
             self._say_attempt_end(ending.running)
             self._close(verdict, ending.running, ending.killed)
         else:
-            self._retry_or_give_up(verdict)
+            self._retry_or_give_up(verdict, ending.running.attempt)
 
-    def _retry_or_give_up(self, failure: Failure) -> None:
+    def _retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         ending = self.state if isinstance(self.state, Ending) else None
-        is_excused = ending is not None and self._preemption.excuses(ending.running, failure)
+        is_excused = self._preemption.excuses(failure, attempt)
         give_up = None if is_excused else self._retries.note(failure, is_stopping=self._is_stopping)
         if give_up is None and not self._is_stopping:
             if ending is not None:

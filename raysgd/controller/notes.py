@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames
+from raysgd.controller.failure_policy import Failure
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Outcome, Running
 from raysgd.session import events as e
@@ -27,6 +28,11 @@ def attempt_begins(attempt: int, world_size: int, start: Start, first_number: in
         c.Note("attempt_start", {**data, "checkpoint": start.uri}),
         c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s),
     ]
+
+
+def failure_of(given: c.GroupFailed) -> Failure:
+    """A group that did not come up, as a failure of the run."""
+    return Failure(given.ranks, given.message, is_announced=given.is_announced)
 
 
 def reports(running: Running, rank: int, event: e.Reports) -> c.Say:

@@ -68,11 +68,11 @@ class Preemption:
         """Whether all of these ranks are preempted."""
         return bool(ranks) and self._ranks.issuperset(ranks)
 
-    def excuses(self, running: Running, failure: Failure) -> bool:
-        """Whether what happened was announced; then the group forms anew as it does without it."""
-        if not self.explains(failure.ranks):
+    def excuses(self, failure: Failure, attempt: int) -> bool:
+        """Whether what happened was announced; then it is told as a reason to form anew."""
+        if not failure.is_announced and not self.explains(failure.ranks):
             return False
-        self._out(Note("regroup", {"attempt": running.attempt, "why": failure.what}))
+        self._out(Note("regroup", {"attempt": attempt, "why": failure.what}))
         return True
 
     def carry_out(self) -> None:

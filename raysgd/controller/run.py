@@ -33,6 +33,7 @@ from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
+from raysgd.workers.deaths import was_told_to_end
 from raysgd.workers.orders import AttemptOrder, WorkerInfo
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ class Run:
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
         except WorkerDiedError as error:
-            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=True, ranks=error.ranks))
+            told, announced = str(error), was_told_to_end(str(error))
+            self._feed(c.GroupFailed(type(error).__name__, told, True, ranks=error.ranks, is_announced=announced))
             return
         except RaySGDError as error:
             self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
+from support.poll import until
 from support.runs import (
     PATIENCE_S,
     are_gone,
@@ -60,11 +62,11 @@ def until_told(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(
-    trainer: raysgd.Trainer, folder: Path, *, looks: bool, saves_each: int
+    trainer: raysgd.Trainer, folder: Path, *, looks: bool, saves_each: int, also: Sequence[raysgd.Callback] = ()
 ) -> tuple[raysgd.ResultStream, list[int]]:
     """A run that has made a few steps, and the processes of its ranks."""
     config = {"folder": str(folder), "looks": looks, "saves_each": saves_each}
-    stream = trainer.run_generator(until_told, config, callbacks=quiet(), returns="all")
+    stream = trainer.run_generator(until_told, config, callbacks=[*quiet(), *also], returns="all")
     result = next(result for result in stream if result["training_iteration"] == 3)
     return stream, [metrics["pid"] for metrics in result.workers]
 
@@ -76,6 +78,11 @@ def wait_for_attempt(stream: raysgd.ResultStream, attempt: int) -> raysgd.Result
             return result
         assert time.monotonic() < deadline, "nobody has left"
     raise AssertionError("the run has ended")
+
+
+def kinds(stream: raysgd.ResultStream) -> str:
+    """What is in the journal of a run that is under way."""
+    return Path(str(stream.run_dir), "events.jsonl").read_text()
 
 
 def finish(stream: raysgd.ResultStream, folder: Path) -> Any:
@@ -187,13 +194,28 @@ def test_an_idle_worker_ends_at_once(trainer: raysgd.Trainer) -> None:
     assert is_alive(before[0])
 
 
+class StopWhenTold(raysgd.Callback):
+    """Stops the run when a file is there."""
+
+    runs_in = "driver"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_result(self, result: raysgd.Result) -> None:
+        if self.path.exists():
+            raise raysgd.Stop("enough")
+
+
 def test_a_stop_by_the_user_comes_first(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    stream, before = start(trainer, tmp_path, looks=False, saves_each=0)
+    """The loop does not look, so it ends at a report."""
+    stream, before = start(trainer, tmp_path, looks=False, saves_each=0, also=[StopWhenTold(tmp_path / "halt")])
     os.kill(before[1], signal.SIGTERM)
-    stream.close()
+    assert until(lambda: next(stream) and "preemption" in kinds(stream), PATIENCE_S)
+    Path(tmp_path, "halt").touch()
+    assert {result["attempt"] for result in stream} == {1}
     run = latest_run(trainer)
-    assert run.outcome in ("stopped", "cancelled")
-    assert run.metrics["attempt"].max() == 1
+    assert run.outcome == "stopped" and events_of(trainer, "regroup") == []
     assert are_gone(before[1:])
     assert pids(trainer)[0] == before[0]
 
@@ -210,15 +232,14 @@ def test_a_run_that_never_saw_the_stop_is_done(trainer: raysgd.Trainer, tmp_path
 def test_a_process_of_the_users_own_obeys(trainer: raysgd.Trainer) -> None:
     """Such as a data loader's, which inherits the handler and must not speak for its parent."""
 
-    def train_func() -> tuple[int, bool]:
-        if (child := os.fork()) == 0:
-            time.sleep(60)
-            os._exit(0)
-        time.sleep(0.1)
-        os.kill(child, signal.SIGKILL if raysgd.world_rank() else signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
+    def train_func() -> tuple[int | None, bool]:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
         time.sleep(0.2)
-        return status, raysgd.should_stop()
+        child.terminate()
+        child.join(10)
+        return child.exitcode, raysgd.should_stop()
 
-    assert all(status != 0 and not saw for status, saw in trainer.run(train_func, callbacks=quiet(), returns="all"))
+    returned = trainer.run(train_func, callbacks=quiet(), returns="all")
+    assert all(code not in (0, None) and not saw for code, saw in returned)
     assert events_of(trainer, "preemption") == []
