@@ -80,9 +80,10 @@ def wait_for_attempt(stream: raysgd.ResultStream, attempt: int) -> raysgd.Result
     raise AssertionError("the run has ended")
 
 
-def kinds(stream: raysgd.ResultStream) -> str:
-    """What is in the journal of a run that is under way."""
-    return Path(str(stream.run_dir), "events.jsonl").read_text()
+def journal_of(stream: raysgd.ResultStream) -> str:
+    """The events of a run that is under way, as far as they are written."""
+    path = Path(str(stream.run_dir), "events.jsonl")
+    return path.read_text() if path.exists() else ""
 
 
 def finish(stream: raysgd.ResultStream, folder: Path) -> Any:
@@ -213,7 +214,7 @@ def test_a_stop_by_the_user_comes_first(trainer: raysgd.Trainer, tmp_path: Path)
     """The loop does not look, so it ends at a report."""
     stream, before = start(trainer, tmp_path, looks=False, saves_each=0, also=[StopWhenTold(tmp_path / "halt")])
     os.kill(before[1], signal.SIGTERM)
-    assert until(lambda: next(stream) and "preemption" in kinds(stream), PATIENCE_S)
+    assert until(lambda: next(stream) and "preemption" in journal_of(stream), PATIENCE_S)
     Path(tmp_path, "halt").touch()
     assert {result["attempt"] for result in stream} == {1}
     run = latest_run(trainer)
