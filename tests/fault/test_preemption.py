@@ -134,6 +134,40 @@ def test_all_workers_at_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     assert sorted(event["rank"] for event in events_of(trainer, "preemption")) == [0, 1]
 
 
+@pytest.mark.slow
+def test_a_process_group_of_torch_is_left_and_formed_anew(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> int:
+        import torch
+        import torch.distributed as dist
+
+        state = raysgd.load_checkpoint()
+        step = 0 if state is None else state["step"] + 1
+        while not raysgd.broadcast(Path(config["folder"], "enough").exists()):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            raysgd.report(step=step, total=total.item(), pid=os.getpid())
+            if raysgd.should_stop():
+                raysgd.save_checkpoint({"step": step})
+                dist.all_reduce(total)
+                break
+            step += 1
+        return os.getpid()
+
+    with make_trainer(tmp_path / "runs", 2, "torch", failure=raysgd.FailureConfig(max_failures=0)) as trainer:
+        stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        before = [metrics["pid"] for metrics in next(stream).workers]
+        for attempt, rank in [(2, 0), (3, 1)]:  # rank 0 is where the others meet
+            os.kill(before[rank], signal.SIGTERM)
+            after = [metrics["pid"] for metrics in wait_for_attempt(stream, attempt).workers]
+            assert after[1 - rank] == before[1 - rank] and after[rank] != before[rank]
+            before = after
+        assert finish(stream, tmp_path) == before
+        run = latest_run(trainer)
+        assert events_of(trainer, "failure") == []
+        assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
+        assert set(run.metrics["total"]) == {2.0}
+
+
 @pytest.mark.parametrize("then", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_cannot_wait(trainer: raysgd.Trainer, tmp_path: Path, then: signal.Signals) -> None:
     """It neither looks nor saves; the platform kills it, or says it once more."""
