@@ -40,6 +40,7 @@ class WorkerActor:
         self._pool: Any = None
         self._attempt: Attempt | None = None
         self._instances: Instances | None = None
+        self._is_in_group = False
         self._rank = 0
         self._stacks_file = make_readable()
         self._lock = threading.Lock()
@@ -91,6 +92,8 @@ class WorkerActor:
 
         self._rank = order.rank
         context.uninstall()
+        if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
+            self.leave()
         self._modules.look()
         if stale := self._modules.stale():
             return stale
@@ -132,6 +135,7 @@ class WorkerActor:
         for batch in uplink.finish():
             yield batch
         self._forget(attempt)
+        self._is_in_group = attempt.has_returned
         if attempt.is_preempted:
             self._termination.remind()
         self._modules.look()
@@ -172,6 +176,7 @@ class WorkerActor:
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
         self._attempt = None
+        self._is_in_group = False
         self._backend.tear_down()
 
     # -- the class API -------------------------------------------------------------------------------------------

@@ -47,6 +47,10 @@ class Attempt:
         session: What train_func's calls act on.
         callbacks: Callbacks that run in workers.
         on_resize: Gives the user's ``on_resize``.
+
+    Attributes:
+        is_preempted: The process was told to end.
+        has_returned: train_func has returned: the process is still in its group, since others may need it there.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Attempt:
     ) -> None:
         self.number = order.attempt
         self.is_preempted = False
+        self.has_returned = False
         self._run = run
         self._order = order
         self._code = code
@@ -165,7 +170,8 @@ class Attempt:
         except BaseException as error:  # one that cannot even be shown; nobody must wait for this rank for ever
             outcome = _shown_by_name(error)
             self._outbox.put(outcome, urgent=True)
-        if not isinstance(outcome, Returned):
+        self.has_returned = isinstance(outcome, Returned)
+        if not self.has_returned:
             self._leave_group()
         self._session.close()
         context.leave_behind(threads)
