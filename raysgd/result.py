@@ -48,9 +48,9 @@ class Event:
     """Something that happened to a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``regroup``, ``checkpoint``,
-            ``checkpoint_deleted``, ``failure``, ``hang``, ``straggler``, ``warning``, ``sample``, ``attempt_end``,
-            ``run_end``.
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``preemption``, ``regroup``,
+            ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``, ``straggler``, ``warning``, ``sample``,
+            ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """

@@ -59,6 +59,13 @@ class FakeFleet:
         return {}
 
     @property
+    def drains(self) -> Any:
+        return self
+
+    async def ranks(self) -> dict[int, float | None]:
+        return {}
+
+    @property
     def num_newcomers(self) -> int:
         return 0
 

@@ -10,7 +10,7 @@ from typing import TextIO
 from raysgd._util.redact import redact_uri
 from raysgd.callbacks.formatting import duration, end_state, one_line
 from raysgd.callbacks.print_ import result_line
-from raysgd.callbacks.progress_state import failure_text, stop_text
+from raysgd.callbacks.progress_state import failure_text, regroup_text, stop_text
 from raysgd.result import Event, Result, RunInfo
 
 _EVERY_S = 1.0
@@ -81,6 +81,8 @@ class LinesDisplay:
 def _event_text(event: Event) -> str:
     if event.kind == "failure":
         return failure_text(event.data)
+    if event.kind == "regroup":
+        return regroup_text(event.data)
     if event.kind == "stop":
         return stop_text(event.data)
     if event.kind == "warning":

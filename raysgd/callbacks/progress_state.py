@@ -118,6 +118,8 @@ class ProgressState:
             elif event.kind == "failure":
                 self._state = "recovering"
                 self._notes.append(failure_text(data))
+            elif event.kind == "regroup":
+                self._notes.append(regroup_text(data))
             elif event.kind == "warning":
                 self._notes.append(str(data.get("message", "")).partition("\n")[0])
 
@@ -172,6 +174,11 @@ class ProgressState:
 def stop_text(data: dict[str, Any]) -> str:
     """A ``stop`` event, a callback's or the user's wish that the run should end, in one line."""
     return f"stopping: {' '.join(str(data.get('why', '')).split())}"
+
+
+def regroup_text(data: dict[str, Any]) -> str:
+    """A ``regroup`` event in one line."""
+    return f"the group forms anew: {clip(' '.join(str(data.get('why', '')).split()), 120)}"
 
 
 def failure_text(data: dict[str, Any]) -> str:

@@ -47,6 +47,8 @@ class FailureConfig:
         heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead; one that uses its CPU is busy.
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung;
             ``"auto"`` derives it from the run's own pace; None: never.
+        preemption_grace_s: Seconds for the ranks to leave train_func when a worker got SIGTERM, out of ``should_stop()`` or their
+            next checkpoint; then the attempt is ended where it stands. Of a draining node its deadline counts, if it has one.
         start_timeout_s: Seconds for workers to be placed and up.
         on_resize: ``fn(old_size, new_size)``, called on every rank of an elastic group before train_func is entered with
             another number of ranks than before; `raysgd.world_size` and the like give the new values.
@@ -57,6 +59,7 @@ class FailureConfig:
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
     progress_timeout_s: float | str | None = None
+    preemption_grace_s: float = 25
     start_timeout_s: float = 120
     on_resize: Callable[[int, int], Any] | None = None
 
@@ -65,6 +68,7 @@ class FailureConfig:
         check_count("FailureConfig(spares)", self.spares, minimum=0)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
+        check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
         check_amount("FailureConfig(start_timeout_s)", self.start_timeout_s, positive=True)
         if self.progress_timeout_s not in (None, "auto"):
             check_amount("FailureConfig(progress_timeout_s)", self.progress_timeout_s, positive=True)

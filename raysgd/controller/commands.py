@@ -32,12 +32,14 @@ class GroupFailed:
     Attributes:
         can_retry: Workers died while starting, rather than something that would happen again.
         ranks: Those who died, as far as they had a rank.
+        is_announced: They were told to.
     """
 
     error_type: str
     message: str
     can_retry: bool
     ranks: tuple[int, ...] = ()
+    is_announced: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,15 @@ class WorkerHung:
     kind: str
     why: str
     stacks: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeDrains:
+    """The node of these ranks will be taken away; ``within_s`` seconds from now, where that is known."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    within_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ Input = (
     | WorkerSaid
     | WorkerGone
     | WorkerHung
+    | NodeDrains
     | Committed
     | CommitFailed
     | HeldLost
@@ -195,9 +207,10 @@ class KillRanks:
 
 @dataclass(frozen=True)
 class AskToStop:
-    """Make ``should_stop()`` true on all ranks."""
+    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not look leaves at a report."""
 
     attempt: int
+    ends_reports: bool = True
 
 
 @dataclass(frozen=True)

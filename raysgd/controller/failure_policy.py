@@ -16,6 +16,7 @@ class Failure:
         ranks: The ranks it began with.
         what: One sentence for the user.
         nodes: The nodes of these ranks.
+        is_announced: The processes were told to end.
         raised: The last exception of train_func that came with the deaths, in one line.
     """
 
@@ -23,6 +24,7 @@ class Failure:
     what: str
     nodes: tuple[str, ...] = ()
     raised: str = ""
+    is_announced: bool = False
 
 
 @dataclass(frozen=True)

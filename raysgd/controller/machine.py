@@ -5,18 +5,18 @@ The states and their edges stand in `raysgd.controller.states`. Timers are comma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from raysgd.checkpoint.manifest import Manifest
 from raysgd.controller import commands as c
-from raysgd.controller import frames
+from raysgd.controller import frames, notes
 from raysgd.controller.desk import CheckpointDesk
 from raysgd.controller.failure_policy import Failure
 from raysgd.controller.growth import Growth
 from raysgd.controller.plan import RunPlan
+from raysgd.controller.preemption import Preemption
 from raysgd.controller.retries import Retries
 from raysgd.controller.savepoint import SavePoint
-from raysgd.controller.states import CALLBACK_NODE, Closed, Closing, Death, Ending, Outcome, Preparing, Running, State
+from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State, running_of
 from raysgd.controller.verdict import Evidence, judge
 from raysgd.session import events as e
 
@@ -27,7 +27,11 @@ EXPLAIN_S = 2.0
 
 
 class RunMachine:
-    """One run. ``uri_of`` gives the folder of a checkpoint by its number; ``clock`` seconds since the epoch."""
+    """One run. ``uri_of`` gives the folder of a checkpoint by its number; ``clock`` seconds since the epoch.
+
+    Attributes:
+        desk: Knows its checkpoints.
+    """
 
     def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
         self.state: State = Preparing(attempt=1)
@@ -39,24 +43,10 @@ class RunMachine:
         self._is_told = False
         self._commands: list[c.Command] = []
         self._savepoint = SavePoint(self._out)
-        self._desk = CheckpointDesk(plan, uri_of=uri_of, out=self._out, on_held=self._savepoint.committed)
+        self.desk = CheckpointDesk(plan, uri_of=uri_of, out=self._out, on_held=self._savepoint.committed)
         self._retries = Retries(plan.failure, self._out)
         self._growth = Growth(self._savepoint, clock, self._out)
-
-    @property
-    def has_ended_well(self) -> bool:
-        """Whether the run is over without an error."""
-        return isinstance(self.state, Closed) and self.state.outcome.kind in ("done", "stopped")
-
-    @property
-    def newest_held(self) -> Manifest | None:
-        """The checkpoint in the cluster's memory that the next attempt would go on from."""
-        return self._desk.newest_held
-
-    @property
-    def newest_checkpoint(self) -> int | None:
-        """Number of the newest committed checkpoint of this run."""
-        return self._desk.newest_number
+        self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
 
     def begin(self) -> list[c.Command]:
         """The first commands."""
@@ -78,13 +68,15 @@ class RunMachine:
                 self._growth.came(self._running_alone())
             case c.WorkerHung():
                 self._worker_hung(given)
+            case c.NodeDrains():
+                self._preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.Committed():
-                self._desk.committed(given.manifest)
+                self.desk.committed(given.manifest)
                 self._savepoint.committed(given.manifest.number)
             case c.CommitFailed():
-                self._write_failed(given.number, self._desk.failed(given.number, given.error))
+                self._write_failed(given.number, self.desk.failed(given.number, given.error))
             case c.HeldLost() | c.HeldStored() | c.HeldNotStored():
-                self._desk.take_held(given)
+                self.desk.take_held(given)
             case c.StopAsked():
                 self._stop_asked(given)
             case c.TimeUp():
@@ -99,19 +91,16 @@ class RunMachine:
             return
         attempt, world_size = self.state.attempt, len(given.nodes)
         self._nodes = given.nodes
-        start, first_number = self._desk.begin_attempt(attempt, world_size)
+        start, first_number = self.desk.begin_attempt(attempt, world_size)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
         self._growth.formed(self.state, given.num_newcomers)
-        data = {"attempt": attempt, "world_size": world_size, **start.counters()}
-        self._out(c.Say(frames.ATTEMPT, attempt, data=data))
-        self._out(c.Note("attempt_start", {**data, **start.place()}))
-        self._out(c.Enter(attempt, start.uri, first_number, start.iteration, start.time_total_s, start.held))
+        self._commands += notes.attempt_begins(attempt, world_size, start, first_number)
 
     def _group_failed(self, given: c.GroupFailed) -> None:
         if not isinstance(self.state, Preparing):
             return
         if given.can_retry:
-            self._retry_or_give_up(Failure(given.ranks, given.message))
+            self._retry_or_give_up(notes.failure_of(given), self.state.attempt)
         else:
             self._close(Outcome("error", error_type=given.error_type, message=given.message))
 
@@ -123,28 +112,30 @@ class RunMachine:
             return  # of an older attempt: refused
         match said:
             case e.Reports():
-                self._desk.reported(rank, said.first + said.count)
-                data = {"first": said.first, "count": said.count}
-                self._out(c.Say(frames.REPORTS, given.attempt, rank, data, said.rows))
+                self.desk.reported(rank, said.first + said.count)
+                self._out(notes.reports(running, rank, said))
             case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
-                self._break_rule(running, self._desk.take(rank, said))
+                self._break_rule(running, self.desk.take(rank, said))
             case e.PartFailed():
-                self._write_failed(self._desk.number_of(said.call), self._desk.part_failed(said))
+                self._write_failed(self.desk.number_of(said.call), self.desk.part_failed(said))
             case e.AtSavePoint():
-                self._savepoint.reached(rank, self._desk.number_of(said.call))
-            case e.Returned() | e.Ended():
-                self._left(running, rank, is_returned=isinstance(said, e.Returned))
+                self._savepoint.reached(rank, self.desk.number_of(said.call))
+            case e.Returned():
+                self._preemption.saw_stop |= said.saw_stop
+                self._left(running, rank, is_returned=True)
+            case e.Ended():
+                self._left(running, rank, is_returned=False)
             case e.Failed():
                 self._failed(running, rank, said)
             case e.StopWanted():
                 self._stop_asked(c.StopAsked(said.why, cancel=False))
-            case e.Sample():
-                self._out(c.Note("sample", said.values))
-            case e.Warned():
-                self._out(c.Note("warning", {"rank": rank, "message": said.message}))
+            case e.Preempted():
+                self._preempted(given.attempt, (rank,), said.why)
+            case e.Sample() | e.Warned():
+                self._out(notes.said(rank, said))
             case e.Entered():
                 running.is_entered = True
-                self._out(c.Note("entered", {"rank": rank, "attempt": given.attempt, "timestamp": said.timestamp}))
+                self._out(notes.entered(running, rank, said))
 
     def _left(self, running: Running, rank: int, *, is_returned: bool) -> None:
         if not isinstance(self.state, Running):
@@ -152,7 +143,7 @@ class RunMachine:
         self._out(c.Say(frames.RANK_DONE, running.attempt, rank))
         if is_returned:
             self._savepoint.call_off()  # it is too late: what this rank has done would be done again
-            self._break_rule(running, self._desk.left(rank))
+            self._break_rule(running, self.desk.left(rank))
             return
         running.ended.add(rank)
         if len(running.ended) == 1:  # the others may wait for it in a collective
@@ -182,17 +173,19 @@ class RunMachine:
             self._settle(is_complete=True)  # all streams have ended: nothing more is to come
         elif isinstance(self.state, Running) and not running.inside:
             self._out(c.LeaveGroup(running.attempt))
+            if self._preemption.why and self._preemption.saw_stop and not self._is_stopping:
+                self._regroup(running, self._preemption.why)
+                return
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
             outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
             self.state = Closing(outcome, running)
-            self._desk.store_held()
+            self.desk.store_held()
 
     def _worker_hung(self, given: c.WorkerHung) -> None:
         running = self._running(given.attempt)
         if running is None:
             return
-        stacks = {str(rank): stack for rank, stack in given.stacks.items()}
-        self._out(c.Note("hang", {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks}))
+        self._out(notes.hang(given))
         if given.rank in running.inside:
             self._died(running, given.rank, given.why, is_hang=True)
             if isinstance(self.state, Ending):
@@ -206,7 +199,8 @@ class RunMachine:
             self._end_attempt(running, f"the worker of rank {rank} {'hung' if is_hang else 'died'}")
         if isinstance(self.state, Ending) and not self.state.is_settled and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
-            self._growth.lost()
+            if not self._preemption.explains((rank,)):
+                self._growth.lost()
             self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     # -- ending an attempt ----------------------------------------------------------------------------------------
@@ -239,16 +233,18 @@ class RunMachine:
         if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.serial):
             self._prepare()
             return
-        running = self._current()
+        running = running_of(self.state)
         if running is None or running.serial != given.serial:
             return
-        if given.timer == "grow":
-            self._growth.time_up(self._running_alone(), self._desk.is_bound_to_size)
+        if given.timer == "grow" and not self._preemption.agrees_again(self._running_alone()):
+            self._growth.time_up(self._running_alone(), self.desk.is_bound_to_size)
+        elif given.timer == "preemption" and isinstance(self.state, Running) and not self._is_stopping:
+            self._regroup(running, self._preemption.why or "")
         elif given.timer == "savepoint":
             self._savepoint.reaching_took_too_long()
         elif given.timer == "grace":
             self._kill_the_slow(running)
-        elif isinstance(self.state, Ending) and not self.state.is_settled:
+        elif given.timer in ("gather", "explain") and isinstance(self.state, Ending) and not self.state.is_settled:
             self._settle(is_complete=given.timer == "explain")
 
     def _kill_the_slow(self, running: Running) -> None:
@@ -257,9 +253,7 @@ class RunMachine:
         slow = tuple(sorted(running.inside))
         if isinstance(self.state, (Ending, Closing)):
             self.state.killed |= running.inside
-        self._out(
-            c.Note("warning", {"message": f"killed ranks {list(slow)}: they did not leave their attempt in time"})
-        )
+        self._out(notes.killed_for_staying(slow))
         self._out(c.KillRanks(slow))
 
     def _settle(self, *, is_complete: bool) -> None:
@@ -274,11 +268,12 @@ class RunMachine:
             self._say_attempt_end(ending.running)
             self._close(verdict, ending.running, ending.killed)
         else:
-            self._retry_or_give_up(verdict)
+            self._retry_or_give_up(verdict, ending.running.attempt)
 
-    def _retry_or_give_up(self, failure: Failure) -> None:
-        give_up = self._retries.note(failure, is_stopping=self._is_stopping)
+    def _retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         ending = self.state if isinstance(self.state, Ending) else None
+        is_excused = self._preemption.excuses(failure, attempt)
+        give_up = None if is_excused else self._retries.note(failure, is_stopping=self._is_stopping)
         if give_up is None and not self._is_stopping:
             if ending is not None:
                 ending.is_settled = True
@@ -287,14 +282,15 @@ class RunMachine:
             return
         if ending is not None:
             self._say_attempt_end(ending.running)
-        outcome = self._retries.given_up(give_up, self._desk.last_checkpoint) if give_up else self._stopped()
+        outcome = self._retries.given_up(give_up, self.desk.last_checkpoint) if give_up else self._stopped()
         self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
 
     def _prepare_again(self) -> None:
         """Ask for workers, at once or after a pause; the attempt's number is still free if nobody entered train_func."""
-        before = self._current() or self.state
+        before = running_of(self.state) or self.state
         assert isinstance(before, (Preparing, Running))
         was_entered = isinstance(before, Running) and before.is_entered
+        self._preemption.carry_out()
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
         if pause_s := self._retries.pause_s(was_entered=was_entered):
             self._out(c.SetTimer("pause", self.state.serial, pause_s))
@@ -303,27 +299,35 @@ class RunMachine:
 
     def _prepare(self) -> None:
         assert isinstance(self.state, Preparing)
-        self._out(c.PrepareGroup(self.state.attempt, keep_size=self._desk.is_bound_to_size))
+        self._out(c.PrepareGroup(self.state.attempt, keep_size=self.desk.is_bound_to_size))
 
-    def _leave_for_growth(self, running: Running) -> None:
-        if self._desk.is_bound_to_size:
+    def _leave_after_save(self, running: Running) -> None:
+        if self.desk.is_bound_to_size and self._preemption.why is None:
             self._savepoint.call_off()
             self._growth.refuse()
         else:
-            why = self._savepoint.why or ""
-            self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
-            self._end_attempt(running, why, is_settled=True)
+            self._regroup(running, self._preemption.why or self._savepoint.why or "")
+
+    def _regroup(self, running: Running, why: str) -> None:
+        self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
+        self._end_attempt(running, why, is_settled=True)
+
+    def _preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
+        running = self._running(attempt)
+        if running is None or not self._preemption.note(running, ranks, self._nodes, why):
+            return
+        self._growth.lost()
+        if (alone := self._running_alone()) is not None:
+            self._preemption.ask(alone, within_s)
 
     def _say_attempt_end(self, running: Running) -> None:
-        keep = self._desk.end_attempt(running.iterations_before)
+        keep = self.desk.end_attempt(running.iterations_before)
         self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": keep}))
 
     # -- stopping -------------------------------------------------------------------------------------------------
 
     def _stop_asked(self, given: c.StopAsked) -> None:
-        outcome = Outcome("cancelled" if given.cancel else "stopped", message=given.why)
-        if given.failed is not None:
-            outcome = Outcome("error", failed=given.failed, node=CALLBACK_NODE)
+        outcome = notes.outcome_of_stop(given)
         if isinstance(self.state, Preparing):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:
@@ -350,7 +354,7 @@ class RunMachine:
 
     def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
         self.state = Closing(outcome, running, set(killed or ()))
-        self._desk.store_held()
+        self.desk.store_held()
         if outcome.kind == "error":  # raised first, cleaned up after
             self._tell(outcome)
 
@@ -362,14 +366,15 @@ class RunMachine:
     def _move_on(self) -> None:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
         if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
-            self._leave_for_growth(self.state)
-        if not self._desk.is_idle or (isinstance(self.state, Closing) and self._desk.is_storing):
+            self._leave_after_save(self.state)
+        if not self.desk.is_idle or (isinstance(self.state, Closing) and self.desk.is_storing):
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
             self._say_attempt_end(self.state.running)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.inside):
             self._tell(self.state.outcome)
+            self._preemption.carry_out()
             self.state = Closed(self.state.outcome)
             self._out(c.Close())
 
@@ -377,20 +382,13 @@ class RunMachine:
 
     def _running(self, attempt: int) -> Running | None:
         """The data of attempt ``attempt``, if it is the current one and not over."""
-        running = self._current()
+        running = running_of(self.state)
         return running if running is not None and running.attempt == attempt else None
 
     def _running_alone(self) -> Running | None:
         """The current attempt, if nothing but training goes on: no stop, and no rank that has returned."""
-        running = self.state
-        if not isinstance(running, Running) or self._is_stopping or running.ended:
-            return None
-        return running if running.num_ranks == len(running.inside) else None
-
-    def _current(self) -> Running | None:
-        """The data of the current attempt, if there is one that is not over."""
-        running = self.state.running if isinstance(self.state, (Ending, Closing)) else self.state
-        return running if isinstance(running, Running) else None
+        is_alone = isinstance(self.state, Running) and self.state.is_whole and not self._is_stopping
+        return running_of(self.state) if is_alone else None
 
     def _out(self, command: c.Command) -> None:
         self._commands.append(command)

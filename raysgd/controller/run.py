@@ -6,19 +6,20 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from raysgd.backends.base import Member
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
+from raysgd.controller.drains import DrainWatch
+from raysgd.controller.fleet import Fleet
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
 from raysgd.controller.hang_policy import Hang
-from raysgd.controller.held import HeldParts, Memory
+from raysgd.controller.held import HeldParts
 from raysgd.controller.loads import LoadAnswers
 from raysgd.controller.machine import RunMachine
 from raysgd.controller.meetings import Meetings
@@ -26,47 +27,20 @@ from raysgd.controller.outcome import outcome_data
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, make_run_order
 from raysgd.controller.run_files import RunFiles
-from raysgd.controller.states import CALLBACK_NODE, Outcome
+from raysgd.controller.states import CALLBACK_NODE, Outcome, has_ended_well
 from raysgd.controller.straggler_policy import Straggler
-from raysgd.controller.watch import Watch, Watched
+from raysgd.controller.watch import Watch
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
-from raysgd.workers.orders import AttemptOrder, WorkerInfo
-
-if TYPE_CHECKING:
-    from raysgd.workers.agreement import Agreement
+from raysgd.workers.deaths import was_told_to_end
+from raysgd.workers.orders import AttemptOrder
 
 #: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
 _ITEM_COST_S = 0.0002
 _STREAM_SHARE = 0.11
 _MAX_INTERVAL_S = 2.0
-
-
-class Fleet(Protocol):
-    """What a run needs of the workers; `raysgd.workers.group.WorkerGroup`, or a fake."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def vitals(self) -> Watched: ...
-    @property
-    def agreement(self) -> Agreement: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def num_newcomers(self) -> int: ...
-    def on_newcomer(self, told: Callable[[], None]) -> None: ...
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]: ...
-    async def check_storage(self, storage: Storage) -> None: ...
-    async def open_rendezvous(self) -> str: ...
-    def info(self, rank: int) -> WorkerInfo | None: ...
-    def member(self, rank: int, rendezvous: str) -> Member: ...
-    def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]: ...
-    def end(self, rank: int, attempt: int, why: str) -> None: ...
-    async def leave(self) -> None: ...
-    def kill(self, rank: int, *, is_lost: bool = False) -> None: ...
 
 
 class Run:
@@ -109,7 +83,8 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._values: dict[int, Any] = {}
         self._held = HeldParts(fleet.memory, self._files.uri_of, lambda *said: self._feed(c.WorkerSaid(*said)))
@@ -133,7 +108,7 @@ class Run:
         if self.before_close is not None:
             self._tell_late(await self.before_close())
         may_go_on = self._attempt > 1 or self._checkpoint.on_write_error == "warn"
-        if may_go_on or not self._machine.has_ended_well:
+        if may_go_on or not has_ended_well(self._machine.state):
             await self._files.sweep()
         await self._files.flush()  # what is told to be over can be read
         self._say(c.Say(frames.RUN_CLOSED, self._attempt))
@@ -161,7 +136,7 @@ class Run:
         """URI of the newest committed checkpoint, the same for all ranks of an attempt; see `LoadAnswers`."""
         if attempt != self._attempt:
             return None
-        number = self._loads.answer(index, num_saves, self._machine.newest_checkpoint)
+        number = self._loads.answer(index, num_saves, self._machine.desk.newest_number)
         return None if number is None else self._files.uri_of(number)
 
     # -- in -------------------------------------------------------------------------------------------------------
@@ -202,13 +177,13 @@ class Run:
                 for rank in command.ranks:
                     self._fleet.kill(rank, is_lost=command.is_lost)
             case c.AskToStop():
-                self._spawn(self._fleet.agreement.stop(command.attempt))
+                self._spawn(self._fleet.agreement.stop(command.attempt, ends_reports=command.ends_reports))
             case c.AgreeOnSave():
                 self._spawn(self._fleet.agreement.save(command.attempt))
             case c.CallOffSave():
                 self._spawn(self._fleet.agreement.call_off_save(command.attempt))
             case c.LeaveGroup():
-                self._spawn(self._fleet.leave())
+                self._leaving = self._spawn(self._fleet.leave())
             case c.SetTimer():
                 timer = c.TimeUp(command.timer, command.serial)
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
@@ -235,15 +210,18 @@ class Run:
                 self._closed.set()
 
     async def _prepare(self, attempt: int, keep_size: bool) -> None:
+        if self._leaving is not None:  # ranks that returned are still leaving the group they were in
+            await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
             for line in await self._fleet.get_ready(keep_size=keep_size):
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
-            if (held := self._machine.newest_held) and not await self._held.is_reachable(held):
+            if (held := self._machine.desk.newest_held) and not await self._held.is_reachable(held):
                 self._feed(c.HeldLost(held.number))
         except WorkerDiedError as error:
-            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=True, ranks=error.ranks))
+            told, announced = str(error), was_told_to_end(str(error))
+            self._feed(c.GroupFailed(type(error).__name__, told, True, ranks=error.ranks, is_announced=announced))
             return
         except RaySGDError as error:
             self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
@@ -313,13 +291,19 @@ class Run:
             self._note(c.Note("straggler", straggler.event(node)))
             self.warn(straggler.told(node))
 
+        def drains(ranks: tuple[int, ...], within_s: float | None) -> None:
+            self._feed(c.NodeDrains(attempt, ranks, within_s))
+
         self._stop_watching()
-        self._watching = self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run())
+        self._watching = [
+            self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run()),
+            self._spawn(DrainWatch(self._fleet.drains, drains).run()),
+        ]
 
     def _stop_watching(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
+        for task in self._watching:
+            task.cancel()
+        self._watching = []
 
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
         """Read a worker's stream to its end."""
@@ -369,7 +353,7 @@ class Run:
 
     def _tell_late(self, failed: e.Failed | None) -> None:
         """A critical callback failed when training had ended well: then the run did not."""
-        if failed is not None and self._machine.has_ended_well:
+        if failed is not None and has_ended_well(self._machine.state):
             self._act(c.TellOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
     def _say(self, say: c.Say) -> None:

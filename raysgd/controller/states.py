@@ -54,6 +54,11 @@ class Running:
     ended: set[int] = field(default_factory=set)
     is_entered: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank has left."""
+        return not self.ended and self.num_ranks == len(self.inside)
+
 
 @dataclass(frozen=True)
 class Death:
@@ -129,3 +134,14 @@ class Closed:
 
 
 State = Preparing | Running | Ending | Closing | Closed
+
+
+def running_of(state: State) -> Running | None:
+    """The data of the current attempt, if there is one that is not over."""
+    running = state.running if isinstance(state, (Ending, Closing)) else state
+    return running if isinstance(running, Running) else None
+
+
+def has_ended_well(state: State) -> bool:
+    """Whether the run is over without an error."""
+    return isinstance(state, Closed) and state.outcome.kind in ("done", "stopped")

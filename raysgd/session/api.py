@@ -145,10 +145,11 @@ def in_worker() -> bool:
 
 
 def should_stop() -> bool:
-    """True once the run was asked to end: it was cancelled, a callback raised `Stop`, or this worker will be preempted.
+    """True once the run was asked to end: it was cancelled, a callback raised `Stop`, or a worker is preempted.
 
     All ranks get the same answer from their n-th call, so it may decide about a loop with collectives. A loop that looks
-    at it can save and return in its own way; one that does not is ended at the ``report`` after next.
+    at it can save and return in its own way; one that does not is ended at the ``report`` after next, or, for a preemption,
+    out of its next ``save_checkpoint``.
     """
     return context.current().should_stop()
 

@@ -125,11 +125,23 @@ class StopWanted:
 
 
 @dataclass(frozen=True)
+class Preempted:
+    """The worker's process was told to end, and goes on for as long as it is let."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Returned:
-    """train_func returned. ``value`` is its pickle; None means that it is the stream's next item instead (it is large)."""
+    """train_func returned. ``value`` is its pickle; None means that it is the stream's next item instead (it is large).
+
+    Attributes:
+        saw_stop: It had found ``should_stop()`` true.
+    """
 
     value: bytes | None
     size_bytes: int
+    saw_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,7 @@ WorkerEvent = (
     | Sample
     | Warned
     | StopWanted
+    | Preempted
     | Returned
     | Ended
     | Failed

@@ -12,7 +12,12 @@ import threading
 
 
 class StopGate:
-    """Counts the looks of one rank. The training thread asks, other threads hold and release."""
+    """Counts the looks of one rank. The training thread asks, other threads hold and release.
+
+    Attributes:
+        is_closed_for_reports: Read without the lock by every report: nothing to do while false.
+        was_found: A look has found the stop.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,7 +26,8 @@ class StopGate:
         self._is_open = False
         self._from_look: int | None = None
         self._last_report: int | None = None
-        self.is_closed_for_reports = False  # read without the lock by every report: nothing to do while false
+        self.is_closed_for_reports = False
+        self.was_found = False
 
     def hold(self, num_reports: int) -> tuple[int, int]:
         """Let the next look and the next report wait; returns how many this rank has made of each."""
@@ -30,10 +36,17 @@ class StopGate:
             self.is_closed_for_reports = True
             return self._num_looks, num_reports
 
-    def release(self, from_look: int, last_report: int) -> None:
-        """Looks from number ``from_look`` on find the stop; report ``last_report`` is the last that is taken."""
+    def release(self, from_look: int, last_report: int | None) -> None:
+        """Looks from number ``from_look`` on find the stop, or from an earlier one on that was agreed on before.
+
+        Args:
+            from_look: The same for all ranks.
+            last_report: The last report that is taken; None: all are.
+        """
         with self._changed:
-            self._from_look, self._last_report = from_look, last_report
+            self._from_look = from_look if self._from_look is None else min(self._from_look, from_look)
+            self._last_report = self._last_report if last_report is None else last_report
+            self.is_closed_for_reports = self._last_report is not None
             self._let_go()
 
     def open(self) -> None:
@@ -47,7 +60,9 @@ class StopGate:
         with self._changed:
             look, self._num_looks = self._num_looks, self._num_looks + 1
             self._changed.wait_for(lambda: not self._is_held)
-            return self._from_look is not None and look >= self._from_look
+            is_found = self._from_look is not None and look >= self._from_look
+            self.was_found = self.was_found or is_found
+            return is_found
 
     def takes_report(self, number: int) -> bool:
         """Whether report ``number`` (from 0) is still taken; waits while held."""

@@ -185,7 +185,7 @@ class WorkerSession(Session):
         """How many times this rank looked at `should_stop` and reported; it waits at the next of either."""
         return self._gate.hold(self._num_reports)
 
-    def stop_from(self, look: int, last_report: int) -> None:
+    def stop_from(self, look: int, last_report: int | None) -> None:
         """The stop all ranks agreed on; see `StopGate`."""
         self._gate.release(look, last_report)
 
@@ -211,6 +211,11 @@ class WorkerSession(Session):
     @property
     def is_ended(self) -> bool:
         return self._ended is not None
+
+    @property
+    def saw_stop(self) -> bool:
+        """Whether train_func has found ``should_stop()`` true, as all ranks do at that look."""
+        return self._gate.was_found
 
     def close(self) -> None:
         """train_func has left: every later call is an error."""

@@ -70,7 +70,7 @@ def attempts_follow_each_other(history: History) -> Iterator[str]:
 
 
 def one_group_lives(history: History) -> Iterator[str]:
-    """Nothing of an older attempt counts; each rank is one process, and one that died does not come back."""
+    """Nothing of an older attempt counts; each rank is one process, and one that died or was preempted does not come back."""
     found = spans(history.frames)
     yield from _processes(found)
     for span in found:
@@ -97,16 +97,20 @@ def _processes(found: list[Span]) -> Iterator[str]:
         for (node, pid), count in Counter(up.values()).items():
             if count > 1:
                 yield f"in attempt {span.attempt} process {pid} on {node} is {count} ranks"
-        for rank in sorted(_dead_ranks(before)):
+        for rank, how in sorted(_lost_ranks(before).items()):
             process = last.get(rank)
             if process is not None and process in up.values():
-                yield f"process {process[1]}, which had died as rank {rank}, is in attempt {span.attempt}"
+                yield f"process {process[1]}, which {how} as rank {rank}, is in attempt {span.attempt}"
         last = up
 
 
-def _dead_ranks(span: Span) -> set[int]:
-    failures = events(span.inside, "failure")
-    return {rank for data in failures if data["error"].startswith(_OF_A_PROCESS) for rank in data["ranks"]}
+def _lost_ranks(span: Span) -> dict[int, str]:
+    """Ranks whose processes are not in the next attempt, and what happened to them."""
+    lost = {data["rank"]: "was preempted" for data in events(span.inside, "preemption")}
+    for data in events(span.inside, "failure"):
+        if data["error"].startswith(_OF_A_PROCESS):
+            lost |= dict.fromkeys(data["ranks"], "had died")
+    return lost
 
 
 def reports_are_whole(history: History) -> Iterator[str]:

@@ -19,6 +19,7 @@ from raysgd.workers.freshness import ModuleWatch
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.reset import Baseline
 from raysgd.workers.stacks import make_readable
+from raysgd.workers.termination import Termination
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ class WorkerActor:
         self._pool: Any = None
         self._attempt: Attempt | None = None
         self._instances: Instances | None = None
+        self._is_in_group = False
         self._rank = 0
         self._stacks_file = make_readable()
         self._lock = threading.Lock()
+        self._termination = Termination(self._told_to_end)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ class WorkerActor:
 
         self._rank = order.rank
         context.uninstall()
+        if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
+            self.leave()
         self._modules.look()
         if stale := self._modules.stale():
             return stale
@@ -131,6 +136,9 @@ class WorkerActor:
         for batch in uplink.finish():
             yield batch
         self._forget(attempt)
+        self._is_in_group = attempt.has_returned
+        if attempt.is_preempted:
+            self._termination.remind()
         self._modules.look()
 
     def payloads(self, attempt: int) -> Iterator[Any]:
@@ -167,7 +175,7 @@ class WorkerActor:
         current = self._attempt
         return current.hold() if current is not None and current.number == attempt else (0, 0)
 
-    def stop_from(self, attempt: int, look: int, last_report: int) -> None:
+    def stop_from(self, attempt: int, look: int, last_report: int | None) -> None:
         """Make ``should_stop()`` true from this look on."""
         current = self._attempt
         if current is not None and current.number == attempt:
@@ -187,6 +195,7 @@ class WorkerActor:
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
         self._attempt = None
+        self._is_in_group = False
         self._backend.tear_down()
 
     # -- the class API -------------------------------------------------------------------------------------------
@@ -228,6 +237,15 @@ class WorkerActor:
         with self._lock:
             if self._attempt is attempt:
                 self._attempt = None
+
+    def _told_to_end(self) -> bool:
+        """SIGTERM has come, in the main thread: an attempt is to be left in order, unless that is not done by the second."""
+        current = self._attempt
+        if current is None:
+            return False
+        if not current.preempt("its process got SIGTERM"):
+            self._termination.end_now()
+        return True
 
     @staticmethod
     def _send(uplink: Uplink, events: list[Any], attempt: Attempt) -> list[Batch]:

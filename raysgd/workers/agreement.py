@@ -6,6 +6,7 @@ The ranks are held, which tells how far each has come, and then let go up to a p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,13 +25,17 @@ class Agreement:
 
     def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
         self._call = call
+        self._stopping = asyncio.Lock()  # one lets the ranks go that another has held
 
-    async def stop(self, attempt: int) -> None:
-        """Have all ranks find ``should_stop()`` true at the same place."""
-        with contextlib.suppress(WorkerDiedError, RayError):
-            places = await self._call("hold", attempt)
-            looks, reports = (max(place[i] for place in places) for i in (0, 1))
-            await self._call("stop_from", attempt, looks, reports)
+    async def stop(self, attempt: int, *, ends_reports: bool) -> None:
+        """Have all ranks find ``should_stop()`` true at the same place.
+
+        Args:
+            attempt: Its number.
+            ends_reports: Who does not look leaves at a report.
+        """
+        async with self._stopping:
+            await self._stop(attempt, ends_reports)
 
     async def save(self, attempt: int) -> None:
         """Have all ranks leave after the same save."""
@@ -41,3 +46,9 @@ class Agreement:
         """They leave after none."""
         with contextlib.suppress(WorkerDiedError, RayError):
             await self._call("leave_after", attempt, None)
+
+    async def _stop(self, attempt: int, ends_reports: bool) -> None:
+        with contextlib.suppress(WorkerDiedError, RayError):
+            places = await self._call("hold", attempt)
+            looks, reports = (max(place[i] for place in places) for i in (0, 1))
+            await self._call("stop_from", attempt, looks, reports if ends_reports else None)

@@ -19,7 +19,7 @@ from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
 from raysgd.result import Result
 from raysgd.session import context
-from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, StopWanted, Warned
+from raysgd.session.events import Ended, Entered, Failed, Preempted, Returned, Sample, StopWanted, Warned
 from raysgd.session.metrics import read_deferred
 from raysgd.session.outbox import Outbox
 from raysgd.session.progress import Pulse
@@ -40,13 +40,17 @@ INTERRUPT_AFTER_S = 0.1
 
 
 class Attempt:
-    """Runs train_func once. `events` is drained by the stream's thread; `end` and `ask_to_stop` come from others.
+    """Runs train_func once. `events` is drained by the stream's thread; `end`, `stop_from` and the like come from others.
 
     Args:
         code: ``train_func`` and its ``config``, this attempt's own copies.
         session: What train_func's calls act on.
         callbacks: Callbacks that run in workers.
         on_resize: Gives the user's ``on_resize``.
+
+    Attributes:
+        is_preempted: The process was told to end.
+        has_returned: train_func has returned: the process is still in its group, since others may need it there.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Attempt:
         on_resize: Callable[[], Callable[[Any, int], Any]] | None = None,
     ) -> None:
         self.number = order.attempt
+        self.is_preempted = False
+        self.has_returned = False
         self._run = run
         self._order = order
         self._code = code
@@ -133,8 +139,19 @@ class Attempt:
     def hold(self) -> tuple[int, int]:
         return self._session.hold()
 
-    def stop_from(self, look: int, last_report: int) -> None:
+    def stop_from(self, look: int, last_report: int | None) -> None:
         self._session.stop_from(look, last_report)
+
+    def preempt(self, why: str) -> bool:
+        """Tell the controller that this process was told to end; False where it has been told before.
+
+        Called by a signal's handler: it takes no lock that the main thread could hold.
+        """
+        if self.is_preempted:
+            return False
+        self.is_preempted = True
+        self._outbox.put(Preempted(why), urgent=True)
+        return True
 
     def hold_saves(self) -> int:
         return self._session.hold_saves()
@@ -157,7 +174,8 @@ class Attempt:
         except BaseException as error:  # one that cannot even be shown; nobody must wait for this rank for ever
             outcome = _shown_by_name(error)
             self._outbox.put(outcome, urgent=True)
-        if not isinstance(outcome, Returned):
+        self.has_returned = isinstance(outcome, Returned)
+        if not self.has_returned:
             self._leave_group()
         self._session.close()
         context.leave_behind(threads)
@@ -220,13 +238,13 @@ class Attempt:
     def _returned(self, value: Any) -> Returned:
         if self._run.returns == "first" and self._order.member.rank != 0:
             check_returned(value, "train_func")
-            return Returned(dumps(None), 0)
+            return Returned(dumps(None), 0, self._session.saw_stop)
         rank = self._order.member.rank if self._run.returns == "all" else None
         data = dumps_returned(value, "train_func", self._backend.reducers(), rank)
         if len(data) <= MAX_INLINE_BYTES:
-            return Returned(data, len(data))
+            return Returned(data, len(data), self._session.saw_stop)
         self._large_value = data
-        return Returned(None, len(data))
+        return Returned(None, len(data), self._session.saw_stop)
 
     def _failed(self, error: BaseException, in_setup: bool) -> Failed:
         timestamp, rank = time.time(), self._order.member.rank

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 
 import ray
 from ray._private.state import state  # no public API tells what is free on each node, or how far the cluster may grow
+from ray._private.worker import global_worker  # nor which nodes are draining
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
@@ -15,6 +18,9 @@ from raysgd.workers.placement import Node, explain_infeasible
 #: Of the names of raysgd's actors, and of its keys in the cluster's store.
 NAMESPACE = "raysgd"
 
+_log = logging.getLogger(__name__)
+#: Seconds Ray has to say which nodes are draining.
+_ANSWER_S = 2.0
 _ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
 
 
@@ -48,6 +54,17 @@ def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
 def may_be_scaled() -> bool:
     """Whether nodes may be added to the cluster for what is asked of it."""
     return _autoscaler_limit() is not None
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """The nodes that will be taken away, and in how many seconds, where that is known. Asks Ray, and waits for it."""
+    try:
+        found = global_worker.gcs_client.get_draining_nodes(timeout=_ANSWER_S)  # type: ignore[attr-defined]
+    except Exception as error:  # whatever it is, the next look may tell more
+        _log.debug("Ray did not tell which nodes are draining: %s", error)
+        return {}
+    now_ms = time.time() * 1000
+    return {node_id: max(0.0, (at_ms - now_ms) / 1000) if at_ms else None for node_id, at_ms in found.items()}
 
 
 def uses_tls() -> bool:

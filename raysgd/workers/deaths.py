@@ -44,6 +44,11 @@ def death_reason(error: BaseException, memory: MemoryEvidence | None = None) -> 
     return because[1].strip().removeprefix("of ") if because else first_line(error)
 
 
+def was_told_to_end(reason: str) -> bool:
+    """Whether what `death_reason` told is SIGTERM, which an idle worker obeys."""
+    return "receives a SIGTERM" in reason
+
+
 def _killed_by_ray(text: str, memory: MemoryEvidence | None) -> str:
     found = _RAY_SAW.search(text)  # its GB are GiB
     used = f", as {found[1]} of the node's {found[2]} GiB were in use" if found else ""

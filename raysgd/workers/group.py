@@ -24,9 +24,10 @@ from raysgd.workers.agreement import Agreement
 from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.cluster_memory import ClusterMemory
 from raysgd.workers.deaths import DEATHS, first_line
+from raysgd.workers.drains import Drains
 from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
-from raysgd.workers.placement import explain_busy
+from raysgd.workers.placement import explain_busy, explain_timeout
 from raysgd.workers.process import Worker, WorkerStarter
 from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
 from raysgd.workers.reserve import Reserve
@@ -70,10 +71,12 @@ class WorkerGroup:
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env)
         self._members: list[Worker | None] = [None] * scaling.min_workers
-        self._reserve = Reserve(self._seats, self._starter, failure.spares, self._make_newcomers(), self._end)
+        self._lost_nodes: set[str] = set()  # and those that will be
+        newcomers = self._make_newcomers()
+        self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
-        self._lost_nodes: set[str] = set()
+        self.drains = Drains(lambda: self._members, self._reserve, self._lost_nodes)
         self.streams = WorkerStreams()
         self.agreement = Agreement(self.call)
         self.memory = ClusterMemory(self._agents, lambda: self._members)
@@ -142,6 +145,8 @@ class WorkerGroup:
 
     async def _form(self, keep_size: bool) -> None:
         """A process for every rank, up and loaded, that knows its place."""
+        if self._has_formed and None in self._members:
+            await self.drains.ranks()
         for rank, worker in enumerate(self._members):
             if worker is None:
                 self._members[rank] = await self._reserve.take()
@@ -189,7 +194,8 @@ class WorkerGroup:
             self._seats.open(self.size + self._num_spares)
         for rank, worker in enumerate(self._members):
             if worker is None:
-                self._members[rank] = self._starter.start(self._seats.take() or self._seats.add(self._lost_nodes))
+                seat = self._seats.take(self._lost_nodes) or self._seats.add(self._lost_nodes)
+                self._members[rank] = self._starter.start(seat)
         if is_new:
             self._seek_newcomers(after=self._member(0).seat)
 
@@ -256,14 +262,9 @@ class WorkerGroup:
         return tuple(ranks), await self._agents.why_died(error, first.info)
 
     def _timeout_error(self) -> StartTimeoutError:
-        missing = [worker for worker in self._members if worker is None or worker.info is None]
+        missing = sum(worker is None or worker.info is None for worker in self._members)
         why = explain_busy(self._scaling, cluster_nodes(), self._num_spares) if missing else None
-        told = f"{len(missing)} of {self.size} workers were not up" if missing else "the workers did not get ready"
-        return StartTimeoutError(
-            f"{told} within {self._start_timeout_s:g} s"
-            + (f": {why}, the rest is taken by others" if why else "")
-            + ". Free resources, or raise FailureConfig(start_timeout_s=...)."
-        )
+        return StartTimeoutError(explain_timeout(missing, self.size, self._start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:
         """Whether every node with a worker sees the run's folder.

@@ -145,7 +145,7 @@ class Newcomers:
         if not may_be_scaled():
             self._drop_unplaced()
         missing = self._num_wanted - len(self.all())
-        while missing > 0 and (seat := self._seats.take_placed()) is not None:
+        while missing > 0 and (seat := self._seats.take_placed(self._avoid)) is not None:
             self._start(self._starter.start(seat))
             missing -= 1
         for _ in range(self._room(missing)):

@@ -30,6 +30,13 @@ def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int 
     return _explain(scaling, [node.free for node in nodes], "free now are", num_spares)
 
 
+def explain_timeout(num_missing: int, num_workers: int, timeout_s: float, why: str | None) -> str:
+    """That a group was not ready in time; ``why``: what `explain_busy` found."""
+    told = f"{num_missing} of {num_workers} workers were not up" if num_missing else "the workers did not get ready"
+    because = f": {why}, the rest is taken by others" if why else ""
+    return f"{told} within {timeout_s:g} s{because}. Free resources, or raise FailureConfig(start_timeout_s=...)."
+
+
 def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str, num_spares: int) -> str | None:
     bundle, count = scaling.bundle(), scaling.min_workers + num_spares
     which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""

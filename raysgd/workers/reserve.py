@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ray.exceptions import RayError
 
@@ -22,6 +22,7 @@ class Reserve:
         num_spares: How many are kept up for that alone.
         newcomers: Those who are to become members as well; None for a group that keeps its size.
         end: Ends a process, wherever it stands.
+        avoid: Nodes that nobody is taken from.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Reserve:
         num_spares: int,
         newcomers: Newcomers | None,
         end: Callable[[Worker], None],
+        avoid: Collection[str],
     ) -> None:
         self._seats = seats
         self._starter = starter
         self._num_spares = num_spares
         self._end = end
+        self._avoid = avoid
         self._spares: list[Worker] = []
         self.newcomers = newcomers
 
@@ -48,12 +51,12 @@ class Reserve:
         return [*self._spares, *(self.newcomers.all() if self.newcomers is not None else [])]
 
     async def take(self) -> Worker | None:
-        """One that is up, a spare if there is one; those that turn out to be dead are dropped."""
+        """One that is up, a spare if there is one; those that turn out to be dead, or on a node to avoid, are dropped."""
         while self._spares:
             spare = self._spares[0]
-            is_alive = await self._is_alive(spare)
+            is_fit = await self._is_fit(spare)
             self._spares.remove(spare)
-            if is_alive:
+            if is_fit:
                 return spare
             self._let_go(spare)
         return await self.take_newcomer()
@@ -61,7 +64,7 @@ class Reserve:
     async def take_newcomer(self) -> Worker | None:
         """A newcomer that is up."""
         while self.newcomers is not None and (worker := self.newcomers.take()) is not None:
-            if await self._is_alive(worker):
+            if await self._is_fit(worker):
                 return worker
             self._end(worker)
             self._seats.remove(worker.seat)
@@ -69,7 +72,7 @@ class Reserve:
 
     def replenish(self) -> None:
         """Start spares in the seats that are free, while the members work."""
-        while len(self._spares) < self._num_spares and (seat := self._seats.take()) is not None:
+        while len(self._spares) < self._num_spares and (seat := self._seats.take(self._avoid)) is not None:
             self._spares.append(self._starter.start(seat))
 
     def drop(self, worker: Worker) -> bool:
@@ -81,6 +84,12 @@ class Reserve:
             self.newcomers.drop(worker)
         return False
 
+    def leave(self, nodes: Collection[str]) -> None:
+        """Let go of newcomers on these nodes; a spare is not taken from there, which `take` sees to."""
+        for worker in list(self.newcomers.all() if self.newcomers is not None else []):
+            if self.newcomers is not None and worker.info is not None and worker.info.node_id in nodes:
+                self.newcomers.drop(worker)
+
     def close(self) -> None:
         """End them all."""
         if self.newcomers is not None:
@@ -89,12 +98,13 @@ class Reserve:
             self._let_go(spare)
         self._spares.clear()
 
-    async def _is_alive(self, worker: Worker) -> bool:
+    async def _is_fit(self, worker: Worker) -> bool:
+        """Whether it is alive, and where it may stay."""
         try:
             worker.info = await asyncio.wait_for(worker.handle.describe.remote(), _ANSWER_S)
         except (RayError, asyncio.TimeoutError):
             return False
-        return True
+        return worker.info is not None and worker.info.node_id not in self._avoid
 
     def _let_go(self, worker: Worker) -> None:
         self._end(worker)

@@ -24,6 +24,10 @@ class Seat:
         """Puts an actor there."""
         return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
 
+    def node_id(self) -> str:
+        """Where it is; empty while it is nowhere."""
+        return str(placement_group_table(self.placement).get("bundles_to_node_id", {}).get(self.index, ""))
+
     def is_placed(self) -> bool:
         """Whether its resources, and those of all seats it was asked for with, are reserved on nodes that Ray sees."""
         return bool(placement_group_table(self.placement).get("state") == "CREATED")
@@ -65,19 +69,23 @@ class Seats:
         self._placements.append(placement)
         return Seat(placement, 0)
 
-    def take(self) -> Seat | None:
-        """A free seat; its resources may still be on their way."""
-        return self._free.pop(0) if self._free else None
+    def take(self, avoid: Collection[str] = ()) -> Seat | None:
+        """A free seat, on none of the nodes ``avoid``; its resources may still be on their way."""
+        for seat in self._free:
+            if not avoid or seat.node_id() not in avoid:
+                self._free.remove(seat)
+                return seat
+        return None
 
     def give_back(self, seat: Seat) -> None:
         """The process that had it is gone, or going."""
         if seat.placement in self._placements:
             self._free.append(seat)
 
-    def take_placed(self) -> Seat | None:
-        """A free seat whose resources are there."""
+    def take_placed(self, avoid: Collection[str] = ()) -> Seat | None:
+        """A free seat whose resources are there, on none of the nodes ``avoid``."""
         for seat in self._free:
-            if seat.is_placed():
+            if seat.is_placed() and (not avoid or seat.node_id() not in avoid):
                 self._free.remove(seat)
                 return seat
         return None

@@ -490,3 +490,21 @@ def test_a_worker_whose_stream_breaks_off_is_ended_with_all_that_runs_in_it(
     until(lambda: not is_alive(broken), PATIENCE_S)
     (failure,) = events_of(trainer, "failure")
     assert failure["ranks"] == [1] and "its stream broke off: ValueError('a mistake in raysgd')" in failure["error"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_had_returned_joins_a_new_process_group(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> int:
+        import torch.distributed as dist
+
+        dist.barrier()
+        if raysgd.world_rank() == 1 and once(config["folder"], "died"):
+            time.sleep(1)  # rank 0 has returned, and is still in its group
+            die()
+        return os.getpid()
+
+    with make_trainer(tmp_path / "runs", 2, "torch", failure=raysgd.FailureConfig(max_failures=1)) as trainer:
+        returned = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        up = [event["pid"] for event in events_of(trainer, "worker_up")]
+        assert returned == up[2:] and up[0] == up[2] and up[1] != up[3]
+        assert len(events_of(trainer, "failure")) == 1

@@ -81,6 +81,7 @@ def test_what_goes_wrong_is_told_in_its_place(played: Played) -> None:
     failure = {"ranks": [1, 3], "error": "process died", "action": "re-entering from checkpoint 4"}
     played.display.event(Event("failure", 0.0, failure))
     played.display.event(Event("attempt_start", 0.0, {"attempt": 2, "world_size": 4}))
+    played.display.event(Event("regroup", 0.0, {"attempt": 2, "why": "rank 1 is preempted"}))
     played.display.event(Event("warning", 0.0, {"message": "disk nearly full"}))
     played.display.event(Event("stop", 0.0, {"why": "enough"}))
     played.display.end(ValueError("two\nlines"))
@@ -88,6 +89,7 @@ def test_what_goes_wrong_is_told_in_its_place(played: Played) -> None:
         "iteration 2, 0:02  loss=0.5",
         "rank 1, 3 failed: process died; re-entering from checkpoint 4",
         "attempt 2 with 4 workers",
+        "the group forms anew: rank 1 is preempted",
         "warning: disk nearly full",
         "stopping: enough",
         "failed after 0:00, 2 results: ValueError: two lines",

@@ -28,6 +28,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "abort_grace_s": 2,
         "heartbeat_timeout_s": 10,
         "progress_timeout_s": None,
+        "preemption_grace_s": 25,
         "start_timeout_s": 120,
         "on_resize": None,
     }
@@ -131,6 +132,7 @@ def test_failure_settings_that_work(fields: dict[str, Any]) -> None:
         ({"abort_grace_s": math.inf}, "out of range"),
         ({"heartbeat_timeout_s": 0}, "give a finite number > 0"),
         ({"heartbeat_timeout_s": math.nan}, "out of range"),
+        ({"preemption_grace_s": -1}, "give a finite number >= 0"),
         ({"start_timeout_s": 0}, "give a finite number > 0"),
         ({"start_timeout_s": "120"}, "is a str; give a number"),
         ({"progress_timeout_s": 0}, "give a finite number > 0"),

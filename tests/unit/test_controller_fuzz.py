@@ -26,6 +26,7 @@ from support.stepping import RETURNED, Stepper, broken, failed, part, reports, s
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
 RANKS = st.integers(0, 2)  # taken modulo the number of ranks that are meant
 GONE = object()
+SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Rank:
         is_stuck: It does not notice that its attempt is over.
         last_save: The save that all ranks leave after, if they are to.
         waits: It has made that save.
+        is_asked: It finds ``should_stop()`` true.
+        is_preempted: Its process was told to end.
     """
 
     number: int
@@ -54,6 +57,8 @@ class Rank:
     last_save: int | None = None
     waits: bool = False
     died: str | None = None
+    is_asked: bool = False
+    is_preempted: bool = False
 
     def leave(self, last_word: e.WorkerEvent) -> None:
         self.outbox += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
@@ -89,6 +94,9 @@ class Attempt:
     safe: dict[int, set[int]] = field(default_factory=dict)
     raised: dict[int, e.Failed] = field(default_factory=dict)
     is_entered: bool = False
+    preempted: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+    saw_stop: bool = False
 
 
 class RunFuzz(RuleBasedStateMachine):
@@ -120,7 +128,6 @@ class RunFuzz(RuleBasedStateMachine):
         self.held: c.Hold | None = None
         self.storing: list[Manifest] = []  # from memory
         self.from_memory: set[int] = set()
-        self.num_growths = 0
         self.max_failures = max_failures
         self.num_to_keep = num_to_keep
         self.on_write_error = on_write_error
@@ -158,8 +165,8 @@ class RunFuzz(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3), luck=st.integers(0, 7))
     def workers_are_up(self, size: int = 1, luck: int = 1) -> None:
         self.num_answered = self.num_prepared
-        if not luck and self.run.machine.newest_held is not None:
-            self.run.feed(c.HeldLost(self.run.machine.newest_held.number))
+        if not luck and self.run.machine.desk.newest_held is not None:
+            self.run.feed(c.HeldLost(self.run.machine.desk.newest_held.number))
             self.held = None
         if self.is_elastic:
             self.run.num_ranks = size
@@ -234,6 +241,26 @@ class RunFuzz(RuleBasedStateMachine):
     def a_process_dies(self, index: int, loses: bool) -> None:
         self.happened.add("died")
         self._one_of(self._alive(), index).die("killed", loses=loses)
+
+    @precondition(lambda self: any(not rank.is_preempted for rank in self._inside()))
+    @rule(index=RANKS)
+    def a_process_is_told_to_end(self, index: int) -> None:
+        rank = self._one_of([rank for rank in self._inside() if not rank.is_preempted], index)
+        rank.is_preempted = True
+        rank.outbox.append(e.Preempted("SIGTERM"))
+
+    @precondition(lambda self: self._inside())
+    @rule(index=RANKS, within_s=st.sampled_from([None, 3, 60]))
+    def a_node_drains(self, index: int, within_s: float | None) -> None:
+        rank = self._one_of(self._inside(), index)
+        self.attempts[-1].preempted.add(rank.number)
+        self.run.feed(c.NodeDrains(self.run.attempt, (rank.number,), within_s))
+        self._check()
+
+    @precondition(lambda self: any(rank.is_asked for rank in self._acting()))
+    @rule(index=RANKS)
+    def a_rank_finds_that_it_should_stop(self, index: int) -> None:
+        self._one_of([rank for rank in self._acting() if rank.is_asked], index).leave(SAW_STOP)
 
     @precondition(lambda self: self._acting())
     @rule(index=RANKS)
@@ -324,6 +351,7 @@ class RunFuzz(RuleBasedStateMachine):
         assert outcome is not None
         if outcome.kind == "done":
             assert last is not None and last.returned == {rank.number for rank in last.ranks}
+            assert not (last.preempted and last.saw_stop)
         elif outcome.kind in ("stopped", "cancelled"):
             assert outcome.kind in self.happened or "ended" in self.happened
         elif outcome.failed is not None:
@@ -353,13 +381,24 @@ class RunFuzz(RuleBasedStateMachine):
             self.is_over = isinstance(command, c.Close)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.TellOutcome)) <= 1
-        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1 + self.num_growths
+        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1 + len(self.run.notes("regroup"))
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
         self.num_prepared += 1
         assert not self.in_flight
         assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
+        self._check_that_the_preempted_are_gone()
+
+    def _check_Close(self, command: c.Close) -> None:  # noqa: N802
+        self._check_that_the_preempted_are_gone()
+
+    def _check_that_the_preempted_are_gone(self) -> None:
+        assert all(attempt.preempted <= attempt.killed for attempt in self.attempts)
+
+    def _check_Note(self, command: c.Note) -> None:  # noqa: N802
+        if command.kind == "failure" and command.data["ranks"] and self.attempts:
+            assert not set(command.data["ranks"]) <= self.attempts[-1].preempted
 
     def _check_Enter(self, command: c.Enter) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
@@ -388,7 +427,6 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_growth(self) -> None:
         """All ranks wait having made the same save, whose checkpoint is on storage and the newest."""
-        self.num_growths += 1
         attempt = self.attempts[-1]
         (last,) = {rank.last_save for rank in self._inside()}
         number = 0 if self.held is None else self.held.number
@@ -396,9 +434,14 @@ class RunFuzz(RuleBasedStateMachine):
         assert not attempt.returned
 
     def _check_AgreeOnSave(self, command: c.AgreeOnSave) -> None:  # noqa: N802
-        assert command.attempt == self.run.attempt and self.is_elastic
+        assert command.attempt == self.run.attempt and (self.is_elastic or self.attempts[-1].preempted)
         for rank in self._inside():
             rank.last_save = max(other.num_calls for other in self._inside())
+
+    def _check_AskToStop(self, command: c.AskToStop) -> None:  # noqa: N802
+        assert command.ends_reports or self.attempts[-1].preempted
+        for rank in self._inside():
+            rank.is_asked = True
 
     def _check_CallOffSave(self, command: c.CallOffSave) -> None:  # noqa: N802
         assert command.attempt == self.run.attempt
@@ -407,8 +450,12 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_KillRanks(self, command: c.KillRanks) -> None:  # noqa: N802
         for number in command.ranks:
-            rank = self.attempts[-1].ranks[number]
-            assert rank.is_told and number not in self.attempts[-1].gone
+            attempt, rank = self.attempts[-1], self.attempts[-1].ranks[number]
+            attempt.killed.add(number)
+            if len(attempt.gone) == len(attempt.ranks):
+                assert number in attempt.preempted
+                continue
+            assert rank.is_told and number not in attempt.gone
             rank.die("killed", loses=True)
 
     def _check_Commit(self, command: c.Commit) -> None:  # noqa: N802
@@ -539,6 +586,9 @@ class RunFuzz(RuleBasedStateMachine):
                 attempt.safe.setdefault(event.call, set()).add(number)
             case e.Returned():
                 attempt.returned.add(number)
+                attempt.saw_stop = attempt.saw_stop or event.saw_stop
+            case e.Preempted():
+                attempt.preempted.add(number)
             case e.Failed():
                 attempt.raised[number] = event
 

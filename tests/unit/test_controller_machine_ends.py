@@ -9,7 +9,7 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.machine import GATHER_S
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.states import Closing, Ending, Preparing
+from raysgd.controller.states import Closing, Ending, Preparing, has_ended_well
 from raysgd.session import events as e
 from support.stepping import RETURNED, Stepper, broken, failed, finish, kill, part, reports, running, saved, uri_of
 
@@ -24,7 +24,7 @@ def test_a_stop_asks_and_leaves_it_to_train_func() -> None:
     run.leave(1)
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.message) == ("stopped", "enough")
-    assert run.machine.has_ended_well
+    assert has_ended_well(run.machine.state)
 
 
 def test_a_rank_that_is_ended_by_a_stop_takes_the_others_with_it() -> None:
@@ -280,7 +280,7 @@ def test_a_commit_in_flight_is_waited_for_before_closing(ending: str) -> None:
     assert isinstance(run.machine.state, Closing)
     run.commit()
     assert run.is_closed
-    assert run.machine.newest_checkpoint == 1
+    assert run.machine.desk.newest_number == 1
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
@@ -324,7 +324,7 @@ def test_with_warn_training_goes_on_without_that_checkpoint() -> None:
     run.commit()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert run.machine.newest_checkpoint == 3
+    assert run.machine.desk.newest_number == 3
 
 
 def test_a_failed_write_does_not_make_an_error_worse() -> None:

@@ -380,6 +380,28 @@ def test_a_rank_that_is_behind_the_others_goes_on_until_it_has_come_as_far() -> 
         worker.report()
 
 
+def test_a_stop_for_others_ends_nobody_at_a_report() -> None:
+    worker = Worker()
+    looks, _ = worker.session.hold()
+    worker.session.stop_from(looks, None)
+    for _ in range(5):
+        worker.report()
+    assert not worker.session.saw_stop
+    assert worker.session.should_stop() and worker.session.saw_stop
+
+
+def test_a_stop_by_the_user_after_it_is_found_no_later_and_ends_at_a_report() -> None:
+    worker = Worker()
+    worker.session.hold()
+    worker.session.stop_from(look=1, last_report=None)
+    worker.session.hold()
+    worker.session.stop_from(look=3, last_report=0)
+    assert [worker.session.should_stop() for _ in range(3)] == [False, True, True]
+    worker.report()
+    with pytest.raises(AttemptEnded, match="asked to stop"):
+        worker.report()
+
+
 @pytest.mark.parametrize("call", [lambda worker: worker.session.should_stop(), lambda worker: worker.report()])
 def test_a_rank_that_is_held_waits_until_all_have_agreed(call: Callable[[Worker], object]) -> None:
     worker = Worker()

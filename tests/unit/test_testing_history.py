@@ -21,6 +21,7 @@ from raysgd.controller import frames as f
 from raysgd.controller.commands import GroupFailed
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import Journal
+from raysgd.session import events as e
 from raysgd.testing.history import HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
 from support.histories import history_of
@@ -60,6 +61,23 @@ def an_exception() -> History:
     run.leave(0, broken())
     assert run.is_closed
     return history_of(run, max_failures=3)
+
+
+def preempted() -> History:
+    """Rank 1 is told to end, both leave by should_stop, and the second attempt does the rest."""
+    run = running()
+    run.say(1, e.Preempted("SIGTERM"))
+    for rank in (0, 1):
+        run.say(rank, reports(0))
+    run.save()
+    run.commit()
+    for rank in (0, 1):
+        run.leave(rank, e.Returned(b"value", 5, saw_stop=True))
+    run.ready()
+    for rank in (0, 1):
+        run.say(rank, reports(0))
+    finish(run)
+    return history_of(run, max_failures=0)
 
 
 def index_of(frames: Frames, kind: str, which: int = 0) -> int:
@@ -132,6 +150,7 @@ CORRUPTIONS: list[tuple[str, Callable[[], History], Callable[[Frames], None], st
     ("a worker is missing", one_retry, drop("worker_up"), "attempt 1 began without the workers of ranks [0]"),
     ("two ranks in a process", one_retry, put("worker_up", 0, pid=101), "process 101 on node0 is 2 ranks"),
     ("the dead come back", one_retry, put("worker_up", 3, pid=101), "process 101, which had died as rank 1, is in"),
+    ("the preempted come back", preempted, put("worker_up", 3, pid=101), "process 101, which was preempted as rank 1"),
     (
         "a report is lost",
         one_retry,

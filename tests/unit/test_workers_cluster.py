@@ -75,3 +75,31 @@ def test_what_is_beyond_its_limit_is_refused(
 def test_a_limit_that_is_none(check: Check) -> None:
     """How Ray writes that there may be any number of nodes."""
     check({"CPU": sys.maxsize, "GPU": sys.maxsize}, 1000, gpus_per_worker=1, placement_strategy="STRICT_SPREAD")
+
+
+class Control:
+    """Ray's control store."""
+
+    def __init__(self, answer: dict[str, int] | Exception) -> None:
+        self.answer = answer
+
+    def get_draining_nodes(self, timeout: float) -> dict[str, int]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "nodes"),
+    [
+        ({"a": 0, "b": 1_030_000, "c": 990_000}, {"a": None, "b": 30.0, "c": 0.0}),
+        (RuntimeError("the control store is away"), {}),
+    ],
+    ids=["nodes", "no answer"],
+)
+def test_draining_nodes_are_told_with_the_seconds_they_have(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, nodes: dict[str, float | None]
+) -> None:
+    monkeypatch.setattr(cluster.global_worker, "gcs_client", Control(answer), raising=False)
+    monkeypatch.setattr(cluster.time, "time", lambda: 1000.0)
+    assert cluster.draining_nodes() == nodes

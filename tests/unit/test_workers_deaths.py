@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raysgd.workers.deaths import death_reason, first_line, may_be_memory
+from raysgd.workers.deaths import death_reason, first_line, may_be_memory, was_told_to_end
 from raysgd.workers.out_of_memory import ADVICE, MemoryEvidence, Room, Size
 
 HEAD = (
@@ -67,6 +67,11 @@ OLDER_OOM = (
 )
 def test_the_reason_of_a_death(error: Exception, reason: str) -> None:
     assert death_reason(error) == reason
+
+
+def test_who_obeyed_is_told_from_who_was_killed() -> None:
+    reasons = [death_reason(RayActorError(None, text)) for text in (KILLED, TERM, RAY_KILL, INIT)]
+    assert [was_told_to_end(reason) for reason in reasons] == [False, True, False, False]
 
 
 GROWN = MemoryEvidence(
