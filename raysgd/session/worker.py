@@ -167,6 +167,16 @@ class WorkerSession(Session):
     def should_stop(self) -> bool:
         return self._gate.look() or self._ended is not None
 
+    def wait_for_others(self) -> None:
+        """Wait until every rank is about to enter train_func.
+
+        Raises:
+            AttemptEnded: One of them has died.
+        """
+        if self.world_size > 1:
+            self._check_live()
+            self._link.meet("enter", 0, None)
+
     def barrier(self) -> None:
         self._meet("barrier", None)
 
