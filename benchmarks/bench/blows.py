@@ -74,14 +74,15 @@ class Training:
 
     def wait_for_whole(self, size: int) -> Group:
         """A group of ``size``, warm, with all the processes that the system keeps beside it."""
-        self.wait_for(f"a group of {size}", lambda group: group.size == size and group.steps >= _STEPS_BEFORE)
+        what = f"a group of {size}"
+        group = self.wait_for(what, lambda group: group.size == size and group.steps >= _STEPS_BEFORE)
         deadline = time.monotonic() + self._limit_s
-        while not self._system.is_whole():
+        while not self._system.is_whole(group.pids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the system was not whole within {self._limit_s:g} s")
+                raise TimeoutError(f"the spares were not up within {self._limit_s:g} s")
             time.sleep(0.1)
         time.sleep(_CALM_S)
-        return self.wait_for(f"a group of {size}", lambda group: group.size == size)
+        return self.wait_for(what, lambda group: group.size == size)
 
     def wait_after(self, before: Group, size: int | None = None) -> Group:
         """The next group that has done a step, of that size if one is given."""

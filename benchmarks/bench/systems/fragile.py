@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from bench.machine import without_paths
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc, wait_for_calm
 
 _MAX_ERROR = 300
+#: A process that in so many seconds wants to run for no more than this share of them has finished its imports.
+_IDLE_S = 0.5
+_IDLE_SHARE = 0.1
 
 
 class FragileSystem(RaySystem):
@@ -59,8 +62,8 @@ class FragileSystem(RaySystem):
         if self._temp is not None:
             shutil.rmtree(self._temp, ignore_errors=True)
 
-    def is_whole(self) -> bool:
-        """Whether the processes that are kept beside the workers are up."""
+    def is_whole(self, members: Collection[int]) -> bool:
+        """Whether the processes that are kept beside ``members``, the processes of the group, are up and idle."""
         return True
 
     @contextlib.contextmanager
@@ -119,11 +122,14 @@ class FragileRaysgd(FragileSystem):
         trainer = self._trainer
         trainer.run(train_func, self._full(config), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")])
 
-    def is_whole(self) -> bool:
-        """All processes of workers, spares included, have torch in their memory, and none is on its way up."""
-        num_workers = self.params["num_workers"]
-        wanted = num_workers if isinstance(num_workers, int) else num_workers[1]
-        return sum(map(has_torch, processes_of("ray::WorkerActor"))) >= wanted + self.params.get("spares", 0)
+    def is_whole(self, members: Collection[int]) -> bool:
+        """As many spares as there should be have torch in their memory, and do nothing any more."""
+        spares = [each for each in processes_of("ray::WorkerActor") if each.pid not in members and has_torch(each)]
+        if len(spares) < self.params.get("spares", 0):
+            return False
+        before = [wanted_s(each) for each in spares]
+        time.sleep(_IDLE_S)
+        return all(wanted_s(each) - since < _IDLE_SHARE * _IDLE_S for each, since in zip(spares, before, strict=True))
 
 
 class FragileRayTrain(FragileSystem):
@@ -222,6 +228,16 @@ def processes_of(title: str) -> list[psutil.Process]:
             if title in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+def wanted_s(process: psutil.Process) -> float:
+    """Seconds that its threads have run so far, or have waited for a core to run on."""
+    total = 0
+    for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            ran, waited, _ = path.read_text(encoding="utf-8").split()
+            total += int(ran) + int(waited)
+    return total / 1e9
 
 
 def has_torch(process: psutil.Process) -> bool:
