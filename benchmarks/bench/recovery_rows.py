@@ -6,28 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.rows import Limit, Row, fill_rows
+from bench.systems import VARIANTS
 from bench.table import comparison, machine_line, number, spread
 
+_SPARE, _NEW, _ELASTIC = VARIANTS
 _KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
 _AGAIN = "one of 5 ranks killed, again and again"
 ROWS = (
-    Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours="raysgd_spare"),
-    Row("kill_elastic", f"{_KILLED}, elastic", "kill", "seconds", "s", (Limit(0.5),), ours="raysgd_elastic"),
-    Row("kill_replace", f"{_KILLED}, in a new process", "kill", "seconds", "s", (Limit(1.3, "bare"),), ours="raysgd_replace"),
-    Row("stop_spare", f"{_STOPPED}, with a spare", "stop", "seconds", "s", (Limit(11),), ours="raysgd_spare"),
-    Row("stop_elastic", f"{_STOPPED}, elastic", "stop", "seconds", "s", (Limit(11),), ours="raysgd_elastic"),
-    Row("shrink", "elastic group of 3 loses a worker, to next step", "resize", "shrink_s", "s", (Limit(0.5),), ours="raysgd_elastic"),
-    Row("grow", "room for a third worker, to first step of three", "resize", "grow_s", "s", (), ours="raysgd_elastic"),
-    Row("grow_look", "of it: until the room is taken", "resize", "grow_look_s", "s", (), ours="raysgd_elastic"),
-    Row("grow_start", "of it: starting a process, while two train on", "resize", "grow_start_s", "s", (), ours="raysgd_elastic"),
-    Row("grow_pause", "of it: pause between last step of two and first of three", "resize", "grow_pause_s", "s", (), ours="raysgd_elastic"),
-    Row("node_killed", "node killed to next step, heartbeat timeout 10 s", "node", "killed_s", "s", (Limit(12),), ours="raysgd_replace"),
-    Row("node_frozen", "node frozen to next step, heartbeat timeout 10 s", "node", "frozen_s", "s", (Limit(12),), ours="raysgd_replace"),
-    Row("again", f"{_AGAIN}: went on", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours="raysgd_replace"),
-    Row("again_s", f"{_AGAIN}: to next step", "reliability", "seconds", "s", (), ours="raysgd_replace"),
-    Row("again_max", f"{_AGAIN}: the slowest", "reliability", "seconds", "s", (), share=1.0, ours="raysgd_replace"),
-    Row("steady", "cost of readiness in a 10 ms step", "steady", "percent", "%", (Limit(1),), ours="raysgd_spare"),
-    Row("steady_idle", "a spare that does nothing, of a core", "steady", "idle_percent", "%", (), ours="raysgd_spare"),
+    Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours=_SPARE),
+    Row("kill_elastic", f"{_KILLED}, elastic", "kill", "seconds", "s", (Limit(0.5),), ours=_ELASTIC),
+    Row("kill_replace", f"{_KILLED}, in a new process", "kill", "seconds", "s", (Limit(1.3, "bare"),), ours=_NEW),
+    Row("stop_spare", f"{_STOPPED}, with a spare", "stop", "seconds", "s", (Limit(11),), ours=_SPARE),
+    Row("stop_elastic", f"{_STOPPED}, elastic", "stop", "seconds", "s", (Limit(11),), ours=_ELASTIC),
+    Row("shrink", "elastic group of 3 loses a worker, to next step", "resize", "shrink_s", "s", (Limit(0.5),), ours=_ELASTIC),
+    Row("grow", "room for a third worker, to first step of three", "resize", "grow_s", "s", (), ours=_ELASTIC),
+    Row("grow_look", "of it: until the room is taken", "resize", "grow_look_s", "s", (), ours=_ELASTIC),
+    Row("grow_start", "of it: starting a process, while two train on", "resize", "grow_start_s", "s", (), ours=_ELASTIC),
+    Row("grow_pause", "of it: pause between last step of two and first of three", "resize", "grow_pause_s", "s", (), ours=_ELASTIC),
+    Row("node_killed", "node killed to next step, heartbeat timeout 10 s", "node", "killed_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_frozen", "node frozen to next step, heartbeat timeout 10 s", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
+    Row("again", f"{_AGAIN}: went on", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours=_NEW),
+    Row("again_s", f"{_AGAIN}: to next step", "reliability", "seconds", "s", (), ours=_NEW),
+    Row("again_max", f"{_AGAIN}: the slowest", "reliability", "seconds", "s", (), share=1.0, ours=_NEW),
+    Row("steady", "cost of readiness in a 10 ms step", "steady", "percent", "%", (Limit(1),), ours=_SPARE),
+    Row("steady_idle", "a spare that does nothing, of a core", "steady", "idle_percent", "%", (), ours=_SPARE),
 )  # fmt: skip
 
 _HEAD = """\

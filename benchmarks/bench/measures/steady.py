@@ -1,8 +1,9 @@
 """What readiness for failures costs while nothing fails, in a loop of 10 ms steps that reports every 10th step.
 
-Two Trainers with two workers each take turns in the same Ray: one as it comes (heartbeats four times in 10 s, the search for
-hangs) and with a spare, one whose heartbeats come once in weeks and that has no spare. Each pair of blocks of equal work gives a percentage.
-The idle processes of both are there all the time, so what a spare that does nothing uses of a core is told by itself.
+Two Trainers with two workers each take turns in the same Ray: one as it comes (heartbeats four times in 10 s, the search
+for hangs) and with a spare, one whose heartbeats come once in weeks and that has no spare. Each pair of blocks of equal
+work gives a percentage. The idle processes of both are there all the time, so what a process uses that does nothing is told
+by itself.
 """
 
 from __future__ import annotations
