@@ -22,7 +22,7 @@ ROWS = (
     Row("grow", "room for a third worker, to first step of three", "resize", "grow_s", "s", (), ours=_ELASTIC),
     Row("grow_look", "of it: until the room is taken", "resize", "grow_look_s", "s", (), ours=_ELASTIC),
     Row("grow_start", "of it: starting a process, while two train on", "resize", "grow_start_s", "s", (), ours=_ELASTIC),
-    Row("grow_pause", "of it: pause between last step of two and first of three", "resize", "grow_pause_s", "s", (), ours=_ELASTIC),
+    Row("grow_pause", "of it: pause from last step of two to first of three", "resize", "grow_pause_s", "s", (), ours=_ELASTIC),
     Row("node_killed", "node killed to next step, heartbeat timeout 10 s", "node", "killed_s", "s", (Limit(12),), ours=_NEW),
     Row("node_frozen", "node frozen to next step, heartbeat timeout 10 s", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
     Row("again", f"{_AGAIN}: went on", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours=_NEW),
