@@ -127,6 +127,8 @@ class WorkerSession(Session):
     ) -> None:
         self._check_live()
         self.progress.mark("save_checkpoint")
+        self._unscored = None  # no report came since the save before: it belongs to no round
+        self._leave_after_last_save()
         self._save_gate.begin()
         self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
@@ -230,9 +232,14 @@ class WorkerSession(Session):
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _leave_after_last_save(self) -> None:
-        """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it."""
+        """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it.
+
+        In a loop that saves and does not report there is no such round.
+        """
         last_save = self._save_gate.last_save
-        if last_save is None or self._num_saves <= last_save or self._unscored is not None:
+        if last_save is None or self._num_saves <= last_save:
+            return
+        if self._unscored is not None and (self._num_reports > 0 or self._num_saves == 1):
             return
         self._outbox.put(AtSavePoint(last_save), urgent=True)
         with self.progress.waiting:
