@@ -115,7 +115,8 @@ def strike_often(system: FragileSystem, params: dict[str, Any], number: int = si
     """
     took: list[float] = []
     for _ in range(params["runs"]):
-        with system.counting_failures(), Training(system, limit_s=params["limit_s"]) as training:
+        training = Training(system, limit_s=params["limit_s"], save_every=params.get("save_every", 0))
+        with system.counting_failures(), training:
             for _ in range(params["blows"]):
                 group = training.wait_for_whole(params["size"])
                 struck = training.strike(group, number)

@@ -31,7 +31,7 @@ def params(system: str, quick: bool) -> dict[str, Any]:
     if system == "raysgd_spare":
         given["spares"] = 1
     if system == "raysgd_elastic":
-        given["num_workers"] = [1, 2]
+        given |= {"num_workers": [1, 2], "save_every": 10}  # it grows back out of a checkpoint
     return given
 
 
