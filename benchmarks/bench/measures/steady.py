@@ -28,8 +28,7 @@ _REPORT_EVERY = 10
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    # A block is longer than the 2.5 s between two heartbeats.
-    return {"num_cpus": 6, "num_workers": 2, "steps": 300, "pairs": 2 if quick else 10}
+    return {"num_cpus": 6, "num_workers": 2, "steps": 100, "pairs": 2 if quick else 40}
 
 
 def run(system: FragileRaysgd, params: dict[str, Any]) -> dict[str, list[float]]:
