@@ -39,6 +39,9 @@ def test_the_network_learns_while_workers_are_killed(tmp_path: Path) -> None:
         after = done.stdout.partition(f"on pid {pid}")[2]
         assert re.search(r"went on with [234] workers", after), f"nothing followed the death of {pid}:\n{done.stdout}"
 
+    *_, last_death = re.finditer(r"death of .*", done.stdout)
+    assert "went on with" in done.stdout[last_death.end() :]
+
     (run_dir,) = re.findall(r"run directory: (\S+)", done.stdout)
     check_history(run_dir, within_s=60)
     run = raysgd.load_run(run_dir)

@@ -21,11 +21,11 @@ REPEAT = 1
 TIMEOUT_S = 300.0
 
 #: Runs, and kills in each: an elastic group that has just lost a worker waits before it grows back, in one run.
-_BLOWS = {"ray_train": (1, 3), "ray_train_tuned": (1, 3), "raysgd_elastic": (6, 1)}
+_BLOWS = {"ray_train": (1, 2), "ray_train_tuned": (1, 2), "raysgd_elastic": (5, 1), "raysgd_spare": (1, 8)}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    runs, blows = _BLOWS.get(system, (1, 8))
+    runs, blows = _BLOWS.get(system, (1, 6))
     given = {"num_cpus": 4, "size": 2, "num_workers": 2, "limit_s": 90.0, "runs": runs, "blows": blows}
     if quick:
         given |= {"runs": min(runs, 2), "blows": min(blows, 2)}

@@ -30,7 +30,7 @@ _SIGNALS = {"killed_s": signal.SIGKILL, "frozen_s": signal.SIGSTOP}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    killed, frozen = (1, 0) if quick or system == "ray_train" else (3, 2)
+    killed, frozen = (1, 0) if quick or system == "ray_train" else (2, 1)
     return {"num_workers": 2, "limit_s": 150.0, "killed_s": killed, "frozen_s": frozen}
 
 

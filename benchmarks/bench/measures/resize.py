@@ -24,7 +24,7 @@ REPEAT = 1
 TIMEOUT_S = 400.0
 
 _SIZE = 3
-_REPETITIONS = {"raysgd_elastic": 4}
+_REPETITIONS = {"raysgd_elastic": 3}
 #: Ray Train looks for room once a minute by default; its tuned one as often as raysgd.
 _LOOKS_S = {"ray_train": 60.0, "ray_train_tuned": 2.0}
 #: Ray Train's steps wait for each save, of which growing needs none there.

@@ -28,7 +28,7 @@ _REPORT_EVERY = 10
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    return {"num_cpus": 6, "num_workers": 2, "steps": 100, "pairs": 2 if quick else 40}
+    return {"num_cpus": 6, "num_workers": 2, "steps": 100, "pairs": 2 if quick else 25}
 
 
 def run(system: FragileRaysgd, params: dict[str, Any]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from bench.systems.fragile import FragileSystem
 
 NAME = "stop"
 TITLE = "Worker stopped to next step"
-SYSTEMS = ("ray_train", "ray_train_tuned", "raysgd_spare", "raysgd_elastic")
+SYSTEMS = ("ray_train", "raysgd_spare", "raysgd_elastic")
 QUICK_SYSTEMS = ("raysgd_spare",)
 UNITS = {"seconds": "s"}
 IS_FRESH = True
@@ -22,7 +22,7 @@ REPEAT = 1
 TIMEOUT_S = 300.0
 ENVIRONMENT = {"RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "10"}
 
-_BLOWS = {"raysgd_spare": (1, 4), "raysgd_elastic": (2, 1)}
+_BLOWS = {"raysgd_spare": (1, 3), "raysgd_elastic": (2, 1)}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
