@@ -61,7 +61,8 @@ group has done its first step, with the checkpoint loaded. What is told are medi
   which was not measured.
 - **Growing** begins when a job gives back the CPU that the third worker needs. raysgd looks for room every 2 s, starts the
   process and waits 1 s for others that may come, all while the two train on, and lets them go out of a checkpoint. Ray
-  Train looks once in 60 s by default, and every 2 s where it is tuned, and starts its whole group anew.
+  Train's elastic group (which looks for room once in 60 s by default) was only shrunk: beside a job that holds a CPU it had
+  not begun within 90 s when it was tried, so that there was nothing that could grow.
 - **Nodes** are raylets with their processes on this one machine, killed with SIGKILL, or stopped with SIGSTOP, as a machine
   that hangs.
 - **Again and again**: {tries} kills. A try that did not go on within its limit would be a failure, and is counted as one.
