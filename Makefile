@@ -48,6 +48,7 @@ format: setup  ## Format the code and apply the fixes that are safe
 bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
 	@$(BIN)/python benchmarks/scale.py
+	@$(BIN)/python benchmarks/recovery.py
 
 doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import without_paths
-from bench.measures import load_measure
-from bench.systems import make_system
+from bench.measures import RECOVERY, load_measure
+from bench.systems import make_fragile_system, make_system
 from bench.systems.base import System
 
 _MAX_ERROR = 300
@@ -25,7 +25,8 @@ _MAX_ERROR = 300
 def main(spec_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     folder = Path(spec["folder"])
-    system = make_system(spec["system"], folder)
+    make = make_fragile_system if set(spec["measures"]) <= set(RECOVERY) else make_system
+    system = make(spec["system"], folder)
     with (folder / "lines.jsonl").open("w", encoding="utf-8") as lines:
         system.open()
         try:
@@ -40,7 +41,8 @@ def main(spec_path: str) -> None:
 def _measure(system: System, name: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
         with _time_limit(timeout_s):
-            return {"series": load_measure(name).run(system, params)}
+            series = load_measure(name).run(system, params)
+            return {"series": series, "errors": getattr(system, "failures", [])}
     except Exception as error:
         traceback.print_exc()
         lines = [line for line in str(error).splitlines() if line.strip()]

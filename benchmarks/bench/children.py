@@ -38,13 +38,22 @@ def work_folder() -> Iterator[Path]:
         rmtree(folder, ignore_errors=True)
 
 
-def measure(system: str, measures: Mapping[str, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def measure(
+    system: str,
+    measures: Mapping[str, dict[str, Any]],
+    folder: Path,
+    *,
+    timeout_s: float = MEASURE_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
     """Run measures on a system in one new process.
 
     Args:
         system: Its name.
         measures: Their params, by name.
         folder: Empty; the process's own.
+        timeout_s: Seconds for each of them.
+        environment: Variables of the process, beside those that belong to the system.
 
     Returns:
         For each measure that came to an end ``{"measure", "series"}`` or ``{"measure", "error"}``, and an error for
@@ -54,17 +63,18 @@ def measure(system: str, measures: Mapping[str, dict[str, Any]], folder: Path) -
         "system": system,
         "measures": dict(measures),
         "folder": str(folder),
-        "timeout_s": MEASURE_TIMEOUT_S,
+        "timeout_s": timeout_s,
     }
     (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
-    environment = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.05"} if system == "ray_train_tuned" else {}
-    limit_s = _AROUND_S + MEASURE_TIMEOUT_S * len(measures)
-    why = run_module("bench.child", [str(folder / "spec.json")], environment, folder / "log.txt", limit_s)
+    tuned = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.05"} if system == "ray_train_tuned" else {}
+    limit_s = _AROUND_S + timeout_s * len(measures)
+    given = {**tuned, **(environment or {})}
+    why = run_module("bench.child", [str(folder / "spec.json")], given, folder / "log.txt", limit_s)
     path = folder / "lines.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     done = {line["measure"] for line in lines}
     missing = [{"measure": name, "error": why or "no result"} for name in measures if name not in done]
-    if missing or any("error" in line for line in lines):
+    if missing or any("error" in line or line.get("errors") for line in lines):
         _show_tail(folder / "log.txt")
     return lines + missing
 

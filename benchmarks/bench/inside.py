@@ -18,6 +18,7 @@ class Inside(Protocol):
 
     def prepare_model(self, model: Any) -> Any: ...
     def save(self, state: Any, step: int) -> None: ...
+    def load(self) -> Any: ...
 
 
 class InRaysgd:
@@ -37,6 +38,11 @@ class InRaysgd:
         import raysgd
 
         raysgd.save_checkpoint(state, metrics={"step": step})
+
+    def load(self) -> Any:
+        import raysgd
+
+        return raysgd.load_checkpoint()
 
 
 class InRayTrain:
@@ -64,9 +70,19 @@ class InRayTrain:
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"step": step}, checkpoint=checkpoint)
 
+    def load(self) -> Any:
+        import ray.train
+        import torch
+
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return None
+        with checkpoint.as_directory() as folder:
+            return torch.load(Path(folder) / "model.pt")
+
 
 class InPlainTorch:
-    """A process group and nothing else."""
+    """A process group and nothing else: it keeps no checkpoints."""
 
     def report(self, metrics: dict[str, Any]) -> None:
         return None
@@ -77,7 +93,10 @@ class InPlainTorch:
         return DistributedDataParallel(model)
 
     def save(self, state: Any, step: int) -> None:
-        raise NotImplementedError("plain torch keeps no checkpoints by itself")
+        return None
+
+    def load(self) -> Any:
+        return None
 
 
 def inside(config: Mapping[str, Any]) -> Inside:
@@ -89,4 +108,5 @@ def inside(config: Mapping[str, Any]) -> Inside:
         "torchrun": InPlainTorch,
         "bare": InPlainTorch,
     }
-    return kinds[config["system"]]()
+    name = config["system"]
+    return kinds["raysgd" if name.startswith("raysgd") else name]()

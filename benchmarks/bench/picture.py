@@ -25,23 +25,33 @@ _BACKDROP = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw what there is to draw; returns the files written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # The same document gives the same bytes.
-    matplotlib.rcParams.update({"svg.hashsalt": "raysgd", "font.size": 9, "axes.spines.top": False})
-    matplotlib.rcParams.update({"axes.spines.right": False})
+    _set_up()
     written = []
-    if rows := [row for row in fill_rows(document) if _values(row)]:
-        written.append(_draw_rows(rows, folder / "results.svg"))
+    if (path := draw_rows(fill_rows(document), folder / "results.svg")) is not None:
+        written.append(path)
     points = [point for point in document.get("scale", {}).get("simulated", []) if "error" not in point]
     if len(points) > 1:
         written.append(_draw_scale(points, folder / "scale.svg"))
     return written
 
 
-def _draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def _set_up() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # The same document gives the same bytes.
+    matplotlib.rcParams.update({"svg.hashsalt": "raysgd", "font.size": 9, "axes.spines.top": False})
+    matplotlib.rcParams.update({"axes.spines.right": False})
+
+
+def draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
+    """A panel for each row that has something to show; None without any."""
     from matplotlib import pyplot as plt
+
+    _set_up()
+    rows = [row for row in rows if _values(row)]
+    if not rows:
+        return None
 
     num_lines = -(-len(rows) // _COLUMNS)
     figure, axes = plt.subplots(

@@ -33,12 +33,16 @@ def begin_measure(document: Document, name: str, title: str, units: Mapping[str,
 
 
 def add_samples(document: Document, measure: str, system: str, params: Mapping[str, Any], line: Any) -> None:
-    """Add what one repetition gave: ``{"series": {name: samples}}`` or ``{"error": text}``."""
+    """Add what one repetition gave: ``{"series": {name: samples}}`` or ``{"error": text}``.
+
+    Beside its series, ``"errors"`` has a text for each try in it that failed.
+    """
     systems = document["measures"][measure]["systems"]
     entry = systems.setdefault(system, {"params": dict(params), "series": {}, "errors": []})
     if "error" in line:
         entry["errors"].append(line["error"])
         return
+    entry["errors"] += line.get("errors", [])
     for name, samples in line["series"].items():
         before = entry["series"].get(name, {}).get("samples", [])
         if samples:

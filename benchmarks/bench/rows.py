@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.stats import quantile, rounded
-from bench.systems import TITLES
+from bench.systems import TITLES, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Row:
         share: The quantile that is told; 0.5 is the median.
         scale: From the series' unit to ``unit``.
         better: Whether less or more is better.
+        ours: The system that is told as raysgd.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Row:
     share: float = 0.5
     scale: float = 1.0
     better: Literal["less", "more"] = "less"
+    ours: str = "raysgd"
 
     def target(self) -> str:
         sign = "≤" if self.better == "less" else "≥"
@@ -76,13 +78,14 @@ ROWS = (
 )  # fmt: skip
 
 
-def fill_rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def fill_rows(document: Mapping[str, Any], rows: Sequence[Row] = ROWS) -> list[dict[str, Any]]:
     """The table as data: each row's value per system, the ratio, the target, and whether it was met."""
-    return [fill_row(row, document["measures"][row.measure]) for row in ROWS if row.measure in document["measures"]]
+    return [fill_row(row, document["measures"][row.measure]) for row in rows if row.measure in document["measures"]]
 
 
 def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
-    cells = {system: _cell(row, entry) for system, entry in measure["systems"].items()}
+    systems = {"raysgd" if name == row.ours else name: entry for name, entry in measure["systems"].items()}
+    cells = {system: _cell(row, entry) for system, entry in systems.items() if system not in VARIANTS}
     cells = {system: cell for system, cell in cells.items() if cell is not None}
     values = {system: cell["value"] for system, cell in cells.items() if "value" in cell}
     return {
@@ -103,7 +106,8 @@ def _cell(row: Row, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     if series is not None:
         samples = series["samples"]
         value, low, high = (quantile(samples, share) * row.scale for share in (row.share, 0.25, 0.75))
-        return {"value": rounded(value), "q1": rounded(low), "q3": rounded(high), "n": len(samples)}
+        cell = {"value": rounded(value), "q1": rounded(low), "q3": rounded(high), "n": len(samples)}
+        return cell | ({"failed": len(entry["errors"])} if entry["errors"] else {})
     return {"error": entry["errors"][0]} if entry["errors"] else None
 
 

@@ -44,16 +44,16 @@ def render_page(document: Mapping[str, Any]) -> str:
     if any(measure["quick"] for measure in document["measures"].values()):
         parts.append("**A quick run: tiny sizes, one repetition. These figures say that it works and no more.**\n")
     if rows:
-        parts += [_comparison(rows), "![The figures of the table](results.svg)\n"]
-    parts.append(_METHOD.format(machine=_machine(document["machine"])))
+        parts += [comparison(rows), "![The figures of the table](results.svg)\n"]
+    parts.append(_METHOD.format(machine=machine_line(document["machine"])))
     if document.get("scale"):
         parts.append(_scale(document["scale"]))
     if rows:
-        parts.append(_spread(rows))
+        parts.append(spread(rows))
     return "\n".join(parts)
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
+def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("measure", "Ray Train", "Ray Train, 0.05 s", "peers", "raysgd", "better than Ray Train by", "target", "met")
     lines = []
     for row in rows:
@@ -75,7 +75,7 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     return _table(head, lines)
 
 
-def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
+def spread(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         for name in TITLES:
@@ -158,10 +158,13 @@ def number(value: float) -> str:
 def _show(cell: Mapping[str, Any] | None, unit: str) -> str:
     if cell is None:
         return "-"
-    return f"failed: {_cell_text(cell['error'])}" if "error" in cell else f"{number(cell['value'])} {unit}"
+    if "error" in cell:
+        return f"failed: {_cell_text(cell['error'])}"
+    failed = f" ({cell['failed']} failed)" if cell.get("failed") else ""
+    return f"{number(cell['value'])} {unit}{failed}"
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
+def machine_line(machine: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; {versions}"
 

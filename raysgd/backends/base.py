@@ -63,6 +63,9 @@ class Backend(ABC):
     reforms_in_process: ClassVar[bool] = True
     #: Whether the workers of a node must see each other's GPUs in ``CUDA_VISIBLE_DEVICES``.
     shares_gpus: ClassVar[bool] = False
+    #: Whether `set_up` waits for the other members. It is then called when all of them have train_func in their memory: a
+    #: process that is new may need minutes to import what train_func uses, in which its peers wait where they can be freed.
+    waits_for_members: ClassVar[bool] = True
 
     @abstractmethod
     def load(self) -> None:
@@ -71,6 +74,10 @@ class Backend(ABC):
         Raises:
             ImportError: It is not installed; the text names the extra to install.
         """
+
+    def warm_up(self) -> None:
+        """Import what training loops import later, in a process that nobody waits for: a spare, or a newcomer."""
+        return
 
     @abstractmethod
     def open_rendezvous(self, node_ip: str) -> str:

@@ -21,6 +21,8 @@ class NoneConfig(BackendConfig):
 class NoneBackend(Backend):
     """Does nothing."""
 
+    waits_for_members: ClassVar[bool] = False
+
     def load(self) -> None:
         return None
 

@@ -73,6 +73,12 @@ class TorchBackend(Backend):
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
 
+    def warm_up(self) -> None:
+        """The first optimizer imports as much as torch itself is, ``torch._dynamo`` with all it needs."""
+        import torch
+
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
     def open_rendezvous(self, node_ip: str) -> str:
         # The listening socket is ours and stays open until the store has it, so no other process can take the port.
         self._listener = socket.create_server((node_ip, 0), family=_family(node_ip), backlog=2048)

@@ -127,6 +127,8 @@ class WorkerSession(Session):
     ) -> None:
         self._check_live()
         self.progress.mark("save_checkpoint")
+        self._unscored = None  # no report came since the save before: it belongs to no round
+        self._leave_after_last_save()
         self._save_gate.begin()
         self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
@@ -166,6 +168,16 @@ class WorkerSession(Session):
 
     def should_stop(self) -> bool:
         return self._gate.look() or self._ended is not None
+
+    def wait_for_others(self) -> None:
+        """Wait until every rank is about to enter train_func.
+
+        Raises:
+            AttemptEnded: One of them has died.
+        """
+        if self.world_size > 1:
+            self._check_live()
+            self._link.meet("enter", 0, None)
 
     def barrier(self) -> None:
         self._meet("barrier", None)
@@ -225,9 +237,14 @@ class WorkerSession(Session):
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _leave_after_last_save(self) -> None:
-        """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it."""
+        """Wait for the end, if this rank has made the save that all leave after, and the round that belongs to it.
+
+        In a loop that saves and does not report there is no such round.
+        """
         last_save = self._save_gate.last_save
-        if last_save is None or self._num_saves <= last_save or self._unscored is not None:
+        if last_save is None or self._num_saves <= last_save:
+            return
+        if self._unscored is not None and (self._num_reports > 0 or self._num_saves == 1):
             return
         self._outbox.put(AtSavePoint(last_save), urgent=True)
         with self.progress.waiting:

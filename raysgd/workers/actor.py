@@ -62,18 +62,21 @@ class WorkerActor:
             stacks_file=self._stacks_file,
         )
 
-    def load(self, config: BackendConfig, controller: str) -> str | None:
+    def load(self, config: BackendConfig, controller: str, warm_up: bool = False) -> str | None:
         """Import the framework; once, before all else. Returns what is wrong where it is not installed.
 
         Args:
             config: Tells which one.
             controller: Name of the TrainerActor.
+            warm_up: Nobody waits for this process: import what training loops import later as well.
         """
         self._controller = controller
         backend = config.make()
         gc.disable()  # it would walk half a million objects again and again, all of which stay: 0.2 s of torch's import
         try:
             backend.load()
+            if warm_up:
+                backend.warm_up()
         except ImportError as error:
             return str(error)
         finally:

@@ -192,6 +192,8 @@ class Attempt:
         try:
             function, config = self._code()
             self._secrets = frozenset(secret_values(config))
+            if self._backend.waits_for_members:
+                self._session.wait_for_others()
             in_setup = True
             self._backend.set_up(self._order.member)
             in_setup = False

@@ -67,6 +67,7 @@ class Newcomers:
         self._pause_s = PAUSE_S
         self._looking: asyncio.Task[None] | None = None
         self._has_looked = asyncio.Event()
+        self._has_begun = False  # the group trains: it does not wait for those who come from here on
         self.on_ready: Callable[[], None] = lambda: None
 
     @property
@@ -103,6 +104,7 @@ class Newcomers:
         """Wait for those for whom there is room from the beginning: they are on their way up."""
         if self._looking is not None:
             await self._has_looked.wait()
+        self._has_begun = True
         here = [task for worker, task in self._coming.items() if worker.seat.is_placed()]
         if here:
             await asyncio.wait(here)
@@ -146,10 +148,10 @@ class Newcomers:
             self._drop_unplaced()
         missing = self._num_wanted - len(self.all())
         while missing > 0 and (seat := self._seats.take_placed(self._avoid)) is not None:
-            self._start(self._starter.start(seat))
+            self._start(self._starter.start(seat, warm_up=self._has_begun))
             missing -= 1
         for _ in range(self._room(missing)):
-            self._start(self._starter.start(self._seats.add(self._avoid)))
+            self._start(self._starter.start(self._seats.add(self._avoid), warm_up=self._has_begun))
 
     def _drop_unplaced(self) -> None:
         """Others were faster, or the node is gone: the seat is looked for elsewhere."""

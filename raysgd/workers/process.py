@@ -56,8 +56,8 @@ class WorkerStarter:
         self._runtime_env = dict(runtime_env or {})
         self._num_started = 0
 
-    def start(self, seat: Seat) -> Worker:
-        """A process in ``seat``; it comes up when the seat's resources are there."""
+    def start(self, seat: Seat, *, warm_up: bool = False) -> Worker:
+        """A process in ``seat``; it comes up when the seat's resources are there. ``warm_up``: it is not needed at once."""
         self._num_started += 1
         handle: Any = (
             ray.remote(WorkerActor)
@@ -73,4 +73,4 @@ class WorkerStarter:
             )
             .remote()
         )
-        return Worker(seat, handle, handle.load.remote(self._backend, self._name))
+        return Worker(seat, handle, handle.load.remote(self._backend, self._name, warm_up))

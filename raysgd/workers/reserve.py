@@ -73,7 +73,7 @@ class Reserve:
     def replenish(self) -> None:
         """Start spares in the seats that are free, while the members work."""
         while len(self._spares) < self._num_spares and (seat := self._seats.take(self._avoid)) is not None:
-            self._spares.append(self._starter.start(seat))
+            self._spares.append(self._starter.start(seat, warm_up=True))
 
     def drop(self, worker: Worker) -> bool:
         """Forget one that has died; whether it was one of these. Its seat is free if it was a spare's."""

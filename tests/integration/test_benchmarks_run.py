@@ -1,4 +1,4 @@
-"""The benchmarks run, in small: one measure and the scaling, of raysgd. What they find out is not looked at.
+"""The benchmarks run, in small: one measure, the scaling, and a death, of raysgd. What they find out is not looked at.
 
 Ray Train takes a minute even so, and is left out: the measure is one that has torchrun to compare with.
 """
@@ -28,11 +28,11 @@ def _no_empty_work_folder() -> Iterator[None]:
         os.removedirs(ROOT / "build" / "benchmarks")
 
 
-def run(script: str, *arguments: str, output: Path) -> dict[str, Any]:
+def run(script: str, *arguments: str, output: Path, file: str = "results.json") -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *arguments, "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    document: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    document: dict[str, Any] = json.loads((output / file).read_text(encoding="utf-8"))
     return document
 
 
@@ -50,3 +50,13 @@ def test_a_measure_and_then_the_scaling(tmp_path: Path) -> None:
     assert [point["workers"] for point in points] == [1, 8, 4]
     assert all(point["reports_per_s"] > 0 for point in points), points
     assert (tmp_path / "index.md").exists()
+
+
+@pytest.mark.timeout(220)
+def test_recovery_of_a_group_with_a_spare(tmp_path: Path) -> None:
+    arguments = ("--only", "kill", "--system", "raysgd_spare")
+    document = run("recovery.py", *arguments, output=tmp_path, file="recovery.json")
+    row = next(row for row in document["rows"] if row["key"] == "kill_spare")
+    assert row["cells"]["raysgd"]["n"] == 2 and row["cells"]["raysgd"]["value"] > 0
+    assert "failed" not in row["cells"]["raysgd"], document
+    assert (tmp_path / "recovery.md").exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,82 +19,12 @@ from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
 from support.histories import history_of
+from support.simulated import GONE, Attempt, Rank
 from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
 RANKS = st.integers(0, 2)  # taken modulo the number of ranks that are meant
-GONE = object()
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
-
-
-@dataclass
-class Rank:
-    """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
-
-    Attributes:
-        unscored: A save whose round is to come, in a loop that saves before it reports.
-        unwritten: Saves whose bytes are not on storage yet.
-        has_left: It has said its last word.
-        is_stuck: It does not notice that its attempt is over.
-        last_save: The save that all ranks leave after, if they are to.
-        waits: It has made that save.
-        is_asked: It finds ``should_stop()`` true.
-        is_preempted: Its process was told to end.
-    """
-
-    number: int
-    outbox: deque[Any] = field(default_factory=deque)
-    num_reports: int = 0
-    num_calls: int = 0
-    saves_first: bool = False
-    unscored: int | None = None
-    unwritten: list[int] = field(default_factory=list)
-    has_left: bool = False
-    is_told: bool = False
-    is_stuck: bool = False
-    last_save: int | None = None
-    waits: bool = False
-    died: str | None = None
-    is_asked: bool = False
-    is_preempted: bool = False
-
-    def leave(self, last_word: e.WorkerEvent) -> None:
-        self.outbox += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
-        self.unwritten.clear()
-        self.outbox += [last_word, GONE]
-        self.has_left = True
-
-    def wait_if_due(self) -> None:
-        """It has made the save that all leave after, and the report that belongs to it."""
-        is_due = self.last_save is not None and self.num_calls > self.last_save and self.unscored is None
-        if is_due and not self.waits:
-            self.waits = True
-            self.outbox.append(e.AtSavePoint(self.last_save))
-
-    def die(self, why: str, *, loses: bool) -> None:
-        if loses:
-            self.outbox.clear()
-        self.died, self.has_left = why, True
-        self.unwritten.clear()
-        self.outbox = deque(item for item in self.outbox if item is not GONE)
-        self.outbox.append(GONE)
-
-
-@dataclass
-class Attempt:
-    """What the controller has been told in one attempt."""
-
-    entered: c.Enter
-    ranks: list[Rank]
-    returned: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
-    saved: dict[int, dict[int, e.Saved]] = field(default_factory=dict)
-    safe: dict[int, set[int]] = field(default_factory=dict)
-    raised: dict[int, e.Failed] = field(default_factory=dict)
-    is_entered: bool = False
-    preempted: set[int] = field(default_factory=set)
-    killed: set[int] = field(default_factory=set)
-    saw_stop: bool = False
 
 
 class RunFuzz(RuleBasedStateMachine):

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from raysgd.errors import AttemptEnded
 from raysgd.session.events import AtSavePoint
 from raysgd.session.savegate import SaveGate
@@ -120,6 +122,49 @@ def test_a_loop_that_reports_first_leaves_out_of_its_save() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert (worker.session.num_reports, len(worker.writer.calls)) == (2, 2)
+
+
+@pytest.mark.parametrize("num_saves", [0, 1])
+def test_a_loop_that_never_reports_leaves_all_the_same(num_saves: int) -> None:
+    """The first save of all may have a report to come; where the next save came instead, and later, nothing is waited for."""
+    worker = Worker()
+    for _ in range(num_saves):
+        worker.save()
+
+    def loop() -> None:
+        with contextlib.suppress(AttemptEnded):
+            for _ in range(10):
+                worker.save()
+
+    worker.session.hold_saves()
+    thread = started(loop)
+    worker.session.leave_after(num_saves)
+    sent: list[object] = []
+    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(num_saves) in sent, 20)  # type: ignore[func-returns-value]
+    worker.session.end("the group grows")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(worker.writer.calls) == num_saves + 1
+
+
+def test_a_loop_that_did_not_report_after_the_last_save_leaves_before_the_next() -> None:
+    worker = Worker()
+    worker.save()
+    worker.report(loss=1.0)
+
+    def loop() -> None:
+        with contextlib.suppress(AttemptEnded):
+            for _ in range(10):
+                worker.save()
+
+    worker.session.hold_saves()
+    thread = started(loop)
+    worker.session.leave_after(1)
+    assert until(lambda: AtSavePoint(1) in worker.sent(), 20)
+    worker.session.end("the group grows")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(worker.writer.calls) == 2
 
 
 def test_a_loop_goes_on_where_it_was_called_off() -> None:

@@ -320,6 +320,16 @@ def test_the_training_thread_never_waits_for_a_device(saves_first: bool, own: bo
 # -- meetings ----------------------------------------------------------------------------------------------------------
 
 
+def test_ranks_wait_for_each_other_before_they_enter_and_one_alone_does_not() -> None:
+    worker, alone = Worker(), Worker(world_size=1)
+    worker.session.wait_for_others()
+    alone.session.wait_for_others()
+    worker.session.barrier()
+    assert worker.link.meetings == [("enter", 0, None), ("barrier", 0, None)]
+    assert alone.link.meetings == []
+    assert worker.session.progress.pulse(is_inside=False).calls == 1, "no call of train_func's"
+
+
 def test_barriers_and_broadcasts_are_counted_each_for_itself() -> None:
     worker = Worker(rank=1)
     worker.link.answer = pickle.dumps("x")

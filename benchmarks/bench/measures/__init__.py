@@ -8,6 +8,8 @@
     Whether each repetition needs processes of its own; measures that do not share one that is warm.
 ``REPEAT``
     Repetitions in a full run.
+``TIMEOUT_S``, ``ENVIRONMENT``
+    Of those of recovery: seconds for one repetition, and variables of the process it runs in, if it needs any.
 ``params(system, quick)``
     Sizes, as plain data.
 ``run(system, params)``
@@ -24,6 +26,8 @@ from bench.systems.base import System
 
 #: Modules, in the order in which they run and are told.
 NAMES = ("report_cost", "latency", "rate", "overhead", "exception", "start", "checkpoint", "ddp")
+#: Those of what happens when something fails, of `benchmarks/recovery.py`. They start their systems themselves.
+RECOVERY = ("kill", "stop", "resize", "node", "reliability", "steady")
 #: The two Ray Trains and raysgd, and who stands in for them where a quick run has to leave somebody out.
 ALL = ("ray_train", "ray_train_tuned", "raysgd")
 BOTH = ("ray_train", "raysgd")

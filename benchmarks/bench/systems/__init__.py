@@ -17,6 +17,19 @@ TITLES = {
 }
 
 
+#: raysgd as it is set up for the measures of recovery.
+VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic")
+
+
+def make_fragile_system(name: str, folder: Path) -> System:
+    """The system of that name for the measures of recovery, which start it themselves."""
+    from bench.systems import fragile
+
+    if name in VARIANTS:
+        return fragile.FragileRaysgd(name, folder)
+    return fragile.FragileBare(name, folder) if name == "bare" else fragile.FragileRayTrain(name, folder)
+
+
 def make_system(name: str, folder: Path) -> System:
     """The system of that name; nothing is started yet. Imports what it compares."""
     if name == "raysgd":
