@@ -56,6 +56,7 @@ class CheckpointDesk:
         self._from_memory: set[int] = set()
         self._last_number = plan.start.number
         self._first_number = 1
+        self._started_from = plan.start
         self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=plan.reduce)
 
     @property
@@ -109,6 +110,7 @@ class CheckpointDesk:
                 is_resumed=start.is_checkpoint,
             )
 
+        self._started_from = start
         self._collector = collector()
         if self._memory is not None:
             self._memory.begin_attempt(collector())
@@ -137,6 +139,20 @@ class CheckpointDesk:
         elif self._memory is not None:
             self._memory.lost(said.number)
             self._out(Note("warning", {"message": f"checkpoint {said.number} is no longer in the cluster's memory"}))
+
+    def pass_over(self, error: str) -> str | None:
+        """The checkpoint that the attempt started from is of no use: have the next start from the one before.
+
+        Returns:
+            What the attempt is to be ended for; None where there is no other, so that the error stands.
+        """
+        number = self._started_from.number
+        if self._started_from.held is not None or not self._shelf.has_older_than(number):
+            return None
+        self._shelf.drop(number)
+        why = f"checkpoint {number} passed over: {error}"
+        self._out(Note("warning", {"message": why}))
+        return why
 
     def _start(self) -> Start:
         start, held = self._shelf.start(self._uri_of), self.newest_held

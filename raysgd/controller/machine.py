@@ -118,6 +118,9 @@ class RunMachine:
                 self._break_rule(running, self.desk.take(rank, said))
             case e.PartFailed():
                 self._write_failed(self.desk.number_of(said.call), self.desk.part_failed(said))
+            case e.StartUnusable():
+                if isinstance(self.state, Running) and (why := self.desk.pass_over(said.error)):
+                    self._regroup(running, why)
             case e.AtSavePoint():
                 self._savepoint.reached(rank, self.desk.number_of(said.call))
             case e.Returned():
@@ -377,8 +380,6 @@ class RunMachine:
             self._preemption.carry_out()
             self.state = Closed(self.state.outcome)
             self._out(c.Close())
-
-    # -- small things ---------------------------------------------------------------------------------------------
 
     def _running(self, attempt: int) -> Running | None:
         """The data of attempt ``attempt``, if it is the current one and not over."""

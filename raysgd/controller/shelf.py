@@ -62,6 +62,10 @@ class Shelf:
             del self._manifests[number]
         return manifest, doomed
 
+    def has_older_than(self, number: int) -> bool:
+        """Whether ``number`` is here, and one before it."""
+        return number in self._manifests and min(self._manifests) < number
+
     def drop(self, number: int) -> None:
         """It is not there any more."""
         self._manifests.pop(number, None)

@@ -97,6 +97,13 @@ class HoldFailed:
 
 
 @dataclass(frozen=True)
+class StartUnusable:
+    """The checkpoint that the attempt goes on from is not what its manifest says, or is gone."""
+
+    error: str
+
+
+@dataclass(frozen=True)
 class AtSavePoint:
     """The rank has made save ``call``, which all ranks leave after, and waits; see `raysgd.session.savegate`."""
 
@@ -181,6 +188,7 @@ WorkerEvent = (
     | PartFailed
     | PartHeld
     | HoldFailed
+    | StartUnusable
     | AtSavePoint
     | Sample
     | Warned

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
-from raysgd.errors import AttemptEnded, CheckpointError, SessionError
+from raysgd.errors import (
+    AttemptEnded,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    SessionError,
+)
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import LEFT_BEHIND
-from raysgd.session.events import AtSavePoint, Saved, Scored
+from raysgd.session.events import AtSavePoint, Saved, Scored, StartUnusable
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.outbox import Outbox
 from raysgd.session.savegate import SaveGate
@@ -162,7 +168,12 @@ class WorkerSession(Session):
         start = self._start if self._num_saves == 0 else self._newest() or self._start
         if start is None:
             return None
-        state, small = start.load(self.world_rank, self.world_size, trusted=trusted)
+        try:
+            state, small = start.load(self.world_rank, self.world_size, trusted=trusted)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            if start is self._start:
+                self._outbox.put(StartUnusable(str(error)), urgent=True)
+            raise
         rank_state.restore(small, self._datasets)
         return state
 

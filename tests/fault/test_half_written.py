@@ -59,7 +59,8 @@ def test_a_worker_killed_while_it_writes(ray_cluster: Any, tmp_path: Path, schem
     run = raysgd.RunConfig(storage_path=f"{scheme}{tmp_path}", name="t")
     checkpoints = tmp_path / "t/run_001/checkpoints"
     config = {"checkpoints": str(checkpoints), "seen": str(tmp_path / "seen")}
-    with raysgd.Trainer(2, "none", run=run) as trainer:
+    storage_alone = raysgd.CheckpointConfig(keep_in_memory=False)
+    with raysgd.Trainer(2, "none", run=run, checkpoint=storage_alone) as trainer:
         found = trainer.run(dies_in_its_second_save, config, callbacks=quiet(), returns="all")
         loaded = latest_run(trainer)
     name, size = json.loads((tmp_path / "seen").read_text())
@@ -68,6 +69,22 @@ def test_a_worker_killed_while_it_writes(ray_cluster: Any, tmp_path: Path, schem
     assert [checkpoint.load(rank=1)["step"] for checkpoint in loaded.checkpoints] == [1, 2]
     whole = {f"a0002-r0000{rank}.{suffix}" for rank in (0, 1) for suffix in ("json", "safetensors")}
     assert set(os.listdir(checkpoints / "checkpoint_000002")) == whole | {"manifest.json"}, "remains of the half one"
+
+
+@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
+def test_memory_may_have_what_it_did_not_write(ray_cluster: Any, tmp_path: Path, scheme: str) -> None:
+    """The copy to memory goes on beside the writing, and has ended by then, or not."""
+    run = raysgd.RunConfig(storage_path=f"{scheme}{tmp_path}", name="t")
+    checkpoints = tmp_path / "t/run_001/checkpoints"
+    config = {"checkpoints": str(checkpoints), "seen": str(tmp_path / "seen")}
+    with raysgd.Trainer(2, "none", run=run) as trainer:
+        found = trainer.run(dies_in_its_second_save, config, callbacks=quiet(), returns="all")
+        loaded = latest_run(trainer)
+    step = found[0]["step"]
+    assert [state["step"] for state in found] == [step, step] and step in (1, 2)
+    assert [checkpoint.load(rank=1)["step"] for checkpoint in loaded.checkpoints] == [1, 2] + [2] * (step - 1)
+    second = {name for name in os.listdir(checkpoints / "checkpoint_000002") if name != "manifest.json"}
+    assert second == {f"a000{3 - step}-r0000{rank}.{end}" for rank in (0, 1) for end in ("json", "safetensors")}
 
 
 def saves_again_when_told(config: dict[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from raysgd.controller.retries import MAX_PAUSE_S, PAUSE_S
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Running
 from raysgd.session import events as e
+from raysgd.testing.history import find_violations
+from support.histories import history_of
 from support.stepping import RETURNED, Stepper, broken, failed, finish, kill, part, reports, running, saved, uri_of
 
 # -- the happy path ----------------------------------------------------------------------------------------------------
@@ -532,3 +534,40 @@ def test_a_worker_that_hangs_after_it_returned_fails_nothing() -> None:
     assert run.all_of(c.KillRanks) == [c.KillRanks((1,))]
     run.leave(0)
     assert run.outcome is not None and run.outcome.kind == "done"
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before() -> None:
+    run = running()
+    for call in (0, 1):
+        for rank in range(2):
+            run.say(rank, reports(call))
+        run.save(call, call + 1)
+    run.commit()
+    kill(run)
+    run.ready()
+    assert run.entries[-1].checkpoint == uri_of(2)
+    run.say(1, e.StartUnusable("its bytes are wrong"))
+    run.say(0, e.StartUnusable("its bytes are wrong"))  # each rank reads it
+    for rank in range(2):
+        run.leave(rank, failed("CheckpointCorruptError: its bytes are wrong"))
+    run.ready()
+    entered = run.entries[-1]
+    assert (entered.checkpoint, entered.iterations_before, entered.first_number) == (uri_of(1), 1, 3)
+    assert [note["message"] for note in run.notes("warning")] == ["checkpoint 2 passed over: its bytes are wrong"]
+    assert len(run.notes("failure")) == 1, "it is no failure of a worker"
+    finish(run)
+    assert run.outcome is not None and run.outcome.kind == "done"
+    assert find_violations(history_of(run)) == []
+
+
+def test_the_only_checkpoint_is_not_passed_over_for_nothing() -> None:
+    run = running()
+    run.save()
+    run.commit()
+    kill(run)
+    run.ready()
+    run.say(0, e.StartUnusable("its bytes are wrong"))
+    for rank in range(2):
+        run.leave(rank, failed("its bytes are wrong"))
+    run.advance(1)
+    assert run.outcome is not None and run.outcome.kind == "error"
