@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.workers.agent import NodeAgent, ProcessLook
-from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.cluster import NAMESPACE, node_answers
 from raysgd.workers.deaths import death_reason, may_be_memory
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.out_of_memory import MemoryEvidence
@@ -107,6 +107,12 @@ class Agents:
         """What Ray says of a death, and whether memory was the cause, where that may be so."""
         memory = await self._memory(info) if info is not None and may_be_memory(error) else None
         return death_reason(error, memory)
+
+    async def is_node_gone(self, info: WorkerInfo | None) -> bool:
+        """Whether the node of a worker that has died is gone as well."""
+        if info is None or info.node_id == self._here:
+            return False
+        return not await asyncio.to_thread(node_answers, info.node_id)
 
     def close(self) -> None:
         """End the actors."""

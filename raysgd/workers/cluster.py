@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 
@@ -21,6 +22,8 @@ NAMESPACE = "raysgd"
 _log = logging.getLogger(__name__)
 #: Seconds Ray has to say which nodes are draining.
 _ANSWER_S = 2.0
+#: Seconds a node that is there has to take a connection.
+_CONNECT_S = 0.5
 _ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
 
 
@@ -54,6 +57,16 @@ def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
 def may_be_scaled() -> bool:
     """Whether nodes may be added to the cluster for what is asked of it."""
     return _autoscaler_limit() is not None
+
+
+def node_answers(node_id: str) -> bool:
+    """Whether a node's raylet takes connections, which Ray itself takes many seconds to find out. Waits for it."""
+    address = {info["NodeID"]: (info["NodeManagerAddress"], info["NodeManagerPort"]) for info in ray.nodes()}
+    try:
+        socket.create_connection(address[node_id], _CONNECT_S).close()
+    except (OSError, KeyError):
+        return False
+    return True
 
 
 def draining_nodes() -> dict[str, float | None]:

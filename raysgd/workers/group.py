@@ -192,6 +192,8 @@ class WorkerGroup:
         if is_new:
             check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
+        if self._lost_nodes:  # those that Ray knows of are used no more by themselves
+            self._lost_nodes &= {node.node_id for node in cluster_nodes()}
         for rank, worker in enumerate(self._members):
             if worker is None:
                 seat = self._seats.take(self._lost_nodes) or self._seats.add(self._lost_nodes)
@@ -256,7 +258,7 @@ class WorkerGroup:
         done = [(w, a.exception()) for w, a in zip(workers, answers, strict=True) if a.done() and not a.cancelled()]
         dead = {worker: error for worker, error in done if isinstance(error, DEATHS)}
         for worker in dead:
-            self._drop(worker)
+            await self._bury(worker)
         ranks = sorted(worker.identity.world_rank for worker in dead if worker.identity is not None)
         first, error = next(iter(dead.items()))
         return tuple(ranks), await self._agents.why_died(error, first.info)
@@ -309,7 +311,7 @@ class WorkerGroup:
             async for item in self.streams.read(worker.handle, run, order, why):
                 yield item
         except WorkerDied:
-            self._drop(worker)
+            await self._bury(worker)
             raise
         except RayTaskError as error:  # raysgd's own code failed there, and train_func may still run
             self._drop(worker)
@@ -318,8 +320,7 @@ class WorkerGroup:
 
     def end(self, rank: int, attempt: int, why: str) -> None:
         """Tell a worker that its attempt is over."""
-        worker = self._members[rank]
-        if worker is not None:
+        if (worker := self._members[rank]) is not None:
             worker.handle.end.remote(attempt, why)
 
     async def leave(self) -> None:
@@ -353,8 +354,7 @@ class WorkerGroup:
             rank: Whose.
             is_lost: Its node is lost or cut off: no other process is put there.
         """
-        worker = self._members[rank]
-        if worker is None:
+        if (worker := self._members[rank]) is None:
             return
         if is_lost and worker.info is not None:
             self._lost_nodes.add(worker.info.node_id)
@@ -382,10 +382,14 @@ class WorkerGroup:
             self._members[self._members.index(worker)] = None
         elif not self._reserve.drop(worker):
             return
-        if worker.info is None or worker.info.node_id not in self._lost_nodes:
-            self._seats.give_back(worker.seat)
-        else:
-            self._seats.give_up(worker.seat)
+        is_lost = worker.info is not None and worker.info.node_id in self._lost_nodes
+        (self._seats.give_up if is_lost else self._seats.give_back)(worker.seat)
+
+    async def _bury(self, worker: Worker) -> None:
+        """Drop a process that has died; where its node is gone with it, no other is put there."""
+        if await self._agents.is_node_gone(worker.info) and worker.info is not None:
+            self._lost_nodes.add(worker.info.node_id)
+        self._drop(worker)
 
     def _member(self, rank: int) -> Worker:
         worker = self._members[rank]

@@ -98,10 +98,12 @@ class Seats:
             self.give_back(seat)
 
     def give_up(self, seat: Seat) -> None:
-        """The node of a seat is lost: nobody is to sit there again."""
+        """The node of a seat is lost. One of those asked for together is elsewhere once Ray knows of that."""
         if seat.placement in self._placements[1:]:
             self._placements.remove(seat.placement)
             remove_placement_group(seat.placement)
+        else:
+            self.give_back(seat)
 
     def remove_unplaced(self) -> None:
         """Give back the free seats beyond the first, whose resources are not there: their node is gone."""
