@@ -53,6 +53,10 @@ class ScalingConfig:
             )
         # A copy of our own: what the caller does to their dict later, or we to ours, must not show on the other side.
         object.__setattr__(self, "resources_per_worker", _checked_resources(self.resources_per_worker))
+        if math.isinf(self.max_workers) and not self.bundle():
+            raise ConfigError(
+                f"num_workers={self.num_workers} of workers that need nothing has no end; give a maximum, or cpus_per_worker."
+            )
 
     @property
     def min_workers(self) -> int:

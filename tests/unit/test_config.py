@@ -291,3 +291,10 @@ def test_what_works_is_not_refused() -> None:
     failure = FailureConfig(max_failures=0, abort_grace_s=1, start_timeout_s=3, heartbeat_timeout_s=10.0)
     checkpoint = CheckpointConfig(num_to_keep=1, score_attribute="loss", score_order="min", max_pending_bytes=1)
     check_planned(ScalingConfig(num_workers=3), RunConfig(name="x", storage_path="/tmp"), failure, checkpoint)
+
+
+def test_a_group_without_an_end_needs_something_that_ends() -> None:
+    with pytest.raises(ConfigError, match="has no end; give a maximum, or cpus_per_worker"):
+        ScalingConfig(num_workers=(1, math.inf), cpus_per_worker=0)
+    ScalingConfig(num_workers=(1, math.inf), cpus_per_worker=0, resources_per_worker={"slot": 1})
+    ScalingConfig(num_workers=(1, 4), cpus_per_worker=0)
