@@ -147,9 +147,12 @@ class CheckpointDesk:
             What the attempt is to be ended for; None where there is no other, so that the error stands.
         """
         number = self._started_from.number
-        if self._started_from.held is not None or not self._shelf.has_older_than(number):
+        if self._started_from.held is not None and self._memory is not None:
+            self._memory.lost(number)
+        elif self._shelf.has_older_than(number):
+            self._shelf.drop(number)
+        else:
             return None
-        self._shelf.drop(number)
         why = f"checkpoint {number} passed over: {error}"
         self._out(Note("warning", {"message": why}))
         return why

@@ -217,7 +217,7 @@ class Run:
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
-            if (held := self._machine.desk.newest_held) and not await self._held.is_reachable(held):
+            while (held := self._machine.desk.newest_held) and not await self._held.is_reachable(held):
                 self._feed(c.HeldLost(held.number))
         except WorkerDiedError as error:
             told, announced = str(error), was_told_to_end(str(error))

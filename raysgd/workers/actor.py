@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.names import FileEntry
@@ -153,8 +154,11 @@ class WorkerActor:
 
     def reach(self, parts: Sequence[Any], timeout_s: float) -> bool:
         """Whether this node has these parts of a checkpoint in memory, or can fetch them within the time."""
-        ready, _ = ray.wait(list(parts), num_returns=len(parts), timeout=timeout_s, fetch_local=True)
-        return len(ready) == len(parts)
+        try:
+            ray.get(list(parts), timeout=timeout_s)  # views; `ray.wait` takes what is lost for ready
+        except RayError:
+            return False
+        return True
 
     def store(self, parts: Sequence[Any], folder: str, prefix: str) -> list[FileEntry]:
         """Write a part of a checkpoint from memory to storage; returns its files, which are durable."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.names import FileEntry
 from raysgd.checkpoint.payload import load_payload, write_payload
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
+from raysgd.errors import CheckpointNotFoundError
 from raysgd.session import rank_state
 from raysgd.workers.orders import HeldCheckpoint
 from raysgd.workers.pickling import loads
@@ -37,7 +39,10 @@ class FromMemory:
 
     def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
         manifest, parts = self._held.manifest, self._held.parts
-        payload = ray.get(parts[rank] if manifest.all_ranks else parts[min(parts)])
+        try:
+            payload = ray.get(parts[rank] if manifest.all_ranks else parts[min(parts)])
+        except RayError as error:
+            raise CheckpointNotFoundError(f"checkpoint {manifest.number} is in memory no more: {error}") from error
         state = load_payload(payload, trusted=trusted)
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 

@@ -94,6 +94,20 @@ def test_one_that_no_node_has_any_more_is_not() -> None:
     assert "no longer in the cluster's memory" in run.notes("warning")[-1]["message"]
 
 
+def test_one_that_is_lost_while_it_is_read_is_passed_over() -> None:
+    run = running()
+    run.save()
+    run.commit()
+    hold(run, 1, 2)
+    kill(run)
+    run.ready()
+    run.say(1, e.StartUnusable("checkpoint 2 is in memory no more"))
+    for rank in range(2):
+        run.leave(rank, e.Ended())
+    run.ready()
+    assert (run.entries[-1].held, run.entries[-1].checkpoint) == (None, uri_of(1))
+
+
 def test_one_that_its_worker_could_not_write_is_written_from_memory() -> None:
     run = running()
     hold(run)
