@@ -23,6 +23,7 @@ def steps(config: dict[str, Any]) -> dict[str, Any]:
     begun_at = state["step"]
     for step in range(begun_at, 6):
         if step == config.get("fails_at"):
+            raysgd.barrier()  # both have made the saves before
             raise ValueError("a mistake")
         raysgd.report(step=step)
         raysgd.save_checkpoint({"step": step + 1})
