@@ -251,10 +251,9 @@ class DeleteCheckpoint:
 
 @dataclass(frozen=True)
 class Hold:
-    """A checkpoint is in the cluster's memory; let go of these older ones."""
+    """A checkpoint is in the cluster's memory; let go of all older ones."""
 
     number: int
-    older: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,9 @@ class CheckpointDesk:
         self._memory = MemoryTier(out, on_held) if config.keep_in_memory else None
         self._stored_every = max(1, config.memory_only_between)
         self._in_flight: dict[int, Manifest] = {}
-        self._storing: set[int] = set()  # from memory, as were
-        self._from_memory: set[int] = set()
+        self._storing: set[int] = set()  # from memory
+        self._tried: set[int] = set()  # those that are and were
+        self._from_memory: set[int] = set()  # those that could be
         self._last_number = plan.start.number
         self._first_number = 1
         self._started_from = plan.start
@@ -63,11 +64,6 @@ class CheckpointDesk:
     def is_idle(self) -> bool:
         """Whether no commit is on its way to storage."""
         return not self._in_flight
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether a checkpoint is being written from memory, for which no next attempt waits."""
-        return bool(self._storing)
 
     @property
     def newest_number(self) -> int | None:
@@ -98,7 +94,10 @@ class CheckpointDesk:
         """Where the attempt goes on from, and the number its first save makes."""
         start = self._start()
         self._shelf.forget_scores()
-        self._first_number = max(self._last_number, start.number) + 1
+        self._last_number = max(
+            self._last_number, start.number
+        )  # one in memory may be written yet: its number is taken
+        self._first_number = self._last_number + 1
 
         def collector() -> CheckpointCollector:
             return CheckpointCollector(
@@ -118,13 +117,15 @@ class CheckpointDesk:
             self.store_held()  # it was on its way to storage
         return start, self._first_number
 
-    def store_held(self) -> None:
-        """Have the newest checkpoint written to storage from memory, if it is not there yet."""
+    def store_held(self) -> bool:
+        """Have the newest checkpoint written to storage from memory, once, if it is not there; whether one is being written."""
         held = self.newest_held
-        if held is not None and not held.number <= max([self.newest_number or 0, *self._in_flight, *self._storing]):
+        if held is not None and held.number > max([self.newest_number or 0, *self._in_flight, *self._tried]):
+            self._tried.add(held.number)
             self._storing.add(held.number)
             self._shelf.forget_scores([held.number])  # it has been scored in memory by those
             self._out(StoreHeld(held))
+        return bool(self._storing)
 
     def take_held(self, said: HeldLost | HeldStored | HeldNotStored) -> None:
         """What has become of a checkpoint in memory."""

@@ -68,7 +68,9 @@ class HeldParts:
         """An attempt begins; of what older ones made, the checkpoint that it starts from alone is needed."""
         self._stop_reading()
         self._attempt, self._first_number = attempt, first_number
-        self._parts = {number: parts for number, parts in self._parts.items() if start and number == start.number}
+        kept = {start.number} & self._parts.keys() if start is not None else set()
+        self._parts = {number: self._parts[number] for number in kept}
+        self._num_bytes = {number: self._num_bytes[number] for number in kept}
 
     def said(self, rank: int, attempt: int, event: WorkerEvent) -> bool:
         """Look at what a rank said; whether it is kept back until its part is here."""
@@ -91,11 +93,10 @@ class HeldParts:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(here.settled.wait(), SETTLE_S)
 
-    def forget(self, numbers: tuple[int, ...]) -> None:
-        """Let these checkpoints go."""
-        for number in numbers:
-            self._parts.pop(number, None)
-            self._num_bytes.pop(number, None)
+    def forget_before(self, number: int) -> None:
+        """Let all older checkpoints go, those too of which some parts never came."""
+        for older in [each for each in self._parts if each < number]:
+            del self._parts[older], self._num_bytes[older]
 
     def of(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
         """A checkpoint as ``rank`` needs it; None for none."""

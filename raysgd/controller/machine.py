@@ -118,8 +118,9 @@ class RunMachine:
                 self._break_rule(running, self.desk.take(rank, said))
             case e.PartFailed():
                 self._write_failed(self.desk.number_of(said.call), self.desk.part_failed(said))
-            case e.StartUnusable():
-                if isinstance(self.state, Running) and (why := self.desk.pass_over(said.error)):
+            case e.StartUnusable():  # it may come after the error of another rank, and explains it
+                is_open = isinstance(self.state, Ending) and not self.state.is_settled and self.state.preset is None
+                if (is_open or isinstance(self.state, Running)) and (why := self.desk.pass_over(said.error)):
                     self._regroup(running, why)
             case e.AtSavePoint():
                 self._savepoint.reached(rank, self.desk.number_of(said.call))
@@ -180,9 +181,7 @@ class RunMachine:
                 self._regroup(running, self._preemption.why)
                 return
             self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
-            outcome = self._stopped() if self._is_stopping or running.ended else Outcome("done")
-            self.state = Closing(outcome, running)
-            self.desk.store_held()
+            self.state = Closing(self._stopped() if self._is_stopping or running.ended else Outcome("done"), running)
 
     def _worker_hung(self, given: c.WorkerHung) -> None:
         running = self._running(given.attempt)
@@ -208,10 +207,8 @@ class RunMachine:
 
     # -- ending an attempt ----------------------------------------------------------------------------------------
 
-    def _end_attempt(
-        self, running: Running, why: str, preset: Outcome | None = None, *, is_settled: bool = False
-    ) -> None:
-        self.state = Ending(running, preset, is_settled=is_settled)
+    def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
+        self.state = Ending(running, preset)
         self._savepoint.forget()
         self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
         self._out(c.SetTimer("gather", running.serial, GATHER_S))
@@ -313,7 +310,10 @@ class RunMachine:
 
     def _regroup(self, running: Running, why: str) -> None:
         self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
-        self._end_attempt(running, why, is_settled=True)
+        if isinstance(self.state, Running):
+            self._end_attempt(running, why)
+        assert isinstance(self.state, Ending)
+        self.state.is_settled = True
 
     def _preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
         running = self._running(attempt)
@@ -357,7 +357,6 @@ class RunMachine:
 
     def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
         self.state = Closing(outcome, running, set(killed or ()))
-        self.desk.store_held()
         if outcome.kind == "error":  # raised first, cleaned up after
             self._tell(outcome)
 
@@ -370,12 +369,14 @@ class RunMachine:
         """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
         if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
             self._leave_after_save(self.state)
-        if not self.desk.is_idle or (isinstance(self.state, Closing) and self.desk.is_storing):
+        if not self.desk.is_idle:
             return
         if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
             self._say_attempt_end(self.state.running)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.inside):
+            if self.desk.store_held():  # only now: nobody writes it any more who would have
+                return
             self._tell(self.state.outcome)
             self._preemption.carry_out()
             self.state = Closed(self.state.outcome)

@@ -27,7 +27,7 @@ class MemoryTier:
         self._out = out
         self._on_held = on_held
         self._shelf = Shelf(Start(), RetentionPolicy(1))
-        self._collector: CheckpointCollector | None = None
+        self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce={})
 
     @property
     def newest(self) -> Manifest | None:
@@ -44,13 +44,10 @@ class MemoryTier:
         self._shelf.drop(number)
 
     def reported(self, rank: int, count: int) -> None:
-        if self._collector is not None:
-            self._collector.reported(rank, count)
+        self._collector.reported(rank, count)
 
     def left(self, rank: int) -> str | None:
         """As of `CheckpointCollector`."""
-        if self._collector is None:
-            return None
         rule = self._collector.left(rank)
         self._keep_complete()
         return rule
@@ -58,8 +55,6 @@ class MemoryTier:
     def take(self, rank: int, said: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """An event of a rank; returns the rule it breaks, if it does."""
         rule = None
-        if self._collector is None:
-            return None
         if isinstance(said, Saved):
             rule = self._collector.saved(rank, said)
         elif isinstance(said, PartHeld):
@@ -76,23 +71,19 @@ class MemoryTier:
 
     def discard(self, call: int) -> None:
         """The checkpoint of this call is one of files: it is on storage alone."""
-        if self._collector is not None:
-            self._collector.discard(call)
+        self._collector.discard(call)
 
     def end_attempt(self) -> None:
         """The attempt is over: what ranks that are gone did not report is not waited for."""
         self._take_scores(is_over=True)
 
     def _keep_complete(self) -> None:
-        if self._collector is None:
-            return
         for manifest in self._collector.complete():
-            _, doomed = self._shelf.add(manifest)
-            self._out(Hold(manifest.number, tuple(doomed)))
+            self._shelf.add(manifest)
+            self._out(Hold(manifest.number))
             self._on_held(manifest.number)
         self._take_scores(is_over=False)
 
     def _take_scores(self, *, is_over: bool) -> None:
-        if self._collector is not None:
-            for score in self._collector.complete_scores(is_over=is_over):
-                self._shelf.score(*score)
+        for score in self._collector.complete_scores(is_over=is_over):
+            self._shelf.score(*score)

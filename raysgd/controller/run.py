@@ -190,7 +190,7 @@ class Run:
             case c.Commit():
                 self._spawn(self._commit(command))
             case c.Hold():
-                self._held.forget(command.older)
+                self._held.forget_before(command.number)
                 self._held.copy(command.number)
             case c.StoreHeld():
                 self._spawn(self._store_held(command.manifest))

@@ -179,7 +179,9 @@ class Attempt:
             self._leave_group()
         self._session.close()
         context.leave_behind(threads)
-        self._writer.close(wait_held=isinstance(outcome, Returned))  # saves are to be durable, however train_func left
+        # Saves are to be durable, however train_func left; who is waited for by others does not wait for memory.
+        is_own = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
+        self._writer.close(wait_held=is_own)
         # The session stays installed, closed, so that a thread left behind gets its error.
         if not isinstance(outcome, Failed):  # that one has left already
             self._outbox.put(outcome, urgent=True)

@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_memory_with_no_checkpoint_on_storage(
     config = {"dies": dies, "folder": str(tmp_path), "all_ranks": all_ranks}
     values = trainer.run(steps, config, callbacks=quiet(), returns="all")
     begins = [value["begun_at"] for value in values]
-    assert begins in ([6, 6], [7, 7])  # the other rank may have made the next save
+    assert begins[0] == begins[1] > 0  # how many behind depends on the copy, and on how far the other rank was ahead
     assert [value["weight"] for value in values] == [10.0, 10.0]
     after = [value["drawn"][begins[0] :] for value in values]
     assert after == [value["drawn"][begins[0] :] for value in calm], "another random sequence"
@@ -93,7 +93,7 @@ def test_where_a_run_ends_in_an_error_its_newest_save_is_written(trainer: raysgd
         for step in range(3):
             raysgd.save_checkpoint({"step": step})
             raysgd.report(step=step)
-        time.sleep(0.5)
+        raysgd.barrier()  # both have made all saves
         raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
@@ -118,12 +118,12 @@ def test_storage_that_was_lost_is_not_asked_for(ray_cluster: Any, tmp_path: Path
         state = raysgd.load_checkpoint()
         if state is not None:
             return int(state["step"])
-        raysgd.save_checkpoint({"step": 3, "weights": np.ones(SIZE)})
+        for _ in range(3):  # the third waits for a buffer: the first has been taken into memory by then
+            raysgd.save_checkpoint({"step": 3, "weights": np.ones(SIZE)})
         while raysgd.load_checkpoint() is None:
             time.sleep(0.01)
         raysgd.barrier()
         if raysgd.world_rank() == 1:
-            time.sleep(1)
             shutil.rmtree(config["checkpoints"])
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)

@@ -409,7 +409,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.in_flight.append(command)
 
     def _check_Hold(self, command: c.Hold) -> None:  # noqa: N802
-        assert command.older == (() if self.held is None else (self.held.number,))
+        assert self.held is None or command.number > self.held.number
         self.held = command
 
     def _check_StoreHeld(self, command: c.StoreHeld) -> None:  # noqa: N802

@@ -536,7 +536,8 @@ def test_a_worker_that_hangs_after_it_returned_fails_nothing() -> None:
     assert run.outcome is not None and run.outcome.kind == "done"
 
 
-def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(is_late: bool) -> None:
     run = running()
     for call in (0, 1):
         for rank in range(2):
@@ -546,8 +547,11 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before() -> Non
     kill(run)
     run.ready()
     assert run.entries[-1].checkpoint == uri_of(2)
-    run.say(1, e.StartUnusable("its bytes are wrong"))
-    run.say(0, e.StartUnusable("its bytes are wrong"))  # each rank reads it
+    if is_late:  # rank 1 learns of it by its broken collective
+        run.say(1, broken())
+    else:
+        run.say(1, e.StartUnusable("its bytes are wrong"))  # each rank reads it
+    run.say(0, e.StartUnusable("its bytes are wrong"))
     for rank in range(2):
         run.leave(rank, failed("CheckpointCorruptError: its bytes are wrong"))
     run.ready()

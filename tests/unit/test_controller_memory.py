@@ -13,7 +13,7 @@ from raysgd.config import CheckpointConfig
 from raysgd.controller import commands as c
 from raysgd.controller.held import HeldParts
 from raysgd.session import events as e
-from support.stepping import Stepper, finish, kill, part, reports, running, saved, uri_of
+from support.stepping import Stepper, failed, finish, kill, part, reports, running, saved, uri_of
 
 MEMORY_ALONE = CheckpointConfig(memory_only_between=100)
 
@@ -36,7 +36,7 @@ def test_a_run_goes_on_from_what_is_in_memory() -> None:
     run = running(checkpoint=MEMORY_ALONE)
     hold(run, 0, 1)
     hold(run, 1, 2)
-    assert run.all_of(c.Hold) == [c.Hold(1, ()), c.Hold(2, (1,))]
+    assert run.all_of(c.Hold) == [c.Hold(1), c.Hold(2)]
     assert run.all_of(c.Commit) == []
     kill(run)
     run.ready()
@@ -122,6 +122,31 @@ def test_one_that_its_worker_could_not_write_is_written_from_memory() -> None:
     kill(run)
     run.ready()
     assert len(run.all_of(c.StoreHeld)) == 1, "it is there"
+
+
+def test_what_its_worker_still_writes_is_not_written_from_memory_too() -> None:
+    run = running()
+    hold(run)
+    run.say(1, failed())
+    run.gone(1)
+    run.advance(1)
+    assert run.outcome is not None and run.all_of(c.StoreHeld) == []
+    run.say(0, part(0, "file"), e.Ended())
+    run.gone(0)
+    run.commit()
+    assert run.is_closed and run.all_of(c.StoreHeld) == []
+    assert [say.data["number"] for say in run.said("checkpoint")] == [1]
+
+
+def test_the_number_of_one_that_may_still_be_written_is_not_given_again() -> None:
+    run = running()
+    hold(run)
+    kill(run)
+    run.ready()  # goes on from it, while it is being written
+    kill(run)
+    run.feed(c.HeldLost(1))
+    run.ready()
+    assert run.entries[-1].held is None and run.entries[-1].first_number == 2
 
 
 def test_what_was_for_memory_alone_is_written_at_the_end() -> None:
@@ -245,7 +270,7 @@ def test_a_part_is_told_when_its_reference_is_here_whichever_comes_first() -> No
         assert parts_of(held, manifest(6), rank=1) == {0: "ref1"}
         assert await held.parts.store(manifest(5)) == {0: [FileEntry("a0001-r00000", 1, 1)]}
         assert held.memory.stored == [(0, "ref0", uri_of(5), "a0001-r00000")]
-        held.parts.forget((5,))
+        held.parts.forget_before(6)
         with pytest.raises(LookupError):
             await held.parts.store(manifest(5))
         held.parts.close()
