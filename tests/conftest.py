@@ -6,6 +6,7 @@ A test that needs Ray asks for `ray_cluster`. Its module may say with which sett
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +36,18 @@ def _a_home_for_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_process_is_left(_a_home_for_the_tests: None) -> Iterator[None]:
+def _no_process_is_left(request: pytest.FixtureRequest, _a_home_for_the_tests: None) -> Iterator[None]:
+    items = [item for item in request.session.items if item.path == request.path]
+    if not any("ray_cluster" in getattr(item, "fixturenames", ()) for item in items):
+        _stop_shared_cluster()
     before = leftovers.marked_processes()
     yield
-    left = [*_stop_ray_if_it_runs(), *leftovers.end_processes(before)]
+    left = [*_stop_ray_if_it_runs(), *leftovers.end_processes(before, is_to_stay=_is_shared)]
     assert not left, "the module left behind: " + "; ".join(left)
+
+
+def pytest_sessionfinish() -> None:
+    _stop_shared_cluster()
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +60,18 @@ def _nothing_is_left_in_this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> Iterator[dict[str, Any]]:
-    """A Ray cluster of one node with 8 logical CPUs, for the module; yields what `ray.init` returned."""
-    import ray
+    """A Ray cluster of one node with 8 logical CPUs; yields what `ray.init` returned.
 
-    from support.cluster import ClusterState, start_ray
+    A module that leaves it as it was, and in which nothing failed, leaves it to the next.
+    """
+    from support.cluster import ClusterState
+    from support.shared_cluster import CLUSTER
 
-    settings = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": True, "namespace": "tests"}
-    yield start_ray(**settings | getattr(request.module, "RAY_INIT", {}))
+    failed_before = request.session.testsfailed
+    yield CLUSTER.get(**getattr(request.module, "RAY_INIT", {}))
     left = ClusterState.empty().leftovers()
-    ray.shutdown()
+    if left or request.session.testsfailed > failed_before:
+        CLUSTER.stop()
     assert not left, "the module left behind on the cluster: " + "; ".join(left)
 
 
@@ -78,12 +89,21 @@ def _nothing_is_left_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[
     assert not left, "the test left behind on the cluster: " + "; ".join(left)
 
 
+def _stop_shared_cluster() -> None:
+    if (shared := sys.modules.get("support.shared_cluster")) is not None:
+        shared.CLUSTER.stop()
+
+
+def _is_shared(process: Any) -> bool:
+    shared = sys.modules.get("support.shared_cluster")
+    return shared is not None and bool(shared.CLUSTER.owns(process))
+
+
 def _stop_ray_if_it_runs() -> list[str]:
     """Ray that a test's own code started and nobody stopped."""
-    import sys
-
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    shared = sys.modules.get("support.shared_cluster")
+    if ray is None or not ray.is_initialized() or (shared is not None and shared.CLUSTER.is_up):
         return []
     ray.shutdown()
     return ["a running Ray (call ray.shutdown in the test, or use the fixture ray_cluster)"]

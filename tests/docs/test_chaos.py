@@ -17,6 +17,7 @@ from support.project import ROOT
 EXAMPLE = ROOT / "examples" / "04_chaos.py"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.timeout(400)

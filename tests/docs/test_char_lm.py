@@ -39,6 +39,7 @@ def _read_until_step(process: subprocess.Popen[str], step: int) -> str:
     return printed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_char_lm_is_interrupted_goes_on_and_reaches_its_goal(tmp_path: Path) -> None:

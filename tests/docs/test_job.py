@@ -80,6 +80,7 @@ def test_job_script_runs_as_a_job(jobs_address: str, tmp_path: Path) -> None:
     assert raysgd.load_run(run_dir).metrics["epoch"].tolist() == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_job_whose_train_func_fails_has_failed(jobs_address: str) -> None:

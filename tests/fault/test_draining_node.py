@@ -56,7 +56,7 @@ def drain(node_id: str) -> None:
     assert accepted, why_not
 
 
-@pytest.mark.parametrize("num_workers", [2, (1, 2)], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("num_workers", [2, pytest.param((1, 2), marks=pytest.mark.long)], ids=["fixed", "elastic"])
 def test_the_run_leaves_a_node_that_drains(cluster: Cluster, tmp_path: Path, num_workers: Any) -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     failure = raysgd.FailureConfig(max_failures=0)

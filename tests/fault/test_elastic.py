@@ -82,7 +82,7 @@ def kinds(trainer: raysgd.Trainer) -> list[tuple[int, int]]:
     return [(data["old"], data["new"]) for data in events[events["kind"] == "resize"]["data"]]
 
 
-@pytest.mark.parametrize("reports_first", [False, True])
+@pytest.mark.parametrize("reports_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_group_that_lost_a_worker_goes_on_at_once_and_grows_back(
     cluster: Cluster, tmp_path: Path, reports_first: bool
 ) -> None:

@@ -95,6 +95,7 @@ def parts_in_memory() -> dict[str, Any]:
     return {"start": start, "node": node, "mine": float(state["weights"].mean())}
 
 
+@pytest.mark.long
 def test_a_node_with_a_part_of_a_checkpoint_in_memory(cluster: Cluster, tmp_path: Path) -> None:
     """The other node holds a copy of it."""
     cluster.add_node(num_cpus=1)

@@ -92,7 +92,9 @@ def the_text_of_its_death(trainer: raysgd.Trainer, config: dict[str, Any]) -> st
     return text
 
 
-@pytest.mark.parametrize("here", [True, False], ids=["controller's node", "another node"])
+@pytest.mark.parametrize(
+    "here", [pytest.param(True, marks=pytest.mark.long), False], ids=["controller's node", "another node"]
+)
 def test_a_worker_that_the_kernel_kills_for_memory(trainer: raysgd.Trainer, here: bool) -> None:
     with limited_memory(LIMIT_BYTES) as cgroup:
         config = {"dies_here": here, "die": use_up_memory, "cgroup": str(cgroup)}

@@ -131,6 +131,7 @@ def test_the_rank_that_the_others_wait_for_is_named(trainer: raysgd.Trainer, tra
     told_once(trainer, phase)
 
 
+@pytest.mark.long
 def test_so_it_is_where_gradients_are_added_in_rank_order(ray_cluster: Any, tmp_path: Path) -> None:
     with slow_trainer(tmp_path, deterministic=True, seed=0) as trainer:
         trainer.run(slow_compute, {}, callbacks=[*quiet(), UntilTold()])
@@ -180,6 +181,7 @@ def test_nobody_is_accused_where_waiting_cannot_be_seen_but_for_slow_data(traine
     assert moments.began is not None and told_at > moments.began
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_wait_for_each_other_are_compared_by_their_steps(ray_cluster: Any, tmp_path: Path) -> None:
     told = tmp_path / "told"
 

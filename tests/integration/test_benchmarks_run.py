@@ -18,7 +18,7 @@ import pytest
 
 from support.project import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(autouse=True)

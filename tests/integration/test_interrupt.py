@@ -173,6 +173,7 @@ def test_while_the_workers_are_started(start: Any, tmp_path: Path) -> None:
     assert raysgd.load_run(run_dir).outcome == "cancelled"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["stubborn", "collective"])
 def test_twice_ends_at_once(start: Any, tmp_path: Path, how: str) -> None:
     driver = start(how)

@@ -82,7 +82,7 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over(
 def test_what_the_trainer_was_made_with_comes_back(ray_cluster: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "backend": "none",
-        "cpus_per_worker": 0.5,
+        "cpus_per_worker": 2.5,
         "resources_per_worker": {},
         "seed": 7,
         "failure": raysgd.FailureConfig(max_failures=-1, spares=1, heartbeat_timeout_s=20),

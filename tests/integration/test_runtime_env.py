@@ -33,7 +33,7 @@ def use_it() -> tuple[str, int]:
     return shipped_code.VALUE, os.getpid()
 
 
-@pytest.mark.parametrize("how", ["working_dir", "py_modules"])
+@pytest.mark.parametrize("how", ["working_dir", pytest.param("py_modules", marks=pytest.mark.long)])
 def test_a_module_in_an_archive(ray_cluster: Any, tmp_path: Path, how: str) -> None:
     """Ray unpacks it once a worker; what becomes of the archive later changes nothing on the worker's disk."""
     env = env_of(how, pack(tmp_path / "code.zip", "VALUE = 'first'\n"))

@@ -94,6 +94,7 @@ def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path
         ray.util.remove_placement_group(others)
 
 
+@pytest.mark.long
 def test_ray_is_started_where_it_is_not_up(tmp_path: Path) -> None:
     script = """
 import raysgd

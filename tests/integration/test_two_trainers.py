@@ -33,6 +33,7 @@ def reduce_until_both_do(config: dict[str, Any]) -> dict[str, Any]:
     return {"sums": sums, "timeout_s": timeout.total_seconds(), "port": os.environ["MASTER_PORT"]}
 
 
+@pytest.mark.long
 def test_side_by_side_in_all_reduces(ray_cluster: Any, tmp_path: Path) -> None:
     marks = [str(tmp_path / "a"), str(tmp_path / "b")]
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -89,11 +90,19 @@ def _is_marked(process: psutil.Process) -> bool:
         return False
 
 
-def end_processes(before: set[psutil.Process], timeout_s: float = 10) -> list[str]:
-    """Wait for the marked processes that were not there before; kill those that stay, and name them."""
-    until(lambda: not marked_processes() - before, timeout_s, interval_s=0.1)
+def end_processes(
+    before: set[psutil.Process],
+    timeout_s: float = 10,
+    is_to_stay: Callable[[psutil.Process], bool] = lambda process: False,
+) -> list[str]:
+    """Wait for the marked processes that were not there before; kill those that stay and are not to, and name them."""
+
+    def new() -> list[psutil.Process]:
+        return [process for process in marked_processes() - before if not is_to_stay(process)]
+
+    until(lambda: not new(), timeout_s, interval_s=0.1)
     left = []
-    for process in marked_processes() - before:
+    for process in new():
         try:
             command = " ".join(process.cmdline())[:120]
             process.kill()
