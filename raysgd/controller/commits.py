@@ -70,6 +70,8 @@ class CheckpointCollector:
         self._left: set[int] = set()
         self._first_save_after: int | None = None  # reports
         self._scores: dict[int, dict[int, Scored]] = {}
+        self._in_step: dict[int, set[int]] = {}  # of each call that is complete: who made it after equally many reports
+        self._is_over = False
 
     def reported(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
@@ -124,14 +126,22 @@ class CheckpointCollector:
         self._scores.setdefault(event.call, {})[rank] = event
 
     def complete_scores(self, *, is_over: bool = False) -> list[Score]:
-        """The rounds that checkpoints belong to and that are complete; each once.
+        """The rounds that complete checkpoints belong to and that are complete themselves; each once.
+
+        It is the round after those that the checkpoint's iteration counts; ranks that saved in another round have no part in
+        it.
 
         Args:
-            is_over: The attempt is: the ranks that have not made a round are waited for no longer.
+            is_over: The attempt is: from now on the ranks that have not made a round are not waited for.
         """
-        running = set() if is_over else set(range(self._world_size)) - self._left
-        ready = [call for call, by_rank in sorted(self._scores.items()) if running <= set(by_rank)]
-        return [self._score(call, self._scores.pop(call)) for call in ready]
+        self._is_over = self._is_over or is_over
+        running = set() if self._is_over else set(range(self._world_size)) - self._left
+        found = []
+        for call, by_rank in sorted(self._scores.items()):
+            if call in self._in_step and running & self._in_step[call] <= set(by_rank):
+                del self._scores[call]
+                found.append((call, {rank: event for rank, event in by_rank.items() if rank in self._in_step[call]}))
+        return [self._score(call, by_rank) for call, by_rank in found if by_rank]
 
     def _score(self, call: int, by_rank: dict[int, Scored]) -> Score:
         metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
@@ -151,6 +161,7 @@ class CheckpointCollector:
 
     def _manifest(self, call: int, pending: _Pending) -> Manifest:
         first = pending.calls[min(pending.calls)]
+        self._in_step[call] = {rank for rank, saved in pending.calls.items() if saved.reports == first.reports}
         return Manifest(
             number=self._first_number + call,
             attempt=self._attempt,

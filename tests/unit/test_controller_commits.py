@@ -238,8 +238,18 @@ def score(loss: float, call: int = 0) -> Scored:
     return Scored(call, json.dumps({"loss": loss}).encode(), time_total_s=7.0)
 
 
+def saving(*made: int, **reduce: str) -> CheckpointCollector:
+    """Ranks that have made a checkpoint, after so many reports each."""
+    desk = collector(**reduce)
+    for rank, count in enumerate(made or (0, 0)):
+        desk.saved(rank, saved(reports=count))
+        desk.part_safe(rank, part())
+    assert numbers(desk) == [1]
+    return desk
+
+
 def test_a_score_is_complete_when_all_running_ranks_made_the_report() -> None:
-    desk = collector(loss="mean")
+    desk = saving(loss="mean")
     desk.scored(1, score(3.0))
     assert desk.complete_scores() == []
     desk.scored(0, score(1.0))
@@ -248,24 +258,58 @@ def test_a_score_is_complete_when_all_running_ranks_made_the_report() -> None:
 
 
 def test_a_rank_that_returns_without_that_report_is_not_waited_for() -> None:
-    desk = collector()
+    desk = saving()
     desk.scored(0, score(1.0))
     desk.left(1)
     assert desk.complete_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 def test_when_the_attempt_is_over_what_some_ranks_reported_is_the_round() -> None:
-    desk = collector(loss="mean")
+    desk = saving(loss="mean")
     desk.scored(1, score(3.0))
     assert desk.complete_scores() == []
     assert desk.complete_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
 
 
 def test_a_round_that_is_no_score_is_counted_all_the_same() -> None:
-    desk = collector()
+    desk = saving()
     desk.scored(0, Scored(0, None))
     desk.scored(1, Scored(0, None))
     assert desk.complete_scores() == [(1, None, 0.0)]
+
+
+def test_a_score_that_comes_first_waits_for_its_checkpoint() -> None:
+    desk = collector()
+    for rank in range(2):
+        desk.scored(rank, score(1.0))
+    assert desk.complete_scores() == []
+    for rank in range(2):
+        desk.saved(rank, saved())
+        desk.part_safe(rank, part())
+    assert numbers(desk) == [1]
+    assert desk.complete_scores() == [(1, {"loss": 1.0}, 7.0)]
+
+
+def test_it_also_does_when_the_attempt_is_over_in_between() -> None:
+    desk = collector()
+    desk.scored(0, score(1.0))
+    assert desk.complete_scores(is_over=True) == []
+    for rank in range(2):
+        desk.saved(rank, saved())
+        desk.part_safe(rank, part())
+    assert numbers(desk) == [1]
+    assert desk.complete_scores() == [(1, {"loss": 1.0}, 7.0)]
+
+
+def test_a_rank_that_saved_before_the_report_that_another_made_first_has_no_part_in_the_next_round() -> None:
+    desk = saving(1, 0)
+    desk.scored(1, score(3.0))
+    assert desk.complete_scores() == []
+    desk.left(0)
+    assert desk.complete_scores() == [], "its report is of the round that the checkpoint counts already"
+    desk = saving(1, 0)
+    desk.scored(0, score(1.0))
+    assert desk.complete_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
