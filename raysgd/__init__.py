@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raysgd.callbacks.base import Callback, Stop
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
-    from raysgd.result import Event, Result, RunInfo
+    from raysgd.result import Event, Result, RunInfo, RunStatus
     from raysgd.session.api import (
         barrier,
         broadcast,
@@ -53,6 +53,7 @@ _HOMES = {
     "ResultStream": "raysgd.trainer.stream",
     "RunConfig": "raysgd.config",
     "RunInfo": "raysgd.result",
+    "RunStatus": "raysgd.result",
     "Stop": "raysgd.callbacks.base",
     "TorchConfig": "raysgd.backends.torch",
     "Trainer": "raysgd.trainer.trainer",
@@ -78,7 +79,7 @@ _HOMES = {
 _MODULES = ("backends", "callbacks", "errors", "torch")
 
 __all__ = [  # noqa: RUF022  (the order of a user's reading)
-    "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo",
+    "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
     "RunConfig", "FailureConfig", "CheckpointConfig",
     "Backend", "BackendConfig", "TorchConfig", "NoneConfig",
     "Callback", "Stop",

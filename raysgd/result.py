@@ -48,9 +48,9 @@ class Event:
     """Something that happened to a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``preemption``, ``regroup``,
-            ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``, ``straggler``, ``warning``, ``sample``,
-            ``attempt_end``, ``run_end``.
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``preemption``, ``regroup``, ``paused``,
+            ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
+            ``straggler``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: JSON-able details.
     """
@@ -79,3 +79,29 @@ class RunInfo:
     num_workers: int
     backend: str
     resources: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How the latest run of a Trainer stands.
+
+    Attributes:
+        state: ``"idle"`` (there was none), ``"starting"``, ``"running"``, ``"recovering"``, ``"paused"``, ``"ending"``; or how
+            it ended: ``"done"``, ``"stopped"``, ``"cancelled"``, ``"error"``.
+        name: Last part of ``run_dir``.
+        run_dir: Path or URI of the run's folder.
+        attempt: Number of the last attempt.
+        world_size: Ranks that run at the moment.
+        iteration: The last round that all ranks have reported.
+        num_failures: Of the run so far.
+        checkpoint: The newest on storage; None: there is none.
+    """
+
+    state: str = "idle"
+    name: str = ""
+    run_dir: str = ""
+    attempt: int = 0
+    world_size: int = 0
+    iteration: int = 0
+    num_failures: int = 0
+    checkpoint: str | None = None

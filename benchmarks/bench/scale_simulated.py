@@ -22,8 +22,9 @@ from raysgd.backends.base import Member
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
+from raysgd.controller.intervals import stream_interval_s
 from raysgd.controller.requests import RunRequest
-from raysgd.controller.run import Run, stream_interval_s
+from raysgd.controller.run import Run
 from raysgd.result import RunInfo
 from raysgd.session.events import Reports, Returned
 from raysgd.session.progress import Pulse
@@ -48,6 +49,9 @@ class FakeFleet:
     @property
     def vitals(self) -> FakeFleet:
         return self
+
+    def release(self) -> None:
+        pass
 
     async def pulse(self, rank: int) -> Pulse:
         return Pulse()

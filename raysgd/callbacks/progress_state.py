@@ -183,7 +183,7 @@ def regroup_text(data: dict[str, Any]) -> str:
 
 def failure_text(data: dict[str, Any]) -> str:
     """A ``failure`` event in one line."""
-    ranks = ", ".join(map(str, data.get("ranks") or ())) or "?"
+    ranks = ", ".join(map(str, data.get("ranks") or ()))
     error = clip(" ".join(str(data.get("error", "")).split()), 120)
     action = data.get("action")
-    return f"rank {ranks} failed: {error}" + (f"; {action}" if action else "")
+    return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")

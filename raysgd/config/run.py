@@ -20,7 +20,7 @@ class RunConfig:
     Attributes:
         name: Folder of this Trainer's runs, one path component; made from train_func's name and the time if None.
         storage_path: Path, or URI of ``pyarrow.fs``, that holds those folders; ``~/raysgd_runs`` if None.
-        detached: Planned: the run outlives the driver (needs ``name``).
+        detached: The Trainer outlives the driver; ``Trainer.attach(name)`` takes hold of it. Needs ``name``.
     """
 
     name: str | None = None

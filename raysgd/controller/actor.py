@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
+import warnings
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysgd.controller import downlink
+from raysgd.controller.belongings import (
+    RunRecord,
+    forget,
+    forget_orphans,
+    get_attempt,
+    get_run,
+    get_settings,
+    keeper_name,
+    put_attempt,
+    put_run,
+)
 from raysgd.controller.downlink import FrameServer
 from raysgd.controller.requests import RunRequest
-from raysgd.controller.settings_store import take_settings
-from raysgd.errors import UsageError
+from raysgd.errors import UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
@@ -24,6 +37,7 @@ from raysgd.workers import uplink
 from raysgd.workers.cluster import NAMESPACE, uses_tls
 from raysgd.workers.group import WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
+from raysgd.workers.seats import remove_placements
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.storage import Storage
@@ -35,17 +49,30 @@ class TrainerActor:
 
     def __init__(self) -> None:
         here = ray.get_runtime_context()
-        self._settings = settings = take_settings(here.get_actor_name() or "")
+        self._settings = settings = get_settings(here.get_actor_name() or "")
         self._me = here.current_actor
+        with warnings.catch_warnings():  # Ray warns of its own use of a deprecated name
+            warnings.simplefilter("ignore")
+            self._is_restarted = here.was_current_actor_reconstructed
+        if self._is_restarted:  # its workers have died with it; their room is still reserved
+            remove_placements(settings.name)
         self._group = WorkerGroup(
-            settings.name,
+            f"{settings.name}-{uuid.uuid4().hex[:4]}" if self._is_restarted else settings.name,
             settings.scaling,
             settings.backend,
             settings.failure,
+            controller=settings.name,
             runtime_env=settings.runtime_env,
             shares_gpus=settings.shares_gpus,
         )
-        self._group.begin()
+        self._record = get_run(settings.name) if self._is_restarted else None
+        if self._record is not None and self._record.request is not None:
+            self._me.go_on.remote()
+        elif settings.alias is None and not self._is_restarted:
+            self._group.begin()
+        self._accepted: set[str] = set()
+        is_to_come = self._record is not None and (self._record.is_live or self._record.request is not None)
+        self._last_asked = self._record.run_id if self._record is not None and is_to_come else None
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
@@ -59,7 +86,11 @@ class TrainerActor:
     # -- runs -----------------------------------------------------------------------------------------------------
 
     async def run(self, request: RunRequest) -> None:
-        """Do a run; returns when it is closed. Waits until the one before is."""
+        """Do a run, or go on with it in this process; returns when it is closed. Waits until the one before is."""
+        if request.run_id in self._accepted:
+            return
+        self._accepted.add(request.run_id)
+        self._last_asked = request.run_id
         announced = self._announced(request.run_id)
         async with self._turn:
             try:
@@ -71,10 +102,59 @@ class TrainerActor:
             self._group.streams.endpoint = await self.endpoint()
             if self._no_listener:  # told when the run has begun
                 asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
-            if request.host_callbacks is not None:
+            is_over = self._record is not None and self._record.run_id == request.run_id and not self._record.is_live
+            if request.host_callbacks is not None and not is_over:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
+            kept = request if self._settings.alias is not None else None
+            put_run(self._settings.name, RunRecord(request.run_id, info.run_dir, kept, is_live=False))
             self._forget_all_but(request.run_id)
+            if kept is not None:  # its driver may be gone: nothing is held for a run that may never come
+                self._group.release()
+                self._end_keeper()
+
+    async def go_on(self) -> None:
+        """Go on with the run of the process before this one, whose driver need not be there."""
+        assert self._record is not None and self._record.request is not None
+        request = self._record.request
+        try:
+            with contextlib.suppress(ValueError):  # it has no data
+                keeper: Any = ray.get_actor(keeper_name(self._settings.name), namespace=NAMESPACE)
+                kept = await keeper.kept.remote()
+                state = kept.initial_state or request.initial_state
+                request = replace(request, datasets=kept.datasets, initial_state=state)
+        except ray.exceptions.RayError as error:  # readers must hear of it rather than wait for ever
+            why = WorkerError(f"the process that has the run's data is gone: {error}")
+            self._announced(request.run_id).set_exception(why)
+            return
+        await self.run(request)
+
+    async def live_on(self) -> None:
+        """Does not return: a caller hears of the end of this process."""
+        await asyncio.Event().wait()
+
+    async def status(self) -> dict[str, Any] | None:
+        """How the latest run stands; None if there was none, or it is over and another process did it."""
+        run = await self._latest_run()
+        return None if run is None else run.status()
+
+    async def latest(self) -> dict[str, Any] | None:
+        """What it takes to read the latest run."""
+        run = await self._latest_run()
+        return None if run is None else run.reading()
+
+    async def _latest_run(self) -> Run | None:
+        return None if self._last_asked is None else await self._announced(self._last_asked)
+
+    async def pause(self, run_id: str) -> None:
+        """Have a run rest at its next checkpoint; returns when it does, or when it is over."""
+        run = await self._announced(run_id)
+        run.pause()
+        await run.rests()
+
+    async def resume(self, run_id: str) -> None:
+        """Go on with a run that rests."""
+        await (await self._announced(run_id)).resume()
 
     async def endpoint(self) -> Endpoint | None:
         """Where workers and readers connect to; None where all is to go through Ray."""
@@ -137,9 +217,11 @@ class TrainerActor:
                 raise
             self._has_class = True
 
-    async def execute(self, blob: Blob, first_only: bool) -> list[bytes]:
-        """Call a function on the workers; pickles of the values by rank."""
+    async def execute(self, blob: Blob, first_only: bool, has_class: bool) -> list[bytes]:
+        """Call a function on the workers; pickles of the values by rank. ``has_class``: it is given their instances."""
         async with self._turn:
+            if has_class and not self._has_class:
+                raise WorkerError("the Trainer's controller process is gone, and the instances with it; start() anew.")
             if not self._has_class:
                 await self._group.get_ready()
             elif any(self._group.info(rank) is None for rank in range(self._group.size)):
@@ -164,7 +246,11 @@ class TrainerActor:
         """End all workers and give the resources back."""
         if self._host is not None:
             ray.kill(self._host)
-        self._group.shutdown()
+        self._end_keeper()
+        self._group.release()
+        forget(self._settings.name, self._settings.alias)
+        with contextlib.suppress(Exception):  # it is others' that would be removed
+            await asyncio.to_thread(forget_orphans)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +280,14 @@ class TrainerActor:
         if run_id in self._forgotten:
             raise UsageError("this run's results can no longer be read: the Trainer has done another run since")
         if run_id not in self._runs:
+            if (
+                self._is_restarted
+                and run_id not in self._accepted
+                and run_id != getattr(self._record, "run_id", run_id)
+            ):
+                raise UsageError(
+                    "this run's results can no longer be read: the controller has been started again since"
+                )
             self._runs[run_id] = asyncio.get_running_loop().create_future()
         return self._runs[run_id]
 
@@ -205,7 +299,13 @@ class TrainerActor:
         from raysgd.checkpoint.storage import Storage
         from raysgd.controller.run import Run
 
-        storage = new_run_folder(Storage.from_uri(request.runs_uri))
+        goes_on = self._record is not None and self._record.run_id == request.run_id
+        if self._record is not None and goes_on:
+            storage = Storage.from_uri(self._record.run_dir)
+        else:
+            storage = new_run_folder(Storage.from_uri(request.runs_uri))
+            kept = request if settings.alias is not None else None
+            put_run(settings.name, RunRecord(request.run_id, storage.uri, kept))
         info = RunInfo(
             name=storage.name,
             run_dir=storage.uri,
@@ -222,6 +322,9 @@ class TrainerActor:
             failure=settings.failure,
             checkpoint=settings.checkpoint,
             share=ray.put,
+            goes_on=goes_on,
+            last_attempt=get_attempt(settings.name, request.run_id) if goes_on else None,
+            begins=lambda attempt: put_attempt(settings.name, attempt),
         )
         return run, info
 
@@ -234,12 +337,15 @@ class TrainerActor:
             # Here: its files go to the same disk.
             strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(CallbackHost).options(
-                name=f"{self._settings.name}-callbacks", namespace=NAMESPACE, num_cpus=0, scheduling_strategy=strategy
+                name=f"{self._settings.name}-callbacks",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                scheduling_strategy=strategy,
+                lifetime="detached",  # for the next process of this actor
+                get_if_exists=True,
             )
             self._host = actor.remote(self._me)
-        done = self._host.follow.remote(
-            request.run_id, info, request.host_callbacks, dict(request.reduce), self._group.streams.endpoint
-        )
+        done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
 
         async def wait() -> Failed | None:
             try:
@@ -254,6 +360,10 @@ class TrainerActor:
             return None
 
         return wait
+
+    def _end_keeper(self) -> None:
+        with contextlib.suppress(ValueError):  # there is none
+            ray.kill(ray.get_actor(keeper_name(self._settings.name), namespace=NAMESPACE))
 
     def _forget_all_but(self, run_id: str) -> None:
         """Of finished runs only the last can still be read: what others held in memory is on storage."""

@@ -132,6 +132,16 @@ class StopAsked:
 
 
 @dataclass(frozen=True)
+class PauseAsked:
+    """Rest, once there is a checkpoint of all that was done."""
+
+
+@dataclass(frozen=True)
+class ResumeAsked:
+    """Go on after a rest, or do not begin one."""
+
+
+@dataclass(frozen=True)
 class TimeUp:
     """A timer that was set has run out. ``serial``: the group it was set for."""
 
@@ -153,6 +163,8 @@ Input = (
     | HeldStored
     | HeldNotStored
     | StopAsked
+    | PauseAsked
+    | ResumeAsked
     | TimeUp
 )
 
@@ -235,6 +247,11 @@ class LeaveGroup:
 
 
 @dataclass(frozen=True)
+class ReleaseWorkers:
+    """Give all workers back, those on their way too."""
+
+
+@dataclass(frozen=True)
 class Commit:
     """Write this manifest; then `Committed` or `CommitFailed`. ``amend``: it replaces one that is there."""
 
@@ -312,6 +329,7 @@ Command = (
     | AgreeOnSave
     | CallOffSave
     | LeaveGroup
+    | ReleaseWorkers
     | Commit
     | DeleteCheckpoint
     | Hold

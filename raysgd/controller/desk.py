@@ -21,6 +21,7 @@ from raysgd.controller.commands import (
 )
 from raysgd.controller.commits import CheckpointCollector, Score
 from raysgd.controller.memory_tier import MemoryTier
+from raysgd.controller.past import Past
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.shelf import Shelf, Start
 from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
@@ -85,6 +86,15 @@ class CheckpointDesk:
         """Whether the newest checkpoint can be gone on from by as many ranks as saved it only."""
         newest = self.newest_held or self._shelf.newest
         return newest is not None and newest.all_ranks
+
+    def go_on(self, past: Past) -> None:
+        """Take over what an earlier process of the controller left on storage; readers hear of what they may not know."""
+        self._last_number = max(self._last_number, past.last_number)
+        for manifest in past.manifests:
+            if manifest.number in past.known:
+                self._let_go(manifest.attempt, self._shelf.add(manifest)[1])
+            else:
+                self.committed(manifest)
 
     def number_of(self, call: int) -> int:
         """The number of the checkpoint that the ``call``-th saves of the attempt make."""
@@ -226,8 +236,11 @@ class CheckpointDesk:
         self._out(Note("checkpoint", data))
         if shown is not manifest:  # its score came while it was being written
             self._out(Commit(shown, amend=True))
+        self._let_go(shown.attempt, doomed)
+
+    def _let_go(self, attempt: int, doomed: Sequence[int]) -> None:
         for number in doomed:
-            self._out(Say(frames.CHECKPOINT_DELETED, shown.attempt, data={"number": number}))
+            self._out(Say(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
             self._out(Note("checkpoint_deleted", {"number": number}))
             self._out(DeleteCheckpoint(number))
 
@@ -238,11 +251,12 @@ class CheckpointDesk:
         return message
 
     def _commit_complete(self) -> None:
-        for manifest in self._collector.complete():
-            self._commit(manifest)
+        complete = list(self._collector.complete())
+        self._take_scores(self._collector.complete_scores())
+        for manifest in complete:
+            self._commit(self._shelf.scored(manifest))
             if manifest.is_files and self._memory is not None:
                 self._memory.discard(manifest.number - self._first_number)
-        self._take_scores(self._collector.complete_scores())
 
     def _commit(self, manifest: Manifest) -> None:
         self._last_number = max(self._last_number, manifest.number)

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from raysgd.controller.frames import Frame
+from raysgd.controller.lifeline import comes_back
 from raysgd.transport import Endpoint, connect, receive_message, write_message
 
 #: Kind of the connection in its hello.
@@ -38,20 +40,50 @@ class FrameServer:
             await writer.drain()
 
 
-def read_frames(controller: Any, endpoint: Endpoint | None, run_id: str, *, last: str) -> Iterator[list[Frame]]:
+def follow_frames(
+    controller: Any, run_id: str, *, last: str, on_restart: Callable[[], None] = lambda: None
+) -> Iterator[list[Frame]]:
+    """Batches of a run's frames as they come, whichever process of the TrainerActor they come from.
+
+    Args:
+        controller: Handle of the TrainerActor.
+        run_id: Which run.
+        last: Kind of the last frame to read.
+        on_restart: Called before the frames of another process are asked for.
+
+    Raises:
+        RayError: The TrainerActor is gone for good, or there is no such run.
+    """
+    seq = 0
+    while True:
+        try:
+            endpoint = ray.get(controller.endpoint.remote())
+            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last):
+                seq = batch[-1].seq + 1
+                yield batch
+            return
+        except RayActorError:
+            if not comes_back(controller):
+                raise
+            on_restart()
+
+
+def read_frames(
+    controller: Any, endpoint: Endpoint | None, run_id: str, *, seq: int = 0, last: str
+) -> Iterator[list[Frame]]:
     """Batches of a run's frames as they come, up to the one that holds a frame of kind ``last``.
 
     Args:
         controller: Handle of the TrainerActor.
         endpoint: Where to connect; None: read through Ray.
         run_id: Which run.
+        seq: Number to begin at.
         last: Kind of the last frame to read.
 
     Raises:
         RayError: The TrainerActor is gone, or there is no such run.
     """
-    seq = 0
-    for batch in _over_connection(endpoint, run_id) if endpoint is not None else ():
+    for batch in _over_connection(endpoint, run_id, seq) if endpoint is not None else ():
         yield batch
         seq = batch[-1].seq + 1
         if _holds(batch, last):
@@ -66,10 +98,10 @@ def read_frames(controller: Any, endpoint: Endpoint | None, run_id: str, *, last
             return
 
 
-def _over_connection(endpoint: Endpoint, run_id: str) -> Iterator[list[Frame]]:
+def _over_connection(endpoint: Endpoint, run_id: str, seq: int) -> Iterator[list[Frame]]:
     try:
         with (
-            connect(endpoint, {"kind": KIND, "run": run_id, "seq": 0}, _CONNECT_TIMEOUT_S) as line,
+            connect(endpoint, {"kind": KIND, "run": run_id, "seq": seq}, _CONNECT_TIMEOUT_S) as line,
             line.makefile("rb", buffering=1 << 16) as file,
         ):
             while True:

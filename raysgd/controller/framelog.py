@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from raysgd._util.pacing import Pacer
 from raysgd.controller import frames
@@ -33,17 +33,29 @@ class FrameLog:
     Args:
         journal: Takes every frame down.
         min_interval_s: Least time between two items of one reader's stream.
+        earlier: Of a run that goes on here: the frames in the journal that are no reports.
+        next_seq: The number of the next frame; it may leave a gap after those in the journal.
     """
 
-    def __init__(self, journal: Journal, *, min_interval_s: float, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        min_interval_s: float,
+        memory_bytes: int = MEMORY_BYTES,
+        earlier: Iterable[Frame] = (),
+        next_seq: int = 0,
+    ) -> None:
         self._journal = journal
         self._min_interval_s = min_interval_s
         self._memory_bytes = memory_bytes
         self._recent: deque[Frame] = deque()
         self._recent_bytes = 0
-        self._kept: list[Frame] = []  # of the frames that left memory, those that are no reports: few and small
-        self._next_seq = 0
-        self._released = 0  # frames before this one may go to readers
+        self._kept: list[Frame] = list(
+            earlier
+        )  # of the frames that left memory, those that are no reports: few and small
+        self._next_seq = next_seq
+        self._released = next_seq  # frames before this one may go to readers
         self._rounds = RoundCount()
         self._holding: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -67,6 +79,11 @@ class FrameLog:
         elif self._holding is None:
             self._holding = asyncio.get_running_loop().call_later(HOLD_S, self._release)
 
+    @property
+    def iteration(self) -> int:
+        """The last round that is whole, counted from the run's beginning."""
+        return self._rounds.iteration
+
     async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
         """Frames from ``seq`` on, as they come, until the run is closed."""
         loop = asyncio.get_running_loop()
@@ -80,6 +97,9 @@ class FrameLog:
             if (wait_s := pacer.wait_s(loop.time())) > 0 and not self._is_closed:
                 await asyncio.sleep(wait_s)
             batch = await self._batch(seq)
+            if not batch:  # nothing between the journal's last frame and the first here
+                seq = self._first_in_memory
+                continue
             seq = batch[-1].seq + 1
             pacer.spend(loop.time())
             yield batch
@@ -91,8 +111,12 @@ class FrameLog:
         self._released = self._next_seq
         self._grown.set()
 
+    @property
+    def _first_in_memory(self) -> int:
+        return self._recent[0].seq if self._recent else self._next_seq
+
     async def _batch(self, seq: int) -> list[Frame]:
-        first_in_memory = self._recent[0].seq if self._recent else self._next_seq
+        first_in_memory = self._first_in_memory
         if seq < first_in_memory:
             return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
         batch: list[Frame] = []

@@ -1,7 +1,7 @@
 """The process of the callbacks that run on the controller's side: loggers, early stopping. They outlive the driver.
 
 A process of its own, since these are user objects, which the TrainerActor never opens, and may be slow, which it must
-never be. One per Trainer, started with the first run that needs it.
+never be. One per Trainer, started with the first run that needs it. It outlives a process of the TrainerActor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import ray
 
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller import frames
-from raysgd.controller.downlink import read_frames
+from raysgd.controller.downlink import follow_frames
+from raysgd.controller.lifeline import end_with
 from raysgd.controller.reader import CallbackReader
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
-from raysgd.transport import Endpoint
 
 
 class CallbackHost:
@@ -30,12 +30,20 @@ class CallbackHost:
     """
 
     def __init__(self, controller: Any) -> None:
+        end_with(controller)
         self._controller = controller
+        self._done: tuple[str, Failed | None] | None = None
 
-    def follow(
-        self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str], endpoint: Endpoint | None
-    ) -> Failed | None:
-        """Run the callbacks of one run; returns when they had their end, with the error of a critical one."""
+    def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> Failed | None:
+        """Run the callbacks of one run; returns when they had their end, with the error of a critical one.
+
+        Asked again, by the next process of the TrainerActor, it returns the same.
+        """
+        if self._done is None or self._done[0] != run_id:
+            self._done = run_id, self._follow(run_id, info, blob, reduce)
+        return self._done[1]
+
+    def _follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> Failed | None:
         callbacks = cloudpickle.loads(blob)
 
         def stop(why: str, error: BaseException | None) -> None:
@@ -46,7 +54,7 @@ class CallbackHost:
 
         runner = CallbackRunner(callbacks, warn)
         reader = CallbackReader(runner, info, reduce, stop)
-        for batch in read_frames(self._controller, endpoint, run_id, last=frames.RUN_END):
+        for batch in follow_frames(self._controller, run_id, last=frames.RUN_END):
             for frame in batch:
                 reader.feed(frame)
         reader.end(None)

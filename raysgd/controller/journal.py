@@ -32,6 +32,10 @@ SEGMENT_BYTES = 4 << 20
 #: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
 EVENTS_SEGMENT_BYTES = 256 << 10
 
+_LONE_EVENTS = "events.jsonl"
+#: How a line begins, and the bytes it is in.
+_SEQ = re.compile(rb'\{"seq":(\d+),')
+_SEQ_BYTES = 32
 _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
 _METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
 
@@ -91,8 +95,27 @@ class SegmentedLog:
         self._storage = storage
         self._stem = stem
         self._segment_bytes = segment_bytes
+        self._num_files = 0
         self._open: LogFile | None = None
         self._closed: list[LogFile] = []
+
+    def reopen(self) -> int:
+        """Go on after the files that are there, in a new one; returns the number of the last frame in them, -1 if none."""
+        pattern = re.compile(rf"{self._stem}-(\d+)\.jsonl")
+        found = sorted(
+            (int(match[1]), match[0]) for match in map(pattern.fullmatch, self._storage.list_names()) if match
+        )
+        self._num_files = found[-1][0] + 1 if found else 0
+        last = -1
+        for position, (_, name) in enumerate(found):
+            first = self._storage.read_with(name, lambda file: _SEQ.match(file.read(_SEQ_BYTES)))
+            if first is None:  # nothing was written to it
+                continue
+            self.segments.append((int(first[1]), name))
+            last = int(first[1])
+            if position == len(found) - 1:
+                last = _last_seq(self._storage.read_bytes(name), last)
+        return last
 
     def append(self, seq: int, line: bytes) -> None:
         if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
@@ -110,7 +133,8 @@ class SegmentedLog:
     def _next_file(self, seq: int) -> LogFile:
         if self._open is not None:
             self._closed.append(self._open)
-        number = "" if self._segment_bytes is None else f"-{len(self.segments):04d}"
+        number = "" if self._segment_bytes is None else f"-{self._num_files:04d}"
+        self._num_files += 1
         file = LogFile(self._storage, f"{self._stem}{number}.jsonl")
         self.segments.append((seq, file.name))
         return file
@@ -131,6 +155,23 @@ class Journal:
         self._lock = threading.Lock()
         self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
         self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
+
+    def reopen(self) -> tuple[list[Frame], int]:
+        """Go on with the files of a run that another process began. Blocks.
+
+        Returns:
+            The frames in them that are no reports, and the number of the last frame, reports included; -1 without any.
+        """
+        names = self._storage.list_names()
+        if self._storage.is_local and _LONE_EVENTS in names:
+            _cut_torn_line(Path(self._storage.uri) / _LONE_EVENTS)
+        lines = [line for name in filter(_EVENTS_FILE.fullmatch, names) for line in self._lines(name)]
+        told = sorted(map(event_frame, lines), key=lambda frame: frame.seq)
+        self._events.reopen()
+        return told, max(self._metrics.reopen(), told[-1].seq if told else -1)
+
+    def _lines(self, name: str) -> list[bytes]:
+        return _whole_lines(self._storage.read_bytes(name))
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``. Blocks."""
@@ -201,6 +242,18 @@ def stored_frames(storage: Storage) -> list[Frame]:
         for name in filter(pattern.fullmatch, names):
             found += map(to_frame, _whole_lines(storage.read_bytes(name)))
     return sorted(found, key=lambda frame: frame.seq)
+
+
+def _last_seq(data: bytes, first: int) -> int:
+    """The number of the last whole line; ``first`` if there is none."""
+    found = [match for match in map(_SEQ.match, _whole_lines(data)[-1:]) if match]
+    return int(found[0][1]) if found else first
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut off what was not written to its end, lest the next line be a part of it."""
+    with open(path, "r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

@@ -5,52 +5,22 @@ The states and their edges stand in `raysgd.controller.states`. Timers are comma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames, notes
-from raysgd.controller.desk import CheckpointDesk
-from raysgd.controller.failure_policy import Failure
-from raysgd.controller.growth import Growth
-from raysgd.controller.plan import RunPlan
-from raysgd.controller.preemption import Preemption
-from raysgd.controller.retries import Retries
-from raysgd.controller.savepoint import SavePoint
-from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Preparing, Running, State, running_of
-from raysgd.controller.verdict import Evidence, judge
+from raysgd.controller.moves import GATHER_S, Moves
+from raysgd.controller.states import Closing, Death, Ending, Outcome, Paused, Preparing, Running, running_of
 from raysgd.session import events as e
 
-#: Seconds the errors of other ranks have to arrive after the first one, so that a broken collective is not told for it.
-GATHER_S = 0.05
-#: Seconds a broken collective waits for the death or the exception that explains it.
-EXPLAIN_S = 2.0
 
-
-class RunMachine:
-    """One run. ``uri_of`` gives the folder of a checkpoint by its number; ``clock`` seconds since the epoch.
-
-    Attributes:
-        desk: Knows its checkpoints.
-    """
-
-    def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
-        self.state: State = Preparing(attempt=1)
-        self._plan = plan
-        self._clock = clock
-        self._nodes: tuple[str, ...] = ()
-        self._is_stopping = False
-        self._why_stopped = ""
-        self._is_told = False
-        self._commands: list[c.Command] = []
-        self._savepoint = SavePoint(self._out)
-        self.desk = CheckpointDesk(plan, uri_of=uri_of, out=self._out, on_held=self._savepoint.committed)
-        self._retries = Retries(plan.failure, self._out)
-        self._growth = Growth(self._savepoint, clock, self._out)
-        self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
+class RunMachine(Moves):
+    """One run."""
 
     def begin(self) -> list[c.Command]:
         """The first commands."""
-        self._out(c.PrepareGroup(1))
+        self._begin()
+        self._move_on()
         return self._take()
 
     def step(self, given: c.Input) -> list[c.Command]:  # noqa: C901  (a dispatch: one line a case)
@@ -79,6 +49,12 @@ class RunMachine:
                 self.desk.take_held(given)
             case c.StopAsked():
                 self._stop_asked(given)
+            case c.PauseAsked():
+                self._pause_asked()
+            case c.ResumeAsked():
+                self._pausing.take_back(self._running_alone())
+                if isinstance(self.state, Paused):
+                    self._wake_up(self.state)
             case c.TimeUp():
                 self._time_up(given)
         self._move_on()
@@ -205,15 +181,6 @@ class RunMachine:
                 self._growth.lost()
             self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
-    # -- ending an attempt ----------------------------------------------------------------------------------------
-
-    def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
-        self.state = Ending(running, preset)
-        self._savepoint.forget()
-        self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
-        self._out(c.SetTimer("gather", running.serial, GATHER_S))
-        self._out(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
-
     def _break_rule(self, running: Running, rule: str | None) -> None:
         if rule is not None and isinstance(self.state, Running):
             outcome = Outcome("error", error_type="CheckpointError", message=rule)
@@ -229,6 +196,16 @@ class RunMachine:
         elif isinstance(self.state, Closing) and self.state.outcome.kind in ("done", "stopped"):
             self.state.outcome = outcome
 
+    def _preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
+        running = self._running(attempt)
+        if running is None or not self._preemption.note(running, ranks, self._nodes, why):
+            return
+        self._growth.lost()
+        if (alone := self._running_alone()) is not None:
+            self._preemption.ask(alone, within_s)
+
+    # -- time, and what users ask ---------------------------------------------------------------------------------
+
     def _time_up(self, given: c.TimeUp) -> None:
         if isinstance(self.state, Preparing) and given == c.TimeUp("pause", self.state.serial):
             self._prepare()
@@ -236,7 +213,7 @@ class RunMachine:
         running = running_of(self.state)
         if running is None or running.serial != given.serial:
             return
-        if given.timer == "grow" and not self._preemption.agrees_again(self._running_alone()):
+        if given.timer == "grow" and not self._must_leave(self._running_alone()):
             self._growth.time_up(self._running_alone(), self.desk.is_bound_to_size)
         elif given.timer == "preemption" and isinstance(self.state, Running) and not self._is_stopping:
             self._regroup(running, self._preemption.why or "")
@@ -247,91 +224,9 @@ class RunMachine:
         elif given.timer in ("gather", "explain") and isinstance(self.state, Ending) and not self.state.is_settled:
             self._settle(is_complete=given.timer == "explain")
 
-    def _kill_the_slow(self, running: Running) -> None:
-        if not running.inside:
-            return
-        slow = tuple(sorted(running.inside))
-        if isinstance(self.state, (Ending, Closing)):
-            self.state.killed |= running.inside
-        self._out(notes.killed_for_staying(slow))
-        self._out(c.KillRanks(slow))
-
-    def _settle(self, *, is_complete: bool) -> None:
-        """Say why the attempt ended and what follows, or wait for what would explain a broken collective."""
-        assert isinstance(self.state, Ending)
-        ending = self.state
-        evidence = Evidence(ending.failures, ending.arrived, ending.deaths, self._nodes, is_complete)
-        verdict = ending.preset or judge(evidence)
-        if verdict is None:
-            self._out(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
-        elif isinstance(verdict, Outcome):
-            self._say_attempt_end(ending.running)
-            self._close(verdict, ending.running, ending.killed)
-        else:
-            self._retry_or_give_up(verdict, ending.running.attempt)
-
-    def _retry_or_give_up(self, failure: Failure, attempt: int) -> None:
-        ending = self.state if isinstance(self.state, Ending) else None
-        is_excused = self._preemption.excuses(failure, attempt)
-        give_up = None if is_excused else self._retries.note(failure, is_stopping=self._is_stopping)
-        if give_up is None and not self._is_stopping:
-            if ending is not None:
-                ending.is_settled = True
-            else:
-                self._prepare_again()
-            return
-        if ending is not None:
-            self._say_attempt_end(ending.running)
-        outcome = self._retries.given_up(give_up, self.desk.last_checkpoint) if give_up else self._stopped()
-        self._close(outcome, ending.running if ending else None, ending.killed if ending else set())
-
-    def _prepare_again(self) -> None:
-        """Ask for workers, at once or after a pause; the attempt's number is still free if nobody entered train_func."""
-        before = running_of(self.state) or self.state
-        assert isinstance(before, (Preparing, Running))
-        was_entered = isinstance(before, Running) and before.is_entered
-        self._preemption.carry_out()
-        self.state = Preparing(before.attempt + was_entered, before.serial + 1)
-        if pause_s := self._retries.pause_s(was_entered=was_entered):
-            self._out(c.SetTimer("pause", self.state.serial, pause_s))
-        else:
-            self._prepare()
-
-    def _prepare(self) -> None:
-        assert isinstance(self.state, Preparing)
-        self._out(c.PrepareGroup(self.state.attempt, keep_size=self.desk.is_bound_to_size))
-
-    def _leave_after_save(self, running: Running) -> None:
-        if self.desk.is_bound_to_size and self._preemption.why is None:
-            self._savepoint.call_off()
-            self._growth.refuse()
-        else:
-            self._regroup(running, self._preemption.why or self._savepoint.why or "")
-
-    def _regroup(self, running: Running, why: str) -> None:
-        self._out(c.Note("regroup", {"attempt": running.attempt, "why": why}))
-        if isinstance(self.state, Running):
-            self._end_attempt(running, why)
-        assert isinstance(self.state, Ending)
-        self.state.is_settled = True
-
-    def _preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
-        running = self._running(attempt)
-        if running is None or not self._preemption.note(running, ranks, self._nodes, why):
-            return
-        self._growth.lost()
-        if (alone := self._running_alone()) is not None:
-            self._preemption.ask(alone, within_s)
-
-    def _say_attempt_end(self, running: Running) -> None:
-        keep = self.desk.end_attempt(running.iterations_before)
-        self._out(c.Say(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": keep}))
-
-    # -- stopping -------------------------------------------------------------------------------------------------
-
     def _stop_asked(self, given: c.StopAsked) -> None:
         outcome = notes.outcome_of_stop(given)
-        if isinstance(self.state, Preparing):
+        if isinstance(self.state, (Preparing, Paused)):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:
             self._end_attempt(self.state, given.why, outcome)
@@ -349,52 +244,14 @@ class RunMachine:
             else:
                 # No further attempt; an exception that is on its way is still raised.
                 self._is_stopping, self._why_stopped = True, given.why
+                self._out(c.Note("stop", {"why": given.why}))
 
-    def _stopped(self) -> Outcome:
-        return Outcome("stopped", message=self._why_stopped)
+    def _pause_asked(self) -> None:
+        if isinstance(self.state, Preparing):
+            self._rest(self.state)
+        elif isinstance(self.state, (Running, Ending)):  # of an attempt that cannot be left the run will be over
+            self._pausing.ask(self._running_alone())
 
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
-        self.state = Closing(outcome, running, set(killed or ()))
-        if outcome.kind == "error":  # raised first, cleaned up after
-            self._tell(outcome)
-
-    def _tell(self, outcome: Outcome) -> None:
-        if not self._is_told:
-            self._is_told = True
-            self._out(c.TellOutcome(outcome))
-
-    def _move_on(self) -> None:
-        """Leave Ending for the next attempt, or Closing for good, once nothing is inside and nothing is being written."""
-        if isinstance(self.state, Running) and self._savepoint.is_due(self.state.inside):
-            self._leave_after_save(self.state)
-        if not self.desk.is_idle:
-            return
-        if isinstance(self.state, Ending) and self.state.is_settled and not self.state.running.inside:
-            self._say_attempt_end(self.state.running)
-            self._prepare_again()
-        elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.inside):
-            if self.desk.store_held():  # only now: nobody writes it any more who would have
-                return
-            self._tell(self.state.outcome)
-            self._preemption.carry_out()
-            self.state = Closed(self.state.outcome)
-            self._out(c.Close())
-
-    def _running(self, attempt: int) -> Running | None:
-        """The data of attempt ``attempt``, if it is the current one and not over."""
-        running = running_of(self.state)
-        return running if running is not None and running.attempt == attempt else None
-
-    def _running_alone(self) -> Running | None:
-        """The current attempt, if nothing but training goes on: no stop, and no rank that has returned."""
-        is_alone = isinstance(self.state, Running) and self.state.is_whole and not self._is_stopping
-        return running_of(self.state) if is_alone else None
-
-    def _out(self, command: c.Command) -> None:
-        self._commands.append(command)
-
-    def _take(self) -> list[c.Command]:
-        taken, self._commands = self._commands, []
-        return taken
+    def _must_leave(self, running: Running | None) -> bool:
+        """Whether the ranks are to leave whatever the group's size; then they agree on a save for it, if they have not."""
+        return self._preemption.agrees_again(running) or self._pausing.agrees_again(running)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller.shelf import Start
+
+if TYPE_CHECKING:
+    from raysgd.controller.past import Past
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,11 @@ class RunPlan:
     Attributes:
         start: Where the first attempt goes on from.
         reduce: How checkpoints' metrics are made of those of all ranks.
+        past: What another process of the controller did of it; None: the run begins.
     """
 
     failure: FailureConfig
     checkpoint: CheckpointConfig
     start: Start = field(default_factory=Start)
     reduce: Mapping[str, str] = field(default_factory=dict)
+    past: Past | None = None

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from raysgd.backends.base import BackendConfig
-from raysgd.config import CheckpointConfig, FailureConfig, ScalingConfig
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.controller.shelf import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
 from raysgd.workers.orders import Blob, RunOrder
 
+if TYPE_CHECKING:
+    from raysgd.controller.fleet import Fleet
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What stays the same for all runs of a Trainer. ``name`` is unique in the cluster."""
+    """What stays the same for all runs of a Trainer.
+
+    Attributes:
+        name: Unique in the cluster.
+        alias: What a detached Trainer is found by; None: it ends with its driver.
+        run: For those who attach, as are the rest.
+    """
 
     name: str
     scaling: ScalingConfig
@@ -25,6 +35,10 @@ class TrainerSettings:
     checkpoint: CheckpointConfig
     runtime_env: Mapping[str, Any] | None = None
     shares_gpus: bool = False
+    alias: str | None = None
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,3 +91,10 @@ def make_run_order(request: RunRequest, info: RunInfo, checkpoints_uri: str, che
         datasets=request.datasets,
         on_resize=request.on_resize,
     )
+
+
+def describe_run(request: RunRequest, info: RunInfo, fleet: Fleet) -> dict[str, Any]:
+    """What ``run.json`` says, secrets and all."""
+    found = [fleet.info(rank) for rank in range(fleet.size)]
+    workers = [{"rank": rank, **(worker.shown() if worker is not None else {})} for rank, worker in enumerate(found)]
+    return {**request.description, **asdict(info), "workers": workers, "started": time.time()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.config import FailureConfig
@@ -27,6 +27,15 @@ class Retries:
         self._history: list[Failure] = []
         self._num_false_starts = 0  # in a row
         self._out = out
+
+    @property
+    def count(self) -> int:
+        """Failures of the run so far."""
+        return len(self._history)
+
+    def remember(self, failures: Sequence[Failure]) -> None:
+        """What the run had before it went on here."""
+        self._history.extend(failures)
 
     def note(self, failure: Failure, *, is_stopping: bool) -> GiveUp | None:
         """A failure has happened; why no attempt may follow, or None if one may."""

@@ -11,10 +11,16 @@ class RoundCount:
 
     def __init__(self) -> None:
         self._attempt = 0
+        self._iterations_before = 0
         self._counts: list[int] = []
         self._running: set[int] = set()
         self._whole = 0  # rounds that every running rank has made
         self._missing = 0  # running ranks that have not made the next one
+
+    @property
+    def iteration(self) -> int:
+        """The last round that is whole, counted from the run's beginning."""
+        return self._iterations_before + self._whole
 
     def feed(self, frame: Frame) -> bool:
         """Take the next frame; whether a reader should have it at once: all but reports of a round still incomplete."""
@@ -22,6 +28,7 @@ class RoundCount:
             return self._reported(frame)
         if frame.kind == frames.ATTEMPT:
             self._attempt = frame.attempt
+            self._iterations_before = frame.data.get("iterations_before", 0)
             self._counts = [0] * frame.data["world_size"]
             self._running = set(range(frame.data["world_size"]))
             self._count()

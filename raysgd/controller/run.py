@@ -14,33 +14,27 @@ from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.drains import DrainWatch
 from raysgd.controller.fleet import Fleet
 from raysgd.controller.framelog import FrameLog
 from raysgd.controller.frames import Frame
-from raysgd.controller.hang_policy import Hang
 from raysgd.controller.held import HeldParts
+from raysgd.controller.intervals import stream_interval_s
 from raysgd.controller.loads import LoadAnswers
 from raysgd.controller.machine import RunMachine
 from raysgd.controller.meetings import Meetings
 from raysgd.controller.outcome import outcome_data
+from raysgd.controller.past import AttemptRecord
 from raysgd.controller.plan import RunPlan
-from raysgd.controller.requests import RunRequest, make_run_order
+from raysgd.controller.requests import RunRequest, describe_run, make_run_order
 from raysgd.controller.run_files import RunFiles
-from raysgd.controller.states import CALLBACK_NODE, Outcome, has_ended_well
-from raysgd.controller.straggler_policy import Straggler
-from raysgd.controller.watch import Watch
+from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_ended_well
+from raysgd.controller.watches import Watches
 from raysgd.data.plan import NO_DATASETS
-from raysgd.errors import RaySGDError, WorkerDiedError
+from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
 from raysgd.workers.deaths import was_told_to_end
 from raysgd.workers.orders import AttemptOrder
-
-#: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
-_ITEM_COST_S = 0.0002
-_STREAM_SHARE = 0.11
-_MAX_INTERVAL_S = 2.0
 
 
 class Run:
@@ -49,6 +43,9 @@ class Run:
     Args:
         storage: The run's folder.
         share: Makes a reference of the order that all workers are given (``ray.put``).
+        goes_on: Another process of the controller began it: its files tell how far it came. Reading them blocks.
+        last_attempt: The last one it began.
+        begins: Lays an attempt down before anybody enters it.
     """
 
     def __init__(
@@ -61,6 +58,9 @@ class Run:
         failure: FailureConfig,
         checkpoint: CheckpointConfig,
         share: Callable[[Any], Any],
+        goes_on: bool = False,
+        last_attempt: AttemptRecord | None = None,
+        begins: Callable[[AttemptRecord], None] = lambda attempt: None,
     ) -> None:
         self._request = request
         self._info = info
@@ -69,23 +69,30 @@ class Run:
         self._checkpoint = checkpoint
         self._failure = failure
         self._files = RunFiles(storage, request.secrets, self.warn)
-        self.log = FrameLog(self._files.journal, min_interval_s=stream_interval_s(1))
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce)
+        self._begins = begins
+        self._past = past = self._files.past(last_attempt) if goes_on else None
+        earlier, next_seq = ((), 0) if past is None else (past.frames, past.next_seq)
+        self.log = FrameLog(
+            self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
+        )
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, past)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._meetings = Meetings(0)
+        self._meetings.end()  # workers of an earlier process of the controller may still ask
         self._loads = LoadAnswers()
         self._rendezvous = ""
-        self._attempt = 0
-        self._is_described = False
-        self._size: int | None = None
+        self._attempt = past.attempt if past is not None else 0
+        self._is_described = goes_on and storage.exists("run.json")
+        self._size = past.size if past is not None else None
         self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watching: list[asyncio.Task[None]] = []
+        self._watches = Watches(fleet, failure, self._feed, self._note)
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
+        self._rested = asyncio.Event()
         self._values: dict[int, Any] = {}
         self._held = HeldParts(fleet.memory, self._files.uri_of, lambda *said: self._feed(c.WorkerSaid(*said)))
         self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
@@ -96,10 +103,12 @@ class Run:
 
     async def execute(self) -> None:
         """Do the run; returns when it is closed."""
-        self._note(c.Note("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
+        if self._past is None or not self._past.frames:
+            self._note(c.Note("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
         self._files.start()
         self._fleet.on_newcomer(lambda: self._feed(c.NewcomerUp()))
         self._act_all(self._machine.begin())
+        self._note_rest()
         await self._closed.wait()
         self._fleet.on_newcomer(lambda: None)
         self._files.stop_flushing()
@@ -123,8 +132,42 @@ class Run:
         """Something the user should know, from outside the run."""
         self._note(c.Note("warning", {"message": message}))
 
+    def pause(self) -> None:
+        """Rest at the next checkpoint, with no workers."""
+        self._feed(c.PauseAsked())
+
+    async def resume(self) -> None:
+        """Go on after a rest; returns when that is known for good."""
+        self._feed(c.ResumeAsked())
+        await self._files.flush()
+
+    async def rests(self) -> None:
+        """Wait until it rests, which is known for good by then, or is closed."""
+        await self._rested.wait()
+        if not self.is_closed:
+            await self._files.flush()
+
+    def reading(self) -> dict[str, Any]:
+        """What it takes to read it."""
+        return {"run_id": self._request.run_id, "reduce": dict(self._request.reduce), "returns": self._request.returns}
+
+    def status(self) -> dict[str, Any]:
+        """What `raysgd.result.RunStatus` says of it."""
+        standing = self._machine.standing()
+        standing["iteration"] = max(standing["iteration"], self.log.iteration)
+        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **standing}
+
     def values(self, *, first_only: bool) -> list[Any]:
-        """What train_func returned, by rank: a pickle, a reference to one, or None."""
+        """What train_func returned, by rank: a pickle, a reference to one, or None.
+
+        Raises:
+            WorkerError: The process that had them is gone.
+        """
+        if self._past is not None and has_ended_well(self._machine.state) and not self._values:
+            raise WorkerError(
+                "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
+                f"and metrics are in {self._info.run_dir}"
+            )
         return [self._values.get(rank) for rank in range(1 if first_only else self._size or 0)]
 
     async def meet(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
@@ -152,6 +195,10 @@ class Run:
                 self._act_all(self._machine.step(self._inputs.popleft()))
         finally:
             self._is_acting = False
+        self._note_rest()
+
+    def _note_rest(self) -> None:
+        (self._rested.set if isinstance(self._machine.state, (Paused, Closed)) else self._rested.clear)()
 
     def _act_all(self, commands: list[c.Command]) -> None:
         for command in commands:
@@ -182,6 +229,11 @@ class Run:
                 self._spawn(self._fleet.agreement.save(command.attempt))
             case c.CallOffSave():
                 self._spawn(self._fleet.agreement.call_off_save(command.attempt))
+            case c.ReleaseWorkers():
+                if self._preparing is not None:
+                    self._preparing.cancel()
+                self._watches.end()
+                self._fleet.release()
             case c.LeaveGroup():
                 self._leaving = self._spawn(self._fleet.leave())
             case c.SetTimer():
@@ -203,7 +255,7 @@ class Run:
                 self._files.flush_if_local()  # before any reader is told: they look at the files next
             case c.Close():
                 self._files.delete(self._loads.end())
-                self._stop_watching()
+                self._watches.end()
                 self._held.close()
                 if self._preparing is not None:
                     self._preparing.cancel()
@@ -234,7 +286,7 @@ class Run:
         nodes = [self._describe_worker(rank) for rank in range(self._fleet.size)]
         if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
             self._is_described = True
-            self._spawn(self._files.write_run(self._description()))
+            self._spawn(self._files.write_run(describe_run(self._request, self._info, self._fleet)))
         self._note_resize(self._fleet.size)
         self._feed(c.GroupReady(tuple(nodes), self._fleet.num_newcomers))
 
@@ -250,20 +302,14 @@ class Run:
         self._note(c.Note("worker_up", data))
         return info.node
 
-    def _description(self) -> dict[str, Any]:
-        workers = []
-        for rank in range(self._fleet.size):
-            info = self._fleet.info(rank)
-            workers.append({"rank": rank, **(info.shown() if info is not None else {})})
-        info_fields = {**dataclasses.asdict(self._info), "workers": workers}
-        return {**self._request.description, **info_fields, "started": time.time()}
-
     def _enter(self, command: c.Enter) -> None:
         self._values.clear()  # of ranks that had returned in an attempt that did not succeed
         self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
         self._held.begin(command.attempt, command.first_number, command.held)
-        self._watch(command.attempt)
+        before = command.iterations_before
+        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._fleet.size, before))
+        self._watches.begin(command.attempt)
         shared = self._share(make_run_order(self._request, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(self._fleet.size):
             attempt_order = AttemptOrder(
@@ -278,32 +324,6 @@ class Run:
                 flush_interval_s=stream_interval_s(self._fleet.size),
             )
             self._spawn(self._follow(rank, shared, attempt_order))
-
-    def _watch(self, attempt: int) -> None:
-        """Watch over the workers of an attempt until the next, or the end."""
-
-        def hung(hang: Hang, stacks: dict[int, str]) -> None:
-            self._feed(c.WorkerHung(hang.rank, attempt, hang.kind, hang.why, stacks))
-
-        def lags(straggler: Straggler) -> None:
-            info = self._fleet.info(straggler.rank)
-            node = info.node if info is not None else "a lost node"
-            self._note(c.Note("straggler", straggler.event(node)))
-            self.warn(straggler.told(node))
-
-        def drains(ranks: tuple[int, ...], within_s: float | None) -> None:
-            self._feed(c.NodeDrains(attempt, ranks, within_s))
-
-        self._stop_watching()
-        self._watching = [
-            self._spawn(Watch(self._fleet.vitals, self._failure, hung, lags).run()),
-            self._spawn(DrainWatch(self._fleet.drains, drains).run()),
-        ]
-
-    def _stop_watching(self) -> None:
-        for task in self._watching:
-            task.cancel()
-        self._watching = []
 
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
         """Read a worker's stream to its end."""
@@ -368,14 +388,6 @@ class Run:
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def stream_interval_s(num_streams: int) -> float:
-    """Least time between batches of a stream, of which the controller reads or writes ``num_streams``.
-
-    Each costs it about 0.2 ms of CPU whatever it holds, so together they are kept to a share of one core.
-    """
-    return min(_MAX_INTERVAL_S, num_streams * _ITEM_COST_S / _STREAM_SHARE)
 
 
 def _message(outcome: Any) -> str:

@@ -11,6 +11,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.journal import Journal
+from raysgd.controller.past import AttemptRecord, Past, past_of
 
 _FLUSH_S = 0.5
 
@@ -38,6 +39,16 @@ class RunFiles:
         """The folder of a checkpoint."""
         return self.store.directory(number).uri
 
+    def past(self, last: AttemptRecord | None = None) -> Past:
+        """Go on with the files of a run that another process of the controller began; what they say. Blocks.
+
+        Args:
+            last: The last attempt, which may not have come to the journal.
+        """
+        told, last_seq = self.journal.reopen()
+        numbers = self.store.numbers()
+        return past_of(told, last_seq, self.store.scan().manifests, max(numbers, default=0)).up_to(last)
+
     def start(self) -> None:
         """Begin to flush the journal, again and again."""
         self._flusher = asyncio.get_running_loop().create_task(self._flush_regularly())
@@ -53,6 +64,7 @@ class RunFiles:
         Raises:
             Exception: It could not be written.
         """
+        await self._flush(self._writer)  # what was reported before it: nobody will make those reports again
         await self._in_writer(self.store.commit, manifest)
 
     def delete(self, numbers: Iterable[int]) -> None:

@@ -54,8 +54,7 @@ class Shelf:
 
     def add(self, manifest: Manifest) -> tuple[Manifest, list[int]]:
         """Put a committed checkpoint on the shelf; returns it as it is known here, and the numbers that may go."""
-        if manifest.number in self._scores:
-            manifest = self._amended(manifest, *self._scores.pop(manifest.number))
+        manifest = self.scored(manifest)
         self._manifests[manifest.number] = manifest
         doomed = self._retention.to_delete(list(self._manifests.values()))
         for number in doomed:
@@ -82,6 +81,11 @@ class Shelf:
             return None
         self._manifests[number] = self._amended(known, metrics, time_total_s)
         return self._manifests[number]
+
+    def scored(self, manifest: Manifest) -> Manifest:
+        """A checkpoint that is to be committed, with its score if that came before."""
+        score = self._scores.pop(manifest.number, None)
+        return manifest if score is None else self._amended(manifest, *score)
 
     def forget_scores(self, numbers: Iterable[int] | None = None) -> None:
         """Those of these checkpoints; by default of all that never came: the next attempt gives their numbers to others."""

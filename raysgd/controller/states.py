@@ -1,14 +1,15 @@
 """The states of a run, each with the data it needs.
 
-=============  ==============================================  ===========================================
+=============  ==============================================  ==================================================
 state          meaning                                         leaves for
-=============  ==============================================  ===========================================
+=============  ==============================================  ==================================================
 Preparing      workers are started, replaced, made ready       Running; Closing (they cannot be had)
 Running        train_func runs on all ranks                    Closing (all returned); Ending (anything else)
-Ending         survivors are being brought out of the attempt  Preparing (retry); Closing (error, stop, cancel)
+Ending         survivors are being brought out of the attempt  Preparing (retry), Paused; Closing (error, stop, cancel)
+Paused         the workers are given back                      Preparing (resume); Closing (stop, cancel)
 Closing        the outcome is known; pending writes go on      Closed
 Closed         nothing is left to do
-=============  ==============================================  ===========================================
+=============  ==============================================  ==================================================
 
 The outcome is told to the readers on entering Closing when it is an error (raised first, cleaned up after), and on
 leaving it when it is a success (``run`` returns only when pending writes are durable).
@@ -118,6 +119,14 @@ class Ending:
 
 
 @dataclass
+class Paused:
+    """The run rests before ``attempt``, whose group would be number ``serial``."""
+
+    attempt: int
+    serial: int
+
+
+@dataclass
 class Closing:
     """The outcome stands. ``running`` is the attempt that is being left, if there is one."""
 
@@ -133,7 +142,7 @@ class Closed:
     outcome: Outcome
 
 
-State = Preparing | Running | Ending | Closing | Closed
+State = Preparing | Running | Ending | Paused | Closing | Closed
 
 
 def running_of(state: State) -> Running | None:
@@ -145,3 +154,11 @@ def running_of(state: State) -> Running | None:
 def has_ended_well(state: State) -> bool:
     """Whether the run is over without an error."""
     return isinstance(state, Closed) and state.outcome.kind in ("done", "stopped")
+
+
+def name_of(state: State) -> str:
+    """The state as users are told of it; of a run that is over, how it ended."""
+    if isinstance(state, Closed):
+        return state.outcome.kind
+    names = {Preparing: "starting", Running: "running", Ending: "recovering", Paused: "paused", Closing: "ending"}
+    return names[type(state)]

@@ -1,8 +1,8 @@
 """For those who test what they build on raysgd, and for raysgd's own tests. Nothing else of raysgd imports this package.
 
-- `FaultPlan` breaks a run in ways that are told beforehand; the faults are `Kill`, `Stop`, `Exit`, `Raise`, `Hang`,
-  `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`, `KillDriver`,
-  `RemoveNode`.
+- `FaultPlan` breaks a run in ways that are told beforehand; the faults are `Kill`, `Stop`, `Preempt`, `Exit`, `Raise`,
+  `Hang`, `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`,
+  `KillDriver`, `RemoveNode`.
 - `check_history` tells whether the files of a run keep raysgd's promises, `check_cluster` whether anything was left behind.
 - `raysgd.testing.callback_suite` is the suite that callbacks must pass. It needs pytest where it is used.
 """
@@ -19,6 +19,7 @@ from raysgd.testing.faults import (
     KillTrainerActor,
     NetworkCut,
     OutOfMemory,
+    Preempt,
     Raise,
     RemoveNode,
     Slow,
@@ -45,6 +46,7 @@ __all__ = [
     "LeakError",
     "NetworkCut",
     "OutOfMemory",
+    "Preempt",
     "Raise",
     "RemoveNode",
     "Slow",

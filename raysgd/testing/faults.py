@@ -47,6 +47,14 @@ class Stop(Fault):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class Preempt(Fault):
+    """SIGTERM, as from a platform that takes its machine back: the rank is to leave, and the run to go on without it."""
+
+    def act(self, scene: Scene) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Exit(Fault):
     """The process ends itself.
 

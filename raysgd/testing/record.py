@@ -71,7 +71,8 @@ class Span:
 
     @property
     def num_ends(self) -> int:
-        return sum(frame.kind == frames.ATTEMPT_END for frame in self.frames)
+        """How often its own end was told; a controller that is started again may tell that of an attempt it only knows of."""
+        return sum(frame.kind == frames.ATTEMPT_END and frame.attempt == self.attempt for frame in self.frames)
 
     @property
     def inside(self) -> list[Frame]:
@@ -83,6 +84,12 @@ class Span:
     def is_entered(self) -> bool:
         """Whether a rank entered train_func."""
         return any(data["attempt"] == self.attempt for data in events(self.frames, "entered"))
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the attempt after it; a controller that is started again gives no number a second time."""
+        restarts = [data["attempt"] + 1 for data in events(self.frames, "controller_restart")]
+        return max(restarts) if restarts else max(1, self.attempt + self.is_entered)
 
 
 def spans(of: Iterable[Frame]) -> list[Span]:

@@ -20,6 +20,8 @@ from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
 from raysgd.callbacks.defaults import default_callbacks
+from raysgd.callbacks.print_ import PrintCallback
+from raysgd.callbacks.progress import ProgressCallback
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -54,11 +56,14 @@ class TrainerSpec:
     deterministic: bool = False
 
 
-def connect_ray() -> None:
+def connect_ray(*, joins: bool = False) -> None:
     """Bring Ray up if it is not.
 
+    Args:
+        joins: A cluster must be there.
+
     Raises:
-        UsageError: The driver is connected through Ray Client.
+        UsageError: The driver is connected through Ray Client, or there is no cluster to join.
     """
     from ray.util.client import ray as client
 
@@ -67,8 +72,12 @@ def connect_ray() -> None:
             "raysgd does not run through Ray Client (ray://): results are streamed to the driver's own process. Run the "
             "script on the cluster, for example with: ray job submit --address http://<head>:8265 -- python train.py"
         )
-    if not ray.is_initialized():
-        ray.init()
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto" if joins else None)
+    except ConnectionError as error:
+        raise UsageError(f"there is no Ray cluster here to attach to: {error}") from None
 
 
 def make_settings(spec: TrainerSpec) -> TrainerSettings:
@@ -81,6 +90,24 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         checkpoint=spec.checkpoint,
         runtime_env=spec.runtime_env,
         shares_gpus=spec.backend.name in ("torch", "horovod"),
+        alias=spec.run.name if spec.run.detached else None,
+        run=spec.run,
+        seed=spec.seed,
+        deterministic=spec.deterministic,
+    )
+
+
+def spec_of(settings: TrainerSettings) -> TrainerSpec:
+    """What a Trainer was given, but for ``on_resize``, a function, which only its own driver has."""
+    return TrainerSpec(
+        settings.scaling,
+        settings.backend,
+        settings.run,
+        settings.failure,
+        settings.checkpoint,
+        settings.runtime_env,
+        settings.seed,
+        settings.deterministic,
     )
 
 
@@ -113,14 +140,15 @@ def begin_run(
     check_callbacks(callbacks)
     start, state = resolve_start(checkpoint)
     shown = redact(plain(config))
-    by_place = _by_place(default_callbacks(callbacks))
+    share = bytes if spec.run.detached else _share  # what this process puts into the object store ends with it
+    by_place = _by_place(default_callbacks(callbacks), is_detached=spec.run.detached)
     request = RunRequest(
         run_id=uuid.uuid4().hex,
         runs_uri=runs_uri,
-        code=_share(_dump_code(function, config)),
+        code=share(_dump_code(function, config)),
         config=shown,
         start=start,
-        initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),
+        initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),  # may be large
         datasets=resolve_data(dataset),
         returns=returns,
         reduce=reduce,
@@ -128,7 +156,7 @@ def begin_run(
         deterministic=spec.deterministic,
         worker_callbacks=_dump_callbacks(by_place["worker"]),
         host_callbacks=_dump_callbacks(by_place["controller"]),
-        on_resize=_dump_on_resize(spec.failure.on_resize),
+        on_resize=_dump_on_resize(spec.failure.on_resize, share),
         description=_describe(spec, function),
         secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
     )
@@ -140,13 +168,13 @@ def begin_run(
         runner = CallbackRunner(by_place["driver"], on_problem)
         return CallbackReader(runner, info, reduce, stream.stop, error_of=lambda _: stream.error)
 
-    channel.begin(request)
     return ResultStream(
         channel,
         request.run_id,
         reduce=reduce,
         returns=returns,
         make_reader=make_reader,
+        request=channel.begin(request),
     )
 
 
@@ -169,14 +197,18 @@ def _dump_callbacks(callbacks: list[Callback]) -> bytes | None:
     return dumps_named(callbacks, "callbacks") if callbacks else None
 
 
-def _dump_on_resize(function: Any) -> Any:
-    return None if function is None else _share(dumps_named(function, "on_resize"))
+def _dump_on_resize(function: Any, share: Callable[[bytes], Any]) -> Any:
+    return None if function is None else share(dumps_named(function, "on_resize"))
 
 
-def _by_place(callbacks: Sequence[Callback]) -> dict[str, list[Callback]]:
+def _by_place(callbacks: Sequence[Callback], *, is_detached: bool) -> dict[str, list[Callback]]:
+    """A detached run's go on when its driver is gone, but for what is displayed there."""
     places: dict[str, list[Callback]] = {"driver": [], "controller": [], "worker": []}
     for callback in callbacks:
-        places[callback.runs_in].append(callback)
+        stays = (
+            callback.runs_in != "driver" or not is_detached or isinstance(callback, (ProgressCallback, PrintCallback))
+        )
+        places[callback.runs_in if stays else "controller"].append(callback)
     return places
 
 

@@ -3,67 +3,134 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
-from raysgd.controller.downlink import read_frames
+from raysgd.controller.belongings import claim_alias, find_alias, forget, get_settings, keeper_name, put_settings
+from raysgd.controller.downlink import follow_frames
 from raysgd.controller.frames import Frame
+from raysgd.controller.lifeline import comes_back
 from raysgd.controller.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings
-from raysgd.controller.settings_store import put_settings
-from raysgd.errors import RaySGDError, WorkerError
+from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
 from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.pickling import loads
 from raysgd.workers.returned import CallFailed
+from raysgd.workers.seats import remove_placements
+
+#: Seconds for the TrainerActor of a run that is over to tell so, when another Trainer wants its name.
+_TELL_S = 10.0
+#: States of a run that are its end.
+OVER = ("done", "stopped", "cancelled", "error")
 
 
 class Channel:
-    """A TrainerActor, started with the first use."""
+    """A TrainerActor.
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    Args:
+        settings: Its settings.
+        actor: Its handle.
+    """
 
-        self._name = settings.name
+    def __init__(self, settings: TrainerSettings, actor: Any) -> None:
+        self._settings = settings
+        self._actor = actor
         self._is_gone = False
+
+    @classmethod
+    def start(cls, settings: TrainerSettings) -> Channel:
+        """Make the actor; returns at once.
+
+        Raises:
+            ConfigError: A detached Trainer of that name has a run that is not over.
+        """
         # On the driver's node: its disk holds a local storage_path. An actor without CPUs is placed by chance if it is not
-        # bound to a node; and were that node gone, so would be the driver.
+        # bound to a node; and were that node gone, so would be the driver, unless that does not matter.
         here = ray.get_runtime_context().get_node_id()
+        is_detached = settings.alias is not None
         put_settings(settings)
-        self._actor: Any = (
+        if settings.alias is not None:
+            try:
+                _claim(settings.alias, settings.name)
+            except ConfigError:
+                forget(settings.name)
+                raise
+        actor = (
             ray.remote(TrainerActor)
             .options(
                 name=settings.name,
                 namespace=NAMESPACE,
                 num_cpus=0,
                 max_concurrency=1000,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
+                max_restarts=-1,  # what a run survives is decided by its FailureConfig
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=is_detached),
+                lifetime="detached" if is_detached else None,
             )
             .remote()
         )
+        return cls(settings, actor)
+
+    @classmethod
+    def attach(cls, alias: str) -> Channel:
+        """That of a detached Trainer.
+
+        Raises:
+            UsageError: There is none of that name.
+        """
+        name = find_alias(alias)
+        try:
+            if name is not None:
+                return cls(get_settings(name), ray.get_actor(name, namespace=NAMESPACE))
+        except (LookupError, ValueError):  # it was ended, or has died
+            pass
+        raise UsageError(
+            f"no detached Trainer {alias!r} is in this cluster: it was shut down, or is in another one. "
+            "Trainer.restore(run_dir) goes on from a run's folder."
+        )
+
+    @property
+    def settings(self) -> TrainerSettings:
+        return self._settings
 
     @property
     def is_gone(self) -> bool:
         """Whether the TrainerActor has died; then this line is of no more use."""
         return self._is_gone
 
-    def begin(self, request: RunRequest) -> Any:
-        """Start a run; returns at once with a reference that is ready when the run is closed."""
-        return self._actor.run.remote(request)
+    def begin(self, request: RunRequest) -> RunRequest:
+        """Start a run; returns what is to be asked for again if the actor has to be started again."""
+        if self._settings.alias is not None:
+            request = self._keep_data(request)
+        self._actor.run.remote(request)
+        if self._settings.alias is not None:  # from here on whoever attaches finds the run
+            ray.get(self._actor.endpoint.remote())
+        return request
 
-    def stream(self, run_id: str) -> Iterator[list[Frame]]:
+    def stream(self, run_id: str, request: RunRequest | None) -> Iterator[list[Frame]]:
         """A run's frames, as they come.
+
+        Args:
+            run_id: Which run.
+            request: Given again to an actor that was started again; a detached one needs none.
 
         Raises:
             RayActorError: The TrainerActor is gone.
         """
+
+        def give_again() -> None:
+            if request is not None and self._settings.alias is None:
+                self._actor.run.remote(request)
+
         try:
-            endpoint = ray.get(self._actor.endpoint.remote())
-            yield from read_frames(self._actor, endpoint, run_id, last=frames.RUN_CLOSED)
+            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, on_restart=give_again)
         except RayActorError:
             self._tidy_up()
             raise
@@ -87,26 +154,31 @@ class Channel:
             return None
         return loads(value if isinstance(value, bytes) else memoryview(ray.get(value)))
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, may_repeat: bool = True) -> Any:
         """Call a method of the TrainerActor and wait for its answer.
+
+        Args:
+            method: Its name.
+            *args: Its arguments.
+            timeout_s: Seconds to wait.
+            may_repeat: It is called again where the actor had to be started again. What cannot be, such as a function of the
+                user's that may have run, ends the actor.
 
         Raises:
             Exception: What the method raised, as its own type.
             WorkerError: The TrainerActor is gone.
         """
-        try:
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, CallFailed):
-                failed = outcome_error(cause.data) or cause
-                raise failed from failed.__cause__
-            if not isinstance(cause, Exception):
-                raise error from None
-            raise cause from None if isinstance(cause, RaySGDError) else error  # where in the user's code
-        except RayActorError as error:
-            self._tidy_up()
-            raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
+        while True:
+            try:
+                return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
+            except RayTaskError as error:
+                raise_cause(error)
+            except RayActorError as error:
+                if may_repeat and comes_back(self._actor):
+                    continue
+                self.close()
+                self._tidy_up()
+                raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
 
     def close(self, timeout_s: float = 10) -> None:
         """End the TrainerActor and all its workers."""
@@ -115,14 +187,79 @@ class Channel:
         except Exception:
             pass
         ray.kill(self._actor)
+        with contextlib.suppress(Exception):  # it has done so, unless it did not answer
+            forget(self._settings.name, self._settings.alias)
 
     def _tidy_up(self) -> None:
         """The TrainerActor is gone, and its workers with it; their placement group would stay as long as the driver."""
         self._is_gone = True
-        if not ray.is_initialized():
-            return
-        for group in ray.util.placement_group_table().values():
-            name = group["name"]
-            if group["state"] != "REMOVED" and (name == self._name or name.startswith(f"{self._name}-")):
-                with contextlib.suppress(Exception):  # it is gone by now
-                    ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        if ray.is_initialized():
+            remove_placements(self._settings.name)
+            forget(self._settings.name, self._settings.alias)
+
+    def _keep_data(self, request: RunRequest) -> RunRequest:
+        """The request of a run that its driver need not outlive: its data are another process's."""
+        if not request.datasets.sources and not isinstance(request.initial_state, ray.ObjectRef):
+            return request
+        from raysgd.controller.keeper import DataKeeper, Kept
+
+        keeper: Any = (
+            ray.remote(DataKeeper)
+            .options(
+                name=keeper_name(self._settings.name),
+                namespace=NAMESPACE,
+                num_cpus=0,
+                lifetime="detached",
+                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
+            )
+            .remote(self._actor)
+        )
+        kept: Kept = ray.get(keeper.keep.remote(Kept(request.datasets, request.initial_state)))
+        return replace(request, datasets=kept.datasets, initial_state=kept.initial_state)
+
+
+def raise_cause(error: RayTaskError) -> None:
+    """What a method of the TrainerActor raised, as its own type."""
+    cause = error.cause
+    if isinstance(cause, CallFailed):
+        failed = outcome_error(cause.data) or cause
+        raise failed from failed.__cause__
+    if not isinstance(cause, Exception):
+        raise error from None
+    raise cause from None if isinstance(cause, RaySGDError) else error  # where in the user's code
+
+
+def _claim(alias: str, name: str) -> None:
+    """Have a Trainer found by its alias; one that was, and whose run is over, is ended.
+
+    Raises:
+        ConfigError: Its run is not over.
+    """
+    while (other := claim_alias(alias, name)) is not None:
+        if (state := _end_if_over(other)) is not None:
+            raise ConfigError(
+                f"a detached Trainer {alias!r} is in this cluster already, and its run is {state}: "
+                f"Trainer.attach({alias!r}) takes hold of it; or give another RunConfig(name=...)."
+            )
+        forget(other, alias)
+
+
+def _end_if_over(name: str) -> str | None:
+    """End a Trainer without a live run; the state of its run if that is not over."""
+    try:
+        actor: Any = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    try:
+        status: Any = ray.get(actor.status.remote(), timeout=_TELL_S)
+        state = OVER[0] if status is None else str(status["state"])
+    except RayError:
+        state = "not known" if comes_back(actor) else OVER[0]
+    if state not in OVER:
+        return state
+    with contextlib.suppress(LookupError):
+        Channel(get_settings(name), actor).close()
+    deadline = time.monotonic() + _TELL_S
+    while time.monotonic() < deadline and name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]:
+        time.sleep(0.05)
+    return None

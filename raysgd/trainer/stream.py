@@ -21,6 +21,7 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.outcome import outcome_error
 from raysgd.controller.reader import CallbackReader
 from raysgd.controller.reducing import Reduce
+from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import RoundMerger
 from raysgd.errors import RaySGDError, RunCancelledError, WorkerError
 from raysgd.result import Result
@@ -44,13 +45,17 @@ class ResultStream:
         *,
         reduce: Reduce,
         returns: str,
-        make_reader: Callable[[ResultStream], CallbackReader | None],
+        make_reader: Callable[[ResultStream], CallbackReader | None] = lambda stream: None,
         buffer_bytes: int = BUFFER_BYTES,
+        request: RunRequest | None = None,
+        from_iteration: int = 0,
     ) -> None:
         self._channel = channel
         self._run_id = run_id
         self._returns = returns
         self._buffer_bytes = buffer_bytes
+        self._request = request  # for a controller that was started again; it holds the run's data
+        self._from_iteration = from_iteration
         self._merger = RoundMerger(reduce)
         self._results: deque[Result] = deque()
         self._buffer: deque[Frame] = deque()
@@ -67,6 +72,7 @@ class ResultStream:
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
         self._values: list[Any] = []
+        self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
         self._reader = make_reader(self)
         self._thread = threading.Thread(target=self._read, name="raysgd-reader", daemon=True)
@@ -118,10 +124,13 @@ class ResultStream:
         Raises:
             Exception: What train_func raised, as its own type.
             RunCancelledError: The run was cancelled.
+            WorkerError: It was lost, or what train_func returned was.
         """
         self.wait()
         if self._error is not None:
             raise self._error
+        if self._values_lost is not None:
+            raise self._values_lost
         values = [self._channel.open_value(value) for value in self._values]
         return values[0] if self._returns == "first" else values
 
@@ -171,7 +180,7 @@ class ResultStream:
 
     def _read(self) -> None:
         try:
-            for batch in self._channel.stream(self._run_id):
+            for batch in self._channel.stream(self._run_id, self._request):
                 self._take_in(batch)
         except RayTaskError as problem:  # the run could not even be made
             self._lost(problem.cause if isinstance(problem.cause, RaySGDError) else problem)
@@ -181,6 +190,7 @@ class ResultStream:
         except Exception as problem:  # a bug here must not leave the user waiting for ever
             self._lost(problem)
         finally:
+            self._request = None
             if self._reader is not None:
                 self._reader.end(self._error)
             with self._changed:
@@ -194,7 +204,10 @@ class ResultStream:
                 self._reader.feed(frame)
         is_closed = any(frame.kind == frames.RUN_CLOSED for frame in batch)
         if is_closed and self._error is None:  # now: the Trainer may do another run before they are asked for
-            self._values = self._channel.values(self._run_id, first_only=self._returns == "first")
+            try:
+                self._values = self._channel.values(self._run_id, first_only=self._returns == "first")
+            except WorkerError as error:
+                self._values_lost = error
         with self._changed:
             for frame in batch:
                 self._last_seen_seq = frame.seq
@@ -235,12 +248,10 @@ class ResultStream:
 
     def _lost(self, error: BaseException) -> None:
         with self._changed:
-            if self._outcome is None:
-                self._error = self._error or (
-                    RunCancelledError("the run was cancelled") if self._is_cancelled else error
-                )
-                self._outcome = {"kind": "error"}
-                self._buffer.append(Frame(-1, frames.RUN_END, 0))
+            is_cancelled = self._outcome is None and self._is_cancelled
+            self._error = self._error or (RunCancelledError("the run was cancelled") if is_cancelled else error)
+            self._outcome = self._outcome or {"kind": "error"}
+            self._buffer.append(Frame(-1, frames.RUN_END, 0))
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -255,7 +266,8 @@ class ResultStream:
         while not self._results:
             if self._is_iterated or (frame := self._next_frame()) is None:
                 return None
-            self._results.extend(self._merger.feed(frame))
+            found = self._merger.feed(frame)
+            self._results.extend(result for result in found if result["training_iteration"] >= self._from_iteration)
             # An error is raised at once; a success is one when the callbacks had their end.
             if frame.kind == frames.RUN_CLOSED or (frame.kind == frames.RUN_END and self._error is not None):
                 self._finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -16,15 +15,14 @@ from raysgd.backends.base import BackendConfig
 from raysgd.backends.registry import resolve_backend
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysgd.config.checks import check_choice, check_count
-from raysgd.config.planned import check_planned
+from raysgd.config.checks import check_component, check_count
 from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
 from raysgd.session import context
 from raysgd.trainer import assembly
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.channel import Channel
+from raysgd.trainer.control import INTERRUPT_PATIENCE_S, RunControl
 from raysgd.trainer.given import check_call
 from raysgd.trainer.restoring import restore_run
 from raysgd.trainer.stream import ResultStream
@@ -32,11 +30,8 @@ from raysgd.trainer.table import ResourceTable
 from raysgd.workers.pickling import loads
 from raysgd.workers.placement import describe_bundle
 
-#: Seconds a Ctrl-C waits for pending checkpoints and for workers to leave.
-_INTERRUPT_PATIENCE_S = 30.0
 
-
-class Trainer:
+class Trainer(RunControl):
     """Runs a single-machine train_func on many workers.
 
     Nothing is started before the first `run`, `start` or ``with``; the workers then stay up, so that the next run starts in
@@ -93,7 +88,7 @@ class Trainer:
             resources_per_worker=resources_per_worker or {},
             placement_strategy=placement_strategy,
         )
-        self._spec = TrainerSpec(
+        spec = TrainerSpec(
             scaling,
             resolve_backend(backend, backend_args),
             _instance("run", run, RunConfig),
@@ -103,13 +98,34 @@ class Trainer:
             seed,
             deterministic,
         )
-        check_planned(scaling, self._spec.run, self._spec.failure, self._spec.checkpoint)
-        self._channel: Channel | None = None
-        self._stream: ResultStream | None = None
+        self._set_up(spec)
+
+    def _set_up(self, spec: TrainerSpec, channel: Channel | None = None) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._stream = None
         self._runs_uri: str | None = None
         self._goes_on_from: Checkpoint | None = None
         self._class_name: str | None = None
         self._is_closed = False
+
+    @classmethod
+    def attach(cls, name: str) -> Trainer:
+        """Take hold of a Trainer that was made, maybe by another driver, with ``RunConfig(name=name, detached=True)``.
+
+        Its run goes on whether or not anybody has hold of it: `stream` gives its results from the first one on, `status`,
+        `pause`, `resume` and `cancel` do what they say, `shutdown` ends all of it. When its run is over the Trainer can be
+        given another one; ``FailureConfig(on_resize=...)`` is a function, which that has not.
+
+        Raises:
+            UsageError: There is no such Trainer in the cluster, or no cluster.
+        """
+        check_component("Trainer.attach(name)", name)
+        assembly.connect_ray(joins=True)
+        channel = Channel.attach(name)
+        trainer = cls.__new__(cls)
+        trainer._set_up(assembly.spec_of(channel.settings), channel)
+        return trainer
 
     @classmethod
     def restore(cls, run_dir: str | os.PathLike[str], **changes: Any) -> Trainer:
@@ -237,7 +253,7 @@ class Trainer:
         channel.call("drop_class")
         blob = assembly.share_call((ExecutionClass, args, kwargs), "the class and its arguments")
         self._class_name = None
-        channel.call("start_class", blob, ExecutionClass is not None)
+        channel.call("start_class", blob, ExecutionClass is not None, may_repeat=False)
         self._class_name = None if ExecutionClass is None else ExecutionClass.__name__
 
     def execute(self, fn: Callable[..., Any]) -> list[Any]:
@@ -252,31 +268,6 @@ class Trainer:
         """Call ``fn`` on rank 0 alone."""
         return self._execute("execute_single", fn, first_only=True)[0]
 
-    # -- what a run left ------------------------------------------------------------------------------------------
-
-    @property
-    def run_dir(self) -> str | None:
-        """The folder of the latest run, or None."""
-        return None if self._stream is None else self._stream.run_dir
-
-    def get_last_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of the latest run, or None."""
-        checkpoints = self._latest_checkpoints()
-        return checkpoints[max(checkpoints)] if checkpoints else None
-
-    def get_best_checkpoint(self, metric: str | None = None, mode: str | None = None) -> Checkpoint | None:
-        """The best checkpoint on storage of the latest run, or None.
-
-        Args:
-            metric: Metric to rank by; by default ``CheckpointConfig.score_attribute``, without which it is the newest.
-            mode: ``"max"`` or ``"min"``; by default ``CheckpointConfig.score_order``.
-        """
-        config = self._spec.checkpoint
-        order = check_choice("mode", mode or config.score_order, ("max", "min"))
-        policy = RetentionPolicy(None, metric or config.score_attribute, order)
-        best = policy.best([_Scored(number, c.metrics, c) for number, c in self._latest_checkpoints().items()])
-        return None if best is None else best.checkpoint
-
     # -- life -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -289,10 +280,13 @@ class Trainer:
         self._connect()
         return self
 
-    def __exit__(
+    def __exit__(  # a detached run that is not over goes on
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown()
+        if self._spec.run.detached and not self._is_closed and self._is_live:
+            self._let_go()
+        else:
+            self.shutdown()
 
     def __repr__(self) -> str:
         return self._table().text()
@@ -311,7 +305,7 @@ class Trainer:
     def _connect(self) -> Channel:
         if self._channel is None or self._channel.is_gone:
             assembly.connect_ray()
-            self._channel = Channel(assembly.make_settings(self._spec))
+            self._channel = Channel.start(assembly.make_settings(self._spec))
             self._class_name = None
         return self._channel
 
@@ -321,29 +315,41 @@ class Trainer:
 
     def _check_free(self, *, class_api: bool = False) -> None:
         self._check_open()
-        if self._stream is not None and self._stream.is_live:
-            folder = (self._stream.run_dir or "").partition("?")[0].rstrip("/").rpartition("/")[2]
+        if self._is_live:
+            folder = ((self._stream and self._stream.run_dir) or "").partition("?")[0].rstrip("/").rpartition("/")[2]
             raise TrainerBusyError(f"{folder or 'a run'} is running; wait for it with get_returns(), or cancel() it.")
         if self._class_name is not None and not class_api:
             raise TrainerBusyError(f"instances of {self._class_name} are live; start() without a class drops them.")
 
     def _execute(self, method: str, fn: Callable[..., Any], *, first_only: bool) -> list[Any]:
         self._check_free(class_api=True)
-        check_call(method, fn, has_instance=self._class_name is not None)
+        has_class = self._class_name is not None
+        check_call(method, fn, has_instance=has_class)
         channel = self._connect()
         blob = assembly.share_call(fn, "the function")
-        return [loads(value) for value in channel.call("execute", blob, first_only)]
+        return [loads(value) for value in channel.call("execute", blob, first_only, has_class, may_repeat=False)]
+
+    def _let_go(self) -> None:
+        """What is detached goes on without this driver."""
+        self._channel, self._is_closed = None, True
 
     def _interrupted(self, stream: ResultStream) -> None:
-        """The first Ctrl-C: end in peace. The second lets go of everything at once."""
+        """The first Ctrl-C: end in peace. The second lets go of everything at once. A detached run goes on."""
+        if self._spec.run.detached:
+            name = self._spec.run.name
+            tell(f"interrupted: the run goes on; Trainer.attach({name!r}) takes hold of it, and .cancel() ends it")
+            self._let_go()
+            return
         tell("interrupted: ending the run, keeping its checkpoints (Ctrl-C again to kill)")
         try:
             stream.cancel()
-            stream.wait_closed(_INTERRUPT_PATIENCE_S)
+            stream.wait_closed(INTERRUPT_PATIENCE_S)
         finally:
             self._release(patience_s=0)
 
-    def _release(self, patience_s: float = _INTERRUPT_PATIENCE_S) -> None:
+    def _release(self, patience_s: float = INTERRUPT_PATIENCE_S) -> None:
+        if self._spec.run.detached and self._stream is None and ray.is_initialized() and self._is_live:
+            self.stream()  # of another driver's run
         channel, self._channel = self._channel, None
         self._class_name = None
         if channel is None or not ray.is_initialized():
@@ -356,13 +362,6 @@ class Trainer:
         finally:
             channel.close()
 
-    def _latest_checkpoints(self) -> dict[int, Checkpoint]:
-        if self._stream is None:
-            return {}
-        if not self._stream.is_live:  # an error is raised before pending writes are done
-            self._stream.wait_closed(_INTERRUPT_PATIENCE_S)
-        return self._stream.checkpoints
-
     def _table(self) -> ResourceTable:
         scaling, size = self._spec.scaling, self._spec.scaling.min_workers
         count = f"{size} to {scaling.max_workers:g}" if scaling.is_elastic else f"{size}"
@@ -373,13 +372,6 @@ class Trainer:
             infos = self._channel.call("workers", timeout_s=10)
             nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
         return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if up else None)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    number: int
-    metrics: Mapping[str, Any]
-    checkpoint: Checkpoint
 
 
 def _instance(name: str, value: Any, kind: type) -> Any:

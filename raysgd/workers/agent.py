@@ -99,6 +99,8 @@ class NodeAgent:
         self._closing.set()
         if self._looking is not None:
             self._looking.join()
+            self._looking = None
+        self._closing.clear()
 
     def _look_on(self) -> None:
         while not self._closing.wait(_MEMORY_INTERVAL_S):

@@ -28,7 +28,7 @@ class Agents:
     """One agent a node.
 
     Args:
-        name: Of the TrainerActor; begins the names of the actors.
+        name: Begins the names of the actors.
     """
 
     def __init__(self, name: str) -> None:

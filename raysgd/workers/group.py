@@ -49,7 +49,8 @@ class WorkerGroup:
     """Processes in the bundles of placement groups.
 
     Args:
-        name: Unique in the cluster; names the placement group and the actors.
+        name: Unique in the cluster; names the placement groups and the actors.
+        controller: Name of the TrainerActor.
         runtime_env: Ray runtime environment of the workers.
         shares_gpus: Whether the workers of a node see each other's GPUs.
     """
@@ -61,6 +62,7 @@ class WorkerGroup:
         backend: BackendConfig,
         failure: FailureConfig,
         *,
+        controller: str,
         runtime_env: Mapping[str, Any] | None,
         shares_gpus: bool,
     ) -> None:
@@ -69,7 +71,7 @@ class WorkerGroup:
         self._num_spares = failure.spares
         self._shares_gpus = shares_gpus
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._lost_nodes: set[str] = set()  # and those that will be
         newcomers = self._make_newcomers()
@@ -151,8 +153,7 @@ class WorkerGroup:
             if worker is None:
                 self._members[rank] = await self._reserve.take()
         if self._scaling.is_elastic and not keep_size:
-            if self._has_formed:
-                self._members = shrunk(self._members, self._scaling.min_workers)
+            self._members = shrunk(self._members, self._scaling.min_workers)
             await self._take_newcomers()
         self._start_missing()
         await self._come_up()
@@ -269,11 +270,7 @@ class WorkerGroup:
         return StartTimeoutError(explain_timeout(missing, self.size, self._start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:
-        """Whether every node with a worker sees the run's folder.
-
-        Raises:
-            ConfigError: A node does not see it.
-        """
+        """Raises a ConfigError where a node with a worker does not see the run's folder."""
         await check_storage(storage, self._all(), self._gather)
 
     # -- an attempt -----------------------------------------------------------------------------------------------
@@ -367,14 +364,15 @@ class WorkerGroup:
         ray.kill(worker.handle)
         self.streams.abandon(worker.handle)
 
-    def shutdown(self) -> None:
-        """End all processes and give the resources back."""
+    def release(self) -> None:
+        """End all processes and give the resources back; `get_ready` asks for them anew."""
         for worker in self._all():
             self._drop(worker)
             self._end(worker)
         self._reserve.close()
         self._agents.close()
         self._seats.close()
+        self._has_formed = False
 
     def _drop(self, worker: Worker) -> None:
         """Let go of a process that is gone, or will be: its seat is free for another."""

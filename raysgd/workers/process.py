@@ -43,17 +43,24 @@ class WorkerStarter:
     """Starts processes, each of which begins at once to import the framework.
 
     Args:
-        name: Of the TrainerActor.
+        name: Begins the names of the actors.
         runtime_env: Ray runtime environment of the processes.
+        controller: Name of the TrainerActor.
     """
 
     def __init__(
-        self, name: str, scaling: ScalingConfig, backend: BackendConfig, runtime_env: Mapping[str, Any] | None
+        self,
+        name: str,
+        scaling: ScalingConfig,
+        backend: BackendConfig,
+        runtime_env: Mapping[str, Any] | None,
+        controller: str,
     ) -> None:
         self._name = name
         self._scaling = scaling
         self._backend = backend
         self._runtime_env = dict(runtime_env or {})
+        self._controller = controller
         self._num_started = 0
 
     def start(self, seat: Seat, *, warm_up: bool = False) -> Worker:
@@ -73,4 +80,4 @@ class WorkerStarter:
             )
             .remote()
         )
-        return Worker(seat, handle, handle.load.remote(self._backend, self._name, warm_up))
+        return Worker(seat, handle, handle.load.remote(self._backend, self._controller, warm_up))

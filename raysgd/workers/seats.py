@@ -6,10 +6,17 @@ they are had together or not at all; each seat beyond is a placement group of it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
@@ -118,3 +125,12 @@ class Seats:
             remove_placement_group(placement)
         self._placements.clear()
         self._free.clear()
+
+
+def remove_placements(name: str) -> None:
+    """Remove the placement groups of this name, and those whose names begin with it: of a process that is gone."""
+    for group in placement_group_table().values():
+        found = str(group["name"])
+        if group["state"] != "REMOVED" and (found == name or found.startswith(f"{name}-")):
+            with contextlib.suppress(Exception):  # it is gone by now
+                remove_placement_group(get_placement_group(found))

@@ -8,7 +8,17 @@ import sys
 import raysgd
 
 # What users name: `raysgd.X` for each.
-DRIVER = ["Checkpoint", "Event", "Result", "ResultStream", "RunInfo", "Trainer", "compare_runs", "load_run"]
+DRIVER = [
+    "Checkpoint",
+    "Event",
+    "Result",
+    "ResultStream",
+    "RunInfo",
+    "RunStatus",
+    "Trainer",
+    "compare_runs",
+    "load_run",
+]
 CONFIG = ["CheckpointConfig", "FailureConfig", "RunConfig"]
 BACKENDS = ["Backend", "BackendConfig", "NoneConfig", "TorchConfig"]
 CALLBACKS = ["Callback", "Stop"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import raysgd
-from raysgd.errors import WorkerError
+from raysgd.errors import WorkerDiedError, WorkerError
+from raysgd.testing import check_history
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import (
@@ -28,17 +30,8 @@ from support.runs import (
     travels_by_value,
 )
 
-pytestmark = [
-    pytest.mark.shared_trainer,
-    pytest.mark.fault,
-]
+pytestmark = pytest.mark.fault
 travels_by_value(__name__)
-
-
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
 
 
 class Logger(raysgd.Callback):
@@ -63,7 +56,12 @@ def until_there_is_a_file(config: dict[str, Any]) -> str:
     return "went"
 
 
-def test_the_process_of_the_callbacks(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_the_process_of_the_callbacks(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path / "runs") as trainer:
+        check_the_process_of_the_callbacks(trainer, tmp_path)
+
+
+def check_the_process_of_the_callbacks(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     config = {"file": str(tmp_path / "go")}
     stream = trainer.run_generator(until_there_is_a_file, config, callbacks=[*quiet(), Logger(log)])
@@ -88,22 +86,117 @@ def report_once() -> None:
     raysgd.report(step=0)
 
 
-def test_the_controller(ray_cluster: Any, tmp_path: Path, trainer: raysgd.Trainer) -> None:
-    trainer.shutdown()
+def saving_loop(config: dict[str, Any]) -> tuple[int, int]:
+    """Saves and reports, until it is told to end; returns the last step, and how many rows there are."""
+    state = raysgd.load_checkpoint()
+    step = 0 if state is None else state["step"] + 1
+    while not raysgd.broadcast(os.path.exists(config["file"])):  # all of them at the same step
+        raysgd.report(step=step)
+        raysgd.save_checkpoint({"step": step})
+        step += 1
+        time.sleep(0.01)
+    batches = raysgd.get_dataset().get_split().iter_batches(batch_size=1000) if config.get("has_data") else ()
+    return step, sum(len(batch["x"]) for batch in batches)
+
+
+def kill_controller() -> None:
+    pid = controller_pid()
+    os.kill(pid, signal.SIGKILL)
+    assert are_gone([pid])
+
+
+def next_of_attempt(stream: raysgd.ResultStream, attempt: int) -> raysgd.Result:
+    return next(result for result in stream if result["attempt"] == attempt)
+
+
+def check_steps(results: list[raysgd.Result]) -> None:
+    """A step is an iteration, whatever happened between; those made again come after a failure alone."""
+    assert all(result["step"] == result["training_iteration"] - 1 for result in results)
+    for before, after in itertools.pairwise(results):
+        follows = after["training_iteration"] == before["training_iteration"] + 1
+        assert follows or after["attempt"] > before["attempt"]
+
+
+def test_a_run_goes_on_when_the_controller_has_died(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
-    with make_trainer(tmp_path / "runs") as other:
+    log = tmp_path / "log"
+    config = {"file": str(tmp_path / "go"), "has_data": True}
+    with make_trainer(tmp_path / "runs", failure=raysgd.FailureConfig(max_failures=2)) as other:
         processes = pids(other)
-        config = {"file": str(tmp_path / "never")}
-        stream = other.run_generator(until_there_is_a_file, config, callbacks=quiet())
-        seen = next(stream)
-        assert until((Path(str(stream.run_dir)) / "events.jsonl").exists, PATIENCE_S)
-        os.kill(controller_pid(), signal.SIGKILL)
-        with pytest.raises(WorkerError, match="the Trainer's controller process is gone, and the run with it"):
-            stream.get_returns()
-        assert seen["step"] == 0
+        data = {"x": np.arange(50_000.0)}  # the driver's, in the object store
+        callbacks = [*quiet(), Logger(log)]
+        stream = other.run_generator(saving_loop, config, dataset=data, callbacks=callbacks, returns="all")
+        results = [next(stream) for _ in range(20)]
+        kill_controller()
         assert are_gone(processes)
-        assert before.leftovers() == []
-        assert raysgd.load_run(str(stream.run_dir)).outcome is None
-        after = pids(other)
-        assert len(after) == 2 and not set(after) & set(processes), "the Trainer cannot be used again"
-        assert latest_run(other).outcome == "done"
+        results.append(next_of_attempt(stream, 2))
+        kill_controller()
+        results.append(next_of_attempt(stream, 3))
+        (tmp_path / "go").touch()
+        results += stream
+        returned = stream.get_returns()
+        assert sum(rows for _, rows in returned) == 50_000
+        assert stream.is_finished() and {result["attempt"] for result in results} == {1, 2, 3}
+        run = latest_run(other)
+        assert run.outcome == "done"
+        assert list(run.metrics["step"]) == list(range(returned[0][0]))
+        check_history(str(stream.run_dir), max_failures=2)
+        assert [data["action"] for data in events_of(other, "failure")] == ["retry 1", "retry 2"]
+        logged = [json.loads(line) for line in log.read_text().splitlines()]
+        assert len({pid for _, pid in logged}) == 1, "the callbacks' process lives on"
+        assert set(range(returned[0][0])) <= {step for step, _ in logged}
+        warm = pids(other)
+        assert len(warm) == 2 and not set(warm) & set(processes)
+        assert other.run(saving_loop, config | {"has_data": False}, callbacks=quiet()) == (0, 0)
+    assert are_gone(warm)
+    assert before.leftovers() == []
+
+
+def test_results_come_in_order_whenever_it_dies(ray_cluster: Any, tmp_path: Path) -> None:
+    config = {"file": str(tmp_path / "go")}
+    with make_trainer(tmp_path / "runs") as other:
+        stream = other.run_generator(saving_loop, config, callbacks=quiet())
+        results = [next(stream)]
+        kill_controller()  # what was reported in its first milliseconds is in no file
+        results.append(next_of_attempt(stream, 2))
+        results += [next(stream) for _ in range(20)]
+        (tmp_path / "go").touch()
+        results += stream
+    check_steps(results)
+
+
+def test_a_run_that_allows_no_failure_ends_with_an_error(ray_cluster: Any, tmp_path: Path) -> None:
+    config = {"file": str(tmp_path / "never")}
+    with make_trainer(tmp_path / "runs", failure=raysgd.FailureConfig(max_failures=0)) as other:
+        stream = other.run_generator(saving_loop, config, callbacks=quiet())
+        for _ in range(10):
+            next(stream)
+        kill_controller()
+        with pytest.raises(WorkerDiedError, match="the controller's process died, and all workers with it") as caught:
+            stream.get_returns()
+        assert caught.value.failures == 1
+        last = other.get_last_checkpoint()
+        assert last is not None and str(last.path) in str(caught.value)
+        (tmp_path / "never").touch()
+        assert other.run(saving_loop, config, checkpoint=last, callbacks=quiet())[0] == last.load()["step"] + 1
+
+
+def test_between_two_runs(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    config = {"file": str(tmp_path / "go")}
+    with make_trainer(tmp_path / "runs") as other:
+        assert other.run(saving_loop, config, callbacks=quiet()) == (0, 0)
+        first = other.run_dir
+        kill_controller()
+        assert other.run(saving_loop, config, callbacks=quiet()) == (0, 0)
+        assert (Path(str(first)).name, Path(str(other.run_dir)).name) == ("run_001", "run_002")
+
+
+def test_the_instances_of_the_class_api_are_gone_with_it(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path / "runs") as other:
+        other.start(dict, a=1)
+        kill_controller()
+        with pytest.raises(WorkerError, match="the Trainer's controller process is gone"):
+            other.execute(len)
+        other.start(dict, a=1, b=2)
+        assert other.execute(len) == [2, 2]

@@ -81,3 +81,46 @@ def test_each_row_of_each_epoch_is_trained_on_once(trainer: raysgd.Trainer, tmp_
     )
     assert [of_rank["starts_at"] for of_rank in runs[True]] == [27, 27]
     assert [of_rank["first_epoch"] for of_rank in runs[True]] == [1, 1]
+
+
+def logged(config: dict[str, Any]) -> None:
+    """Epochs until the group has shrunk and grown back; a line for each row, in a file for each attempt and rank."""
+    state = raysgd.load_checkpoint()
+    step = first = 0 if state is None else state["step"]
+    shard = raysgd.get_dataset().get_split()
+    with open(Path(config["folder"], f"{first}-{raysgd.world_size()}-{rank()}"), "a") as log:
+        while True:
+            for batch in shard.iter_batches(batch_size=4, shuffle="full"):
+                step += 1
+                log.writelines(f"{step} {shard.epoch} {row}\n" for row in batch["x"].tolist())
+                log.flush()
+                raysgd.report(step=step)
+                raysgd.save_checkpoint({"step": step})
+                if step >= 5 and rank() == 2 and once(config["folder"], "death"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.05)
+            if first and raysgd.world_size() == 3:
+                return
+
+
+def test_it_is_so_whatever_the_size_of_the_group(ray_cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    failure = raysgd.FailureConfig(max_failures=1)
+    with make_trainer(tmp_path / "runs", (1, 3), failure=failure, seed=5) as trainer:
+        data = {"x": np.arange(NUM_ROWS)}
+        trainer.run(logged, {"folder": str(folder)}, dataset=data, callbacks=quiet())
+        sizes = [(data["old"], data["new"]) for data in events_of(trainer, "resize")]
+        begun = [data["world_size"] for data in events_of(trainer, "attempt_start")]
+    assert sizes == [(3, 2), (2, 3)] and begun == [3, 2, 3]
+
+    lines = {tuple(map(int, path.name.split("-"))): path.read_text() for path in folder.glob("*-*-*")}
+    starts = sorted({first for first, _, _ in lines})
+    seen = []
+    for (first, _, _), text in lines.items():
+        until = min((start for start in starts if start > first), default=None)
+        for step, epoch, row in (map(int, line.split()) for line in text.splitlines()):
+            if until is None or step <= until:  # what came after the checkpoint gone on from came again
+                seen.append((epoch, row))
+    num_epochs = 1 + max(epoch for epoch, _ in seen)
+    assert sorted(seen) == [(epoch, row) for epoch in range(num_epochs) for row in range(NUM_ROWS)]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import raysgd
-from raysgd.errors import CheckpointNotFoundError, WorkerError
 from support.poll import until
 from support.runs import PATIENCE_S, controller_pid, latest_run, make_trainer, quiet, travels_by_value
 
@@ -54,7 +53,7 @@ def begun_by_rank_1(folder: Path) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
+@pytest.mark.parametrize("scheme", ["", pytest.param("fsspec+file://", marks=pytest.mark.long)])
 def test_a_worker_killed_while_it_writes(ray_cluster: Any, tmp_path: Path, scheme: str) -> None:
     run = raysgd.RunConfig(storage_path=f"{scheme}{tmp_path}", name="t")
     checkpoints = tmp_path / "t/run_001/checkpoints"
@@ -71,7 +70,7 @@ def test_a_worker_killed_while_it_writes(ray_cluster: Any, tmp_path: Path, schem
     assert set(os.listdir(checkpoints / "checkpoint_000002")) == whole | {"manifest.json"}, "remains of the half one"
 
 
-@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
+@pytest.mark.parametrize("scheme", ["", pytest.param("fsspec+file://", marks=pytest.mark.long)])
 def test_memory_may_have_what_it_did_not_write(ray_cluster: Any, tmp_path: Path, scheme: str) -> None:
     """The copy to memory goes on beside the writing, and has ended by then, or not."""
     run = raysgd.RunConfig(storage_path=f"{scheme}{tmp_path}", name="t")
@@ -111,13 +110,8 @@ def test_a_controller_killed_between_the_parts_and_the_manifest(ray_cluster: Any
         parts = {"a0001-r00000.json", "a0001-r00001.json"}
         assert until(lambda: half.exists() and set(os.listdir(half)) == parts, PATIENCE_S)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match="controller process is gone"):
-            stream.get_returns()
-        assert set(os.listdir(half)) == parts
-
+        assert stream.get_returns() == 1, "it has not gone on from the first checkpoint"
+        trainer.get_last_checkpoint()  # waits for what is done after the end
         (last,) = raysgd.load_run(run_dir).checkpoints
         assert last.load()["step"] == 1
-        with pytest.raises(CheckpointNotFoundError):
-            raysgd.Checkpoint.from_path(half)
-        config = {"folder": str(tmp_path)}
-        assert trainer.run(saves_again_when_told, config, checkpoint=last, callbacks=quiet()) == 1
+        assert not half.exists()

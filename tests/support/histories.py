@@ -28,6 +28,9 @@ class _Processes:
     def of(self, rank: int) -> int:
         return self._pids.setdefault(rank, next(self._next))
 
+    def lose_all(self) -> None:
+        self._pids.clear()
+
     def lose(self, rank: int) -> None:
         self._pids.pop(rank, None)
 
@@ -54,6 +57,8 @@ def _frames(run: Stepper) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line
                 yield _event(command.kind, attempt, command.data)
                 for rank in command.data["ranks"] if command.kind == "failure" else ():
                     processes.lose(rank)
+                if command.kind in ("controller_restart", "paused"):
+                    processes.lose_all()
             case c.KillRanks():
                 for rank in command.ranks:
                     processes.lose(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -59,10 +60,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def actor_pids(kind: str) -> list[int]:
+    """The processes of this process's own cluster that are actors of a class."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if f"ray::{kind}" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
 def controller_pid() -> int:
     """The process of the one TrainerActor of this process's own cluster."""
-    family = psutil.Process().children(recursive=True)
-    (pid,) = [process.pid for process in family if "ray::TrainerActor" in " ".join(process.cmdline())]
+    (pid,) = actor_pids("TrainerActor")
     return pid
 
 

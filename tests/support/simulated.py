@@ -19,6 +19,7 @@ class Rank:
     """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
 
     Attributes:
+        first_save_after: Reports before its first save.
         unscored: A save whose round is to come, in a loop that saves before it reports.
         unwritten: Saves whose bytes are not on storage yet.
         has_left: It has said its last word.
@@ -34,6 +35,7 @@ class Rank:
     num_reports: int = 0
     num_calls: int = 0
     saves_first: bool = False
+    first_save_after: int | None = None
     unscored: int | None = None
     unwritten: list[int] = field(default_factory=list)
     has_left: bool = False

@@ -6,13 +6,16 @@ import heapq
 import itertools
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine import GATHER_S, RunMachine
+from raysgd.controller.machine import RunMachine
+from raysgd.controller.moves import GATHER_S
+from raysgd.controller.past import Past
 from raysgd.controller.plan import RunPlan
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Closed, Outcome
@@ -88,6 +91,7 @@ class Stepper:
         failure: FailureConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         reduce: Mapping[str, str] | None = None,
+        past: Past | None = None,
     ) -> None:
         self.now = 1000.0
         self.told: list[c.Command] = []
@@ -96,8 +100,20 @@ class Stepper:
         self._order = itertools.count()
         self._timers: list[tuple[float, int, c.TimeUp]] = []
         self._num_answered = 0
-        plan = RunPlan(failure or FailureConfig(), checkpoint or CheckpointConfig(), start or Start(), reduce or {})
-        self.machine = RunMachine(plan, uri_of=uri_of, clock=lambda: self.now)
+        self._plan = RunPlan(
+            failure or FailureConfig(), checkpoint or CheckpointConfig(), start or Start(), reduce or {}, past
+        )
+        self._begin()
+
+    def restart(self, past: Past) -> None:
+        """The controller's process dies, and another goes on; what was told stays told."""
+        self._plan = replace(self._plan, past=past)
+        self._timers.clear()
+        self._num_answered = len([command for command in self.all_of(c.Commit) if not command.amend])
+        self._begin()
+
+    def _begin(self) -> None:
+        self.machine = RunMachine(self._plan, uri_of=uri_of, clock=lambda: self.now)
         self._keep(self.machine.begin())
 
     # -- in -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, from_mapping
-from raysgd.config.planned import check_planned
 from raysgd.errors import ConfigError
 
 CONFIGS = [RunConfig, FailureConfig, CheckpointConfig, ScalingConfig]
@@ -273,24 +272,6 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, 
 
 
 # -- what is not there yet ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (RunConfig(name="x", detached=True), "RunConfig(detached=True)"),
-    ],
-)
-def test_a_setting_without_effect_is_refused(config: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match="not implemented yet; leave it at its default, ") as caught:
-        check_planned(ScalingConfig(), config)
-    assert str(caught.value).startswith(name)
-
-
-def test_what_works_is_not_refused() -> None:
-    failure = FailureConfig(max_failures=0, abort_grace_s=1, start_timeout_s=3, heartbeat_timeout_s=10.0)
-    checkpoint = CheckpointConfig(num_to_keep=1, score_attribute="loss", score_order="min", max_pending_bytes=1)
-    check_planned(ScalingConfig(num_workers=3), RunConfig(name="x", storage_path="/tmp"), failure, checkpoint)
 
 
 def test_a_group_without_an_end_needs_something_that_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,11 +15,12 @@ from raysgd.controller import commands as c
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.shelf import Start
-from raysgd.controller.states import Preparing
+from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
 from support.histories import history_of
+from support.restarts import past_of_run
 from support.simulated import GONE, Attempt, Rank
 from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
 
@@ -71,6 +73,8 @@ class RunFuzz(RuleBasedStateMachine):
         self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.num_checked = 0
+        self.is_to_rest = False
+        self.manifests: dict[int, Manifest] = {}  # of all commits, as they are by now
         self.is_over = False
         self.run = Stepper(
             num_ranks,
@@ -124,6 +128,7 @@ class RunFuzz(RuleBasedStateMachine):
         if rank.unscored is not None:
             rank.outbox.append(e.Scored(rank.unscored, b'{"loss": 1}'))
             rank.unscored = None
+        self._note_uneven_saves()
         rank.wait_if_due()
 
     @precondition(lambda self: self._acting())
@@ -242,6 +247,44 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.stop(cancel=cancel)
         self._check()
 
+    @rule(luck=st.integers(0, 3))
+    def somebody_wants_it_to_rest(self, luck: int) -> None:
+        if not luck:
+            self.is_to_rest = True
+            self.run.feed(c.PauseAsked())
+            self._check()
+
+    @rule()
+    def somebody_wants_it_to_go_on(self) -> None:
+        self.is_to_rest = False
+        self.run.feed(c.ResumeAsked())
+        self._check()
+
+    @rule(luck=st.integers(0, 7), is_written=st.booleans())
+    def the_controller_dies(self, luck: int, is_written: bool) -> None:
+        """With it all workers; another goes on from the run's files."""
+        if luck or self.run.is_closed:
+            return
+        self.happened.add("died")
+        self.is_to_rest = False
+        for commit in self.in_flight if is_written else []:  # and nobody was told of it
+            self.on_storage[commit.manifest.number] = commit.manifest.iteration
+            self.manifests[commit.manifest.number] = commit.manifest
+        self.in_flight, self.storing, self.held = [], [], None
+        for attempt in self.attempts:
+            attempt.gone = {rank.number for rank in attempt.ranks}
+            attempt.killed |= attempt.preempted
+            for rank in attempt.ranks:
+                rank.has_left, rank.died = True, rank.died or "with the controller"
+                rank.outbox.clear()
+                rank.unwritten.clear()
+        if self.attempts:
+            self.attempts[-1].is_entered = True  # as far as anybody knows
+        past = past_of_run(self.run, [self.manifests[number] for number in self.on_storage])
+        # What was not committed has left its parts, and its number is known by them.
+        self.run.restart(replace(past, last_number=max([past.last_number, *self.numbers])))
+        self._check()
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -258,7 +301,9 @@ class RunFuzz(RuleBasedStateMachine):
         assert find_violations(history) == []
 
     def _go_on(self) -> None:
-        if self._is_asked_for_workers():
+        if isinstance(self.run.machine.state, Paused):
+            self.somebody_wants_it_to_go_on()
+        elif self._is_asked_for_workers():
             self.workers_are_up()
         elif self._talking():
             self._deliver(self._talking()[0])
@@ -309,7 +354,8 @@ class RunFuzz(RuleBasedStateMachine):
             self.is_over = isinstance(command, c.Close)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.TellOutcome)) <= 1
-        assert self.max_failures < 0 or self.num_prepared <= self.max_failures + 1 + len(self.run.notes("regroup"))
+        allowed = self.max_failures + 1 + len(self.run.notes("regroup")) + len(self.run.notes("resumed"))
+        assert self.max_failures < 0 or self.num_prepared <= allowed
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
@@ -361,8 +407,16 @@ class RunFuzz(RuleBasedStateMachine):
         assert last is not None and attempt.entered.first_number + last == max([*self.on_storage, number])
         assert not attempt.returned
 
+    def _check_ReleaseWorkers(self, command: c.ReleaseWorkers) -> None:  # noqa: N802
+        """Nobody is inside, and nothing that was done is lost: what is in memory is on storage, if it can be."""
+        assert self.is_to_rest and not self.in_flight and not self.storing
+        assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
+        self._check_that_the_preempted_are_gone()
+        self.is_to_rest = False
+
     def _check_AgreeOnSave(self, command: c.AgreeOnSave) -> None:  # noqa: N802
-        assert command.attempt == self.run.attempt and (self.is_elastic or self.attempts[-1].preempted)
+        is_asked = self.is_elastic or self.attempts[-1].preempted or self.is_to_rest
+        assert command.attempt == self.run.attempt and is_asked
         for rank in self._inside():
             rank.last_save = max(other.num_calls for other in self._inside())
 
@@ -388,6 +442,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_Commit(self, command: c.Commit) -> None:  # noqa: N802
         attempt, number = self.attempts[-1], command.manifest.number
+        self.manifests[number] = command.manifest
         if command.amend:
             assert number not in self.amended
             self.amended.add(number)
@@ -403,7 +458,10 @@ class RunFuzz(RuleBasedStateMachine):
         assert {rank.number for rank in attempt.ranks} - attempt.returned <= set(callers)
         assert 0 in callers and set(callers) <= attempt.safe.get(call, set())
         made_at = attempt.entered.iterations_before + callers[min(callers)].reports
-        assert command.manifest.iteration == made_at
+        is_scored = command.manifest.iteration == made_at + 1  # its round was complete before its parts were
+        assert is_scored or command.manifest.iteration == made_at
+        if is_scored:
+            self.amended.add(number)
         assert number > max(self.numbers, default=0)
         self.numbers.append(number)
         self.in_flight.append(command)
@@ -477,22 +535,28 @@ class RunFuzz(RuleBasedStateMachine):
         call, rank.num_calls = rank.num_calls, rank.num_calls + 1
         if call == 0:
             rank.saves_first = rank.num_reports == 0
+            rank.first_save_after = rank.num_reports
+            self._note_uneven_saves()
         if rank.saves_first:
             rank.unscored = call
         rank.outbox.append(saved(call, rank.num_reports))
         if rank.number == 0 and self.stored_every:
             rank.outbox.append(e.PartHeld(call, 10))
-        if (
-            rank.number == 0
-            and self.stored_every
-            and (self.attempts[-1].entered.first_number + call) % self.stored_every
-        ):
+        number = self.attempts[-1].entered.first_number + call
+        if rank.number == 0 and self.stored_every and number % self.stored_every:
             pass  # in memory alone
         elif is_written and not rank.unwritten:
             rank.outbox.append(part(call))
         else:
             rank.unwritten.append(call)
         rank.wait_if_due()
+
+    def _note_uneven_saves(self) -> None:
+        """A rank whose first save comes rounds after another's is taken for one that makes none."""
+        first = [rank.first_save_after for rank in self._ranks() if rank.first_save_after is not None]
+        made = [rank.num_reports if rank.first_save_after is None else rank.first_save_after for rank in self._ranks()]
+        if first and max(made) > min(first) + 1:
+            self.happened.add("one-sided")
 
     def _deliver(self, rank: Rank) -> None:
         attempt, item = self.attempts[-1], rank.outbox.popleft()

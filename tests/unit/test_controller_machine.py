@@ -7,7 +7,7 @@ import pytest
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine import EXPLAIN_S, GATHER_S
+from raysgd.controller.moves import EXPLAIN_S, GATHER_S
 from raysgd.controller.retries import MAX_PAUSE_S, PAUSE_S
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Running

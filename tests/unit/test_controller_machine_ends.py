@@ -7,7 +7,7 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine import GATHER_S
+from raysgd.controller.moves import GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.states import Closing, Ending, Preparing, has_ended_well
 from raysgd.session import events as e

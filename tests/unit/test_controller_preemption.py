@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine import GATHER_S
+from raysgd.controller.moves import GATHER_S
 from raysgd.controller.preemption import LEAVE_S
 from raysgd.controller.savepoint import AGAIN_S
 from raysgd.controller.scaling_policy import SETTLE_S

@@ -31,6 +31,9 @@ class NoFleet:
     def on_newcomer(self, told: Callable[[], None]) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         self.num_asked += 1
         raise self.error

@@ -1,0 +1,45 @@
+"""Processes that outlive the TrainerActor's, so that the next one finds them, but not the Trainer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+_ASK_AGAIN_S = 0.1
+
+
+def end_with(controller: Any) -> None:
+    """End this actor when the TrainerActor is gone for good; while it is started again, this waits.
+
+    Args:
+        controller: Its handle.
+    """
+    me = ray.get_runtime_context().current_actor
+    threading.Thread(target=_wait, args=(controller, me), name="raysgd-lifeline", daemon=True).start()
+
+
+def _wait(controller: Any, me: Any) -> None:
+    while True:
+        try:
+            ray.get(controller.live_on.remote())  # which never returns
+        except RayError:
+            if not comes_back(controller):
+                break
+    ray.kill(me)
+
+
+def comes_back(controller: Any) -> bool:
+    """Whether a TrainerActor that did not answer is there, now or when it has been started again. Waits for it."""
+    while ray.is_initialized():  # a call would start Ray anew
+        try:
+            ray.get(controller.endpoint.remote())
+            return True
+        except ActorUnavailableError:
+            time.sleep(_ASK_AGAIN_S)
+        except RayError:
+            break
+    return False

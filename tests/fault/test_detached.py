@@ -1,0 +1,266 @@
+"""A Trainer that outlives its driver: others take hold of it, read its run from the beginning, have it rest and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raysgd
+from raysgd.errors import ConfigError, RunCancelledError, UsageError, WorkerError
+from raysgd.testing import check_history
+from support.cluster import ClusterState
+from support.poll import until
+from support.runs import PATIENCE_S, actor_pids, are_gone, controller_pid, travels_by_value
+
+pytestmark = pytest.mark.fault
+travels_by_value(__name__)
+
+NUM_ROWS = 30_000
+#: A user's program. Its arguments: storage path, name, the file that training waits for, what it does with the Trainer.
+PROGRAM = """
+    import os, sys, time
+    import numpy as np
+    import ray
+    import raysgd
+
+    def train_func(config):
+        state = raysgd.load_checkpoint()
+        step = 0 if state is None else state["step"] + 1
+        while not raysgd.broadcast(os.path.exists(config["file"])):
+            raysgd.report(step=step)
+            raysgd.save_checkpoint({"step": step})
+            step += 1
+            time.sleep(0.02)
+        batches = raysgd.get_dataset().get_split().iter_batches(batch_size=1000)
+        return step, sum(len(batch["x"]) for batch in batches)
+
+    class Logger(raysgd.Callback):
+        def __init__(self, file):
+            self.file = file
+
+        def on_result(self, result):
+            with open(self.file, "a") as file:
+                file.write(f"{result['step']} {os.getpid()}\\n")
+
+    storage, name, file, what = sys.argv[1:]
+    ray.init(address="auto", log_to_driver=False)
+    run = raysgd.RunConfig(name=name, storage_path=storage, detached=True)
+    trainer = raysgd.Trainer(2, backend="none", run=run)
+    given = dict(config={"file": file}, dataset={"x": np.arange(%d)}, callbacks=[Logger(file + ".log")], returns="all")
+    if what == "stays":
+        print("began", flush=True)
+        trainer.run(train_func, **given)
+    elif what == "leaves":
+        with trainer:
+            next(trainer.run_generator(train_func, **given))
+        print("left", flush=True)
+    else:
+        stream = trainer.run_generator(train_func, **given)
+        for _ in range(5):
+            next(stream)
+        print("began", flush=True)
+        time.sleep(1000)
+"""
+
+
+class Program:
+    """A driver of its own, on the cluster of the tests.
+
+    Args:
+        what: What it does once the run has begun: it waits to be killed (``"waits"``), waits for the run (``"stays"``), or
+            leaves the ``with`` block of the Trainer (``"leaves"``).
+    """
+
+    def __init__(self, folder: Path, name: str, address: str, what: str = "waits") -> None:
+        self.name = name
+        self.go = folder / "go"
+        self.log = folder / "go.log"
+        script = folder / "program.py"
+        script.write_text(textwrap.dedent(PROGRAM) % NUM_ROWS)
+        arguments = [str(folder / "runs"), name, str(self.go), what]
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**os.environ, "RAY_ADDRESS": address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.said = ""
+        for line in self.process.stdout:
+            self.said += line
+            if line.strip() in ("began", "left"):
+                return
+        raise AssertionError(f"the program ended:\\n{self.said}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> str:
+        """Wait for it; what else it said."""
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        return str(out)
+
+
+@pytest.fixture
+def cluster(ray_cluster: dict[str, Any]) -> Iterator[str]:
+    """The address of a cluster in which nothing is left."""
+    before = ClusterState.now()
+    yield str(ray_cluster["address"])
+    assert before.leftovers() == []
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+def test_a_run_goes_on_without_its_driver_and_is_read_from_its_beginning(cluster: str, tmp_path: Path) -> None:
+    all_cpus = free_cpus()
+    program = Program(tmp_path, "alone", cluster)
+    program.kill()
+    trainer = raysgd.Trainer.attach("alone")
+    first = trainer.status()
+    assert (first.state, first.world_size, first.num_failures) == ("running", 2, 0)
+    assert until(lambda: trainer.status().iteration > first.iteration + 10, PATIENCE_S), "it does not go on"
+
+    stream, tail = trainer.stream(), trainer.stream(from_iteration=8)
+    results = [next(stream) for _ in range(15)]
+    assert [result["training_iteration"] for result in results] == list(range(1, 16))
+    assert next(tail)["training_iteration"] == 8
+    program.go.touch()
+    results += stream
+    returned = stream.get_returns()
+    assert sum(rows for _, rows in returned) == NUM_ROWS, "the data was the driver's"
+    assert [result["step"] for result in results] == list(range(returned[0][0]))
+    check_history(str(stream.run_dir))
+
+    logged = [line.split() for line in program.log.read_text().splitlines()]
+    assert [int(step) for step, _ in logged] == list(range(returned[0][0]))
+    assert {int(pid) for _, pid in logged}.isdisjoint({program.process.pid, os.getpid()})
+    assert until(lambda: free_cpus() == all_cpus, PATIENCE_S), "its workers are held when it is over"
+    again = raysgd.Trainer.attach("alone")
+    assert (again.status().state, again.status().iteration) == ("done", returned[0][0])
+    assert again.stream().get_returns() == returned
+    last = again.get_last_checkpoint()
+    assert last is not None and last.load()["step"] == returned[0][0] - 1
+    again.shutdown()
+    with pytest.raises(UsageError, match="no detached Trainer 'alone' is in this cluster"):
+        raysgd.Trainer.attach("alone")
+
+
+def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
+    program = Program(tmp_path, "twice", cluster)
+    program.kill()
+    trainer = raysgd.Trainer.attach("twice")
+    stream = trainer.stream()
+    next(stream)
+    os.kill(controller_pid(), signal.SIGKILL)
+    assert next(result for result in stream if result["attempt"] == 2)
+    program.go.touch()
+    returned = stream.get_returns()
+    assert sum(rows for _, rows in returned) == NUM_ROWS
+    assert trainer.status().num_failures == 1
+    check_history(str(stream.run_dir), max_failures=3)
+    os.kill(controller_pid(), signal.SIGKILL)  # the run is over, and stays so
+    again = raysgd.Trainer.attach("twice")
+    assert until(lambda: again.status().state == "done", PATIENCE_S)
+    stream = again.stream()
+    assert [result["step"] for result in stream][-1] == returned[0][0] - 1
+    with pytest.raises(WorkerError, match="what train_func returned was lost with the controller's process"):
+        stream.get_returns()
+    again.shutdown()
+
+
+def test_it_rests_and_goes_on_and_is_ended(cluster: str, tmp_path: Path) -> None:
+    all_cpus = free_cpus()
+    program = Program(tmp_path, "rests", cluster)
+    program.kill()
+    trainer = raysgd.Trainer.attach("rests")
+    stream = trainer.stream()
+    paused = trainer.pause()
+    assert (paused.state, paused.world_size) == ("paused", 0)
+    assert until(lambda: free_cpus() == all_cpus, PATIENCE_S)
+    assert are_gone(actor_pids("WorkerActor"))
+
+    os.kill(controller_pid(), signal.SIGKILL)  # it rests on
+    assert until(lambda: trainer.status().state == "paused", PATIENCE_S)
+    trainer.resume()
+    assert until(lambda: trainer.status().iteration > paused.iteration + 5, PATIENCE_S)
+    trainer.cancel()
+    with pytest.raises(RunCancelledError):
+        stream.get_returns()
+    assert until(lambda: trainer.status().state == "cancelled", PATIENCE_S)
+    run = raysgd.load_run(paused.run_dir)
+    kinds = list(run.events["kind"])
+    assert list(run.metrics["step"]) == list(range(len(run.metrics))), "a step was done twice, or not at all"
+    assert kinds.count("paused") == kinds.count("resumed") == 1 and "failure" not in kinds
+    check_history(paused.run_dir)
+    trainer.shutdown()
+
+
+def test_a_name_is_taken_while_its_run_is_live(cluster: str, tmp_path: Path) -> None:
+    program = Program(tmp_path, "taken", cluster, "leaves")
+    assert program.process.wait(PATIENCE_S) == 0, program.end()
+    run = raysgd.RunConfig(name="taken", storage_path=tmp_path / "runs", detached=True)
+    with pytest.raises(ConfigError, match="'taken' is in this cluster already, and its run is running"):
+        raysgd.Trainer(1, backend="none", run=run).run(one)
+    trainer = raysgd.Trainer.attach("taken")
+    with pytest.raises(raysgd.errors.TrainerBusyError):
+        trainer.run(one)
+    program.go.touch()
+    assert trainer.stream().get_returns()[0][0] > 0
+    with raysgd.Trainer(1, backend="none", run=run) as other:  # it takes the name of one that is over
+        assert other.run(one) == 1
+        assert Path(str(other.run_dir)).name == "run_002"
+        assert raysgd.Trainer.attach("taken").run(one) == 1, "whoever has hold of it may give it a run"
+    with pytest.raises(UsageError, match="no detached Trainer 'taken'"):
+        raysgd.Trainer.attach("taken")
+
+
+def one() -> int:
+    return 1
+
+
+def test_ctrl_c_lets_go_of_it(cluster: str, tmp_path: Path) -> None:
+    program = Program(tmp_path, "watched", cluster, "stays")
+    assert until(lambda: _state("watched") == "running", PATIENCE_S)
+    program.process.send_signal(signal.SIGINT)
+    told = program.end()
+    assert program.process.returncode != 0 and "KeyboardInterrupt" in told
+    assert "the run goes on; Trainer.attach('watched') takes hold of it" in told
+    trainer = raysgd.Trainer.attach("watched")
+    status = trainer.status()
+    assert status.state == "running"
+    trainer.shutdown()
+    assert raysgd.load_run(status.run_dir).outcome == "cancelled"
+
+
+def _state(name: str) -> str:
+    try:
+        return raysgd.Trainer.attach(name).status().state
+    except UsageError:
+        return "nothing"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", None])
+def test_what_is_no_name_is_said_to_be_none(ray_cluster: Any, name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Trainer.attach\(name\)"):
+        raysgd.Trainer.attach(name)
+
+
+@pytest.mark.parametrize("method", ["stream", "pause", "resume", "cancel"])
+def test_without_a_run_there_is_nothing_to_take_hold_of(ray_cluster: Any, tmp_path: Path, method: str) -> None:
+    trainer = raysgd.Trainer(1, backend="none", run=raysgd.RunConfig(storage_path=tmp_path))
+    assert trainer.status() == raysgd.RunStatus()
+    with pytest.raises(UsageError, match=rf"{method}\(\) is for a run, and this Trainer has had none"):
+        getattr(trainer, method)()
