@@ -84,3 +84,12 @@ def _failed(operation: str, path: str, tries: int, error: Exception) -> StorageE
     often = "once" if tries == 1 else f"{tries} times"
     text = f"could not {operation} {path} (tried {often}): {type(error).__name__}: {error}"
     return StorageError(text, operation=operation, path=path, tries=tries)
+
+
+#: Outlasts a storage that is away for a minute: tries after 0.1, 0.3, 0.7, 1.5, 3.1, 6.3 s, and then each 5 s.
+PATIENT = Retry(tries=18)
+
+
+def retry_of_writes(on_write_error: str) -> Retry:
+    """For checkpoints: a run that would end for one that cannot be written waits for storage; one that goes on does not."""
+    return PATIENT if on_write_error == "raise" else Retry()

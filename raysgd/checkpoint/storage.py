@@ -83,6 +83,10 @@ class Storage:
         uri = "/".join([head.rstrip("/"), *components]) + mark + query
         return Storage(self._fs, "/".join([self._files.root, *components]), uri=uri, retry=self._retry)
 
+    def with_retry(self, retry: Retry) -> Storage:
+        """The same folder, where transient failures are met in another way."""
+        return Storage(self._fs, self._files.root, uri=self.uri, retry=retry)
+
     def path_of(self, name: str) -> str:
         """Path or URI of a file, for messages and for local readers."""
         folder = self.uri if self.is_local else self.uri.partition("?")[0]

@@ -91,7 +91,8 @@ class CheckpointConfig:
         keep_in_memory: Hold the newest checkpoint in the cluster's object store as well, outside the worker that made it,
             where a run goes on from after a worker's death. It takes the size of a state there, twice while saving.
         max_pending_bytes: Bytes of snapshots a worker may hold before ``save_checkpoint`` waits.
-        on_write_error: ``"raise"`` ends the run when storage goes on failing; ``"warn"`` goes on without that checkpoint.
+        on_write_error: ``"raise"`` ends the run when storage goes on failing for a minute; ``"warn"`` goes on without that
+            checkpoint after two seconds.
     """
 
     num_to_keep: int | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.retry import retry_of_writes
 from raysgd.checkpoint.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
@@ -68,7 +69,7 @@ class Run:
         self._share = share
         self._checkpoint = checkpoint
         self._failure = failure
-        self._files = RunFiles(storage, request.secrets, self.warn)
+        self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
         self._begins = begins
         self._past = past = self._files.past(last_attempt) if goes_on else None
         earlier, next_seq = ((), 0) if past is None else (past.frames, past.next_seq)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.retry import Retry
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.journal import Journal
@@ -23,11 +24,15 @@ class RunFiles:
         storage: The run's folder.
         secrets: Texts that must not stand in its files.
         warn: Told what went wrong and does not end the run.
+        retry: How failures of writing checkpoints are met.
     """
 
-    def __init__(self, storage: Storage, secrets: frozenset[str], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, storage: Storage, secrets: frozenset[str], warn: Callable[[str], None], retry: Retry | None = None
+    ) -> None:
         self.storage = storage
-        self.store = CheckpointStore(storage.child("checkpoints"))
+        checkpoints = storage.child("checkpoints")
+        self.store = CheckpointStore(checkpoints if retry is None else checkpoints.with_retry(retry))
         self.journal = Journal(storage, secrets)
         self._warn = warn
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from raysgd._util.wording import with_article
 from raysgd.config.checks import check_count
@@ -18,7 +18,7 @@ from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device
 from raysgd.torch.seeding import LoaderSeeds
-from raysgd.torch.sharding import Share
+from raysgd.torch.sharding import DealtBatches, Share
 from raysgd.torch.transfer import to_device
 
 _Split = Callable[[Any, bool], Any]
@@ -48,12 +48,14 @@ def prepare_data_loader(
         add_sampler: False leaves the order to the loader, for data that is split already.
         move_to_device: Give batches on `device()`: tensors in dicts, lists, tuples, dataclasses, and objects with a
             method ``to``. With ``pin_memory=True`` the copies to a GPU go on beside the host.
-        global_batch_size: Items per step on all workers together; each then takes its part. By default each worker
-            takes batches of the loader's own size.
+        global_batch_size: Items per step on all workers together; each then takes its part. Where it does not divide by
+            the number of workers the parts differ by one item, and gradients are averaged as if they did not. By default
+            each worker takes batches of the loader's own size.
 
     Raises:
         UsageError: An IterableDataset with several workers: no sampler can split it.
-        ConfigError: ``global_batch_size`` does not divide by the number of workers, or the loader makes no batches.
+        ConfigError: ``global_batch_size`` is less than the number of workers, or does not divide by it and the loader's data
+            are split already; or the loader makes no batches.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -121,15 +123,18 @@ class PreparedLoader:
 def _for_this_rank(loader: DataLoader[Any], add_sampler: bool, global_batch_size: int | None) -> DataLoader[Any]:
     session = context.current()
     changes: dict[str, Any] = {}
-    batch_size = _batch_size(loader, global_batch_size, session.world_size)
+    splits = session.in_worker and add_sampler and not isinstance(loader.dataset, IterableDataset)
+    batch_size = _batch_size(loader, global_batch_size, session.world_size, splits=splits)
     if session.in_worker:
         seeds = LoaderSeeds(session.seed, session.world_rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if is_iterable and add_sampler and session.world_size > 1:
         raise _unsplittable(loader, session.world_size)
-    if session.in_worker and add_sampler and not is_iterable:
-        share = Share(session.world_rank, session.world_size, session.seed or 0)
+    share = Share(session.world_rank, session.world_size, session.seed or 0)
+    if splits and global_batch_size is not None and global_batch_size % session.world_size:
+        changes |= _dealt(loader, share, global_batch_size)
+    elif splits:
         changes |= _samplers(loader, lambda sampler, drop_last: share.of(sampler, drop_last=drop_last), batch_size)
     elif batch_size is not None:
         changes |= _samplers(loader, lambda sampler, drop_last: sampler, batch_size)
@@ -151,7 +156,20 @@ def _samplers(loader: DataLoader[Any], split: _Split, batch_size: int | None) ->
     return changes
 
 
-def _batch_size(loader: DataLoader[Any], global_batch_size: int | None, num_workers: int) -> int | None:
+def _dealt(loader: DataLoader[Any], share: Share, size: int) -> dict[str, Any]:
+    """The same, where ranks take parts of batches that are not equally large."""
+    given: Any = loader.batch_sampler
+    batches = DealtBatches(given.sampler, share, size, drop_last=given.drop_last)
+    changes: dict[str, Any] = {"batch_sampler": batches}
+    if loader.batch_size is not None:
+        changes |= {"sampler": batches.sampler, "batch_size": -(-size // share.num_ranks)}
+    return changes
+
+
+def _batch_size(
+    loader: DataLoader[Any], global_batch_size: int | None, num_workers: int, *, splits: bool
+) -> int | None:
+    """This rank's batch size; the largest of all ranks where they differ."""
     if global_batch_size is None:
         return None
     check_count("global_batch_size", global_batch_size, minimum=1)
@@ -160,13 +178,19 @@ def _batch_size(loader: DataLoader[Any], global_batch_size: int | None, num_work
             "global_batch_size needs a DataLoader that makes its batches by size; this one has "
             f"{'batch_size=None' if loader.batch_sampler is None else type(loader.batch_sampler).__name__}."
         )
-    if global_batch_size % num_workers:
-        lower = global_batch_size - global_batch_size % num_workers
-        choices = f"{lower or ''}{' or ' if lower else ''}{lower + num_workers}"
+    if global_batch_size < num_workers:
         raise ConfigError(
-            f"global_batch_size={global_batch_size} does not divide by {num_workers} workers; give {choices}."
+            f"global_batch_size={global_batch_size} leaves some of {num_workers} workers without an item; give {num_workers} "
+            "or more."
         )
-    return global_batch_size // num_workers
+    is_split = isinstance(loader.batch_sampler.sampler, DistributedSampler)
+    if global_batch_size % num_workers and (is_split or not splits):
+        lower = global_batch_size - global_batch_size % num_workers
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} does not divide by {num_workers} workers, and the loader's data are "
+            f"split already; give {lower} or {lower + num_workers}."
+        )
+    return -(-global_batch_size // num_workers)
 
 
 def _changed(loader: DataLoader[Any], changes: dict[str, Any]) -> DataLoader[Any]:

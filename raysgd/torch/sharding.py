@@ -31,6 +31,11 @@ class Share:
     num_ranks: int
     seed: int
 
+    @property
+    def whole(self) -> Share:
+        """All of the order."""
+        return Share(0, 1, self.seed)
+
     def of(self, sampler: Any, *, drop_last: bool) -> Any:
         """A sampler that gives this rank's share of what ``sampler`` gives.
 
@@ -53,6 +58,43 @@ class Share:
                 drop_last=drop_last,
             )
         return StridedSampler(sampler, self, drop_last=drop_last)
+
+
+class DealtBatches(Sampler[list[Any]]):
+    """This rank's part of each batch that all ranks make together, whose size does not divide by their number.
+
+    The parts follow each other in the batch and differ by one item at most. Where the last batch has fewer items than there
+    are ranks, the first ones of the epoch are repeated, so that each rank has one.
+
+    Args:
+        sampler: Gives items; of a kind that is not split already.
+        size: Items of a batch, of all ranks together.
+        drop_last: Leave out a last batch that is smaller.
+    """
+
+    def __init__(self, sampler: Any, share: Share, size: int, *, drop_last: bool) -> None:
+        self.sampler = share.whole.of(sampler, drop_last=False)
+        self.share = share
+        self.size = size
+        self.drop_last = drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.sampler), self.size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        rank, num_ranks = self.share.rank, self.share.num_ranks
+        items: Iterator[Any] = iter(self.sampler)
+        head: list[Any] = []
+        while batch := list(islice(items, self.size)):
+            head = head or batch[:num_ranks]
+            if len(batch) < self.size and self.drop_last:
+                return
+            batch += islice(cycle(head), max(0, num_ranks - len(batch)))
+            yield batch[len(batch) * rank // num_ranks : len(batch) * (rank + 1) // num_ranks]
 
 
 class StridedSampler(Sampler[Any]):

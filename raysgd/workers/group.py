@@ -25,6 +25,7 @@ from raysgd.workers.cluster import check_feasible, cluster_nodes
 from raysgd.workers.cluster_memory import ClusterMemory
 from raysgd.workers.deaths import DEATHS, first_line
 from raysgd.workers.drains import Drains
+from raysgd.workers.faulty_nodes import FaultyNodes
 from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy, explain_timeout
@@ -73,7 +74,8 @@ class WorkerGroup:
         self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
-        self._lost_nodes: set[str] = set()  # and those that will be
+        self._lost_nodes: set[str] = set()  # and those that will be, or are faulty
+        self._faulty = FaultyNodes(self._lost_nodes, scaling.bundle(), cluster_nodes)
         newcomers = self._make_newcomers()
         self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
@@ -131,7 +133,7 @@ class WorkerGroup:
         self._reserve.replenish()
         self._seek_newcomers()
         self._agents.settle([worker.info for worker in self._all() if worker.info is not None])
-        return told
+        return [*told, *self._faulty.take_told()]
 
     async def _get_ready(self, keep_size: bool) -> list[str]:
         await self._form(keep_size)
@@ -345,12 +347,7 @@ class WorkerGroup:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int, *, is_lost: bool = False) -> None:
-        """End a worker's process, a stopped or blocked one too, and hear no more of it.
-
-        Args:
-            rank: Whose.
-            is_lost: Its node is lost or cut off: no other process is put there.
-        """
+        """End a worker's process, a stopped one too, and hear no more of it. ``is_lost``: no other is put on its node."""
         if (worker := self._members[rank]) is None:
             return
         if is_lost and worker.info is not None:
@@ -387,6 +384,8 @@ class WorkerGroup:
         """Drop a process that has died; where its node is gone with it, no other is put there."""
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:
             self._lost_nodes.add(worker.info.node_id)
+        elif worker.info is not None:
+            self._faulty.died(worker.info)
         self._drop(worker)
 
     def _member(self, rank: int) -> Worker:

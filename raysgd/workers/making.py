@@ -12,6 +12,7 @@ import ray
 
 from raysgd.backends.base import Backend
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
+from raysgd.checkpoint.retry import retry_of_writes
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
@@ -48,7 +49,7 @@ def make_attempt(
     member = order.member
     outbox = Outbox(order.flush_interval_s)
     writer = CheckpointWriter(
-        CheckpointStore(Storage.from_uri(run.checkpoints_uri)),
+        CheckpointStore(Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))),
         attempt=order.attempt,
         rank=member.rank,
         first_number=order.first_number,

@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.names import FileEntry
 from raysgd.checkpoint.payload import load_payload, write_payload
+from raysgd.checkpoint.retry import PATIENT
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
 from raysgd.errors import CheckpointNotFoundError
@@ -63,4 +64,4 @@ def store_part(part: Any, folder: str, prefix: str) -> list[FileEntry]:
     Raises:
         StorageError: Writing went on failing.
     """
-    return write_payload(ray.get(part), Storage.from_uri(folder), prefix)
+    return write_payload(ray.get(part), Storage.from_uri(folder, retry=PATIENT), prefix)

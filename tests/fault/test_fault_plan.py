@@ -243,6 +243,13 @@ def test_what_the_others_wrote_for_a_disk_that_was_full_is_deleted(ray_cluster: 
 
 def test_a_storage_that_fails_for_a_moment_costs_nothing(trainer: raysgd.Trainer) -> None:
     run(trainer, StorageFault(rank=0, checkpoint=2, times=2))
+
+
+@pytest.mark.parametrize("for_s", [3, pytest.param(30, marks=pytest.mark.long)])
+def test_a_storage_that_is_away_for_a_while_is_waited_for(trainer: raysgd.Trainer, for_s: float) -> None:
+    run(trainer, StorageFault(rank=0, checkpoint=2, for_s=for_s), waits=False)
+    assert actions(trainer) == []
+    assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints] == list(range(STEPS))
     assert len(latest_run(trainer).checkpoints) == STEPS
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raysgd
+from raysgd.workers.faulty_nodes import TOGETHER_S
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
@@ -57,6 +60,32 @@ def until_a_node_is_lost() -> dict[str, Any]:
         raysgd.save_checkpoint({"step": step})
         time.sleep(0.05)
     return {"start": start, "node": node}
+
+
+def until_there_is_a_file(config: dict[str, Any]) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    while not os.path.exists(config["file"]):
+        raysgd.report(node=node, pid=os.getpid())
+        time.sleep(0.05)
+
+
+def test_a_node_where_workers_die_again_and_again_is_used_no_more(cluster: Cluster, tmp_path: Path) -> None:
+    config = {"file": str(tmp_path / "go")}
+    with make_trainer(tmp_path / "runs", 2, failure=raysgd.FailureConfig(max_failures=2)) as trainer:
+        stream = trainer.run_generator(until_there_is_a_file, config, callbacks=quiet())
+        nodes = []
+        for attempt in (1, 2, 3):
+            result = next(result for result in stream if result["attempt"] == attempt)
+            (first, _), (node, pid) = [(metrics["node"], metrics["pid"]) for metrics in result.workers]
+            nodes.append(node)
+            if attempt < 3:
+                time.sleep(TOGETHER_S * (attempt - 1))  # deaths at the same time are one
+                os.kill(pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        stream.get_returns()
+        warnings = [data["message"] for data in events_of(trainer, "warning")]
+    assert nodes[0] == nodes[1] and nodes[2] not in (nodes[0], first)
+    assert sum("is used no more: workers have died there 2 times" in message for message in warnings) == 1
 
 
 def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:

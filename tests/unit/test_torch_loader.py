@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -64,8 +67,8 @@ class Stream(IterableDataset[Any]):
         self.epoch = epoch
 
 
-@pytest.fixture
-def world() -> Iterator[Enter]:
+@contextlib.contextmanager
+def worlds() -> Iterator[Enter]:
     """Be a worker of a group: ``world(rank, size, seed=...)``."""
 
     def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
@@ -76,6 +79,12 @@ def world() -> Iterator[Enter]:
 
     yield enter
     context.uninstall()
+
+
+@pytest.fixture
+def world() -> Iterator[Enter]:
+    with worlds() as enter:
+        yield enter
 
 
 def items(loader: Any) -> list[int]:
@@ -275,11 +284,44 @@ def test_the_global_batch_is_dealt_out(world: Enter) -> None:
     assert (loader.batch_size, len(loader)) == (2, 2)
 
 
+def parts(world: Enter, num_ranks: int, size: int, epoch: int = 0, **settings: Any) -> list[list[list[int]]]:
+    """The items of each step, by step and rank."""
+    by_rank = []
+    for rank in range(num_ranks):
+        world(rank, num_ranks)
+        loader = prepare_data_loader(DataLoader(Numbers(), batch_size=5, **settings), global_batch_size=size)
+        loader.set_epoch(epoch)
+        by_rank.append([[int(x) for x in batch["x"]] for batch in loader])
+        assert len(loader) == len(by_rank[-1])
+    return [list(step) for step in zip(*by_rank, strict=True)]
+
+
+def test_a_global_batch_that_does_not_divide_is_dealt_out_as_evenly_as_can_be(world: Enter) -> None:
+    assert parts(world, 3, 8) == [[[0, 1], [2, 3, 4], [5, 6, 7]], [[8], [9], [10, 11]]]
+    assert parts(world, 3, 8, drop_last=True) == [[[0, 1], [2, 3, 4], [5, 6, 7]]]
+    assert parts(world, 5, 11)[1] == [[11], [0], [1], [2], [3]], "too few items for all ranks"
+
+
+@given(st.integers(1, 7), st.integers(0, 20), st.integers(0, 3), st.booleans())
+def test_all_ranks_together_take_the_same_batches_whatever_their_number(
+    num_ranks: int, more: int, epoch: int, shuffle: bool
+) -> None:
+    size = num_ranks + more
+    with worlds() as world:
+        of_many = parts(world, num_ranks, size, epoch, shuffle=shuffle)
+        of_one = parts(world, 1, size, epoch, shuffle=shuffle)
+    if size % num_ranks:  # else they are dealt out one by one
+        for step, (whole,) in zip(of_many, of_one, strict=True):
+            together = list(chain(*step))
+            assert together[: len(whole)] == whole
+            sizes = [len(part) for part in step]
+            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
 @pytest.mark.parametrize(
     ("size", "batch_size", "text"),
     [
-        (8, 3, "global_batch_size=8 does not divide by 3 workers; give 6 or 9"),
-        (2, 3, "global_batch_size=2 does not divide by 3 workers; give 3"),
+        (2, 3, "global_batch_size=2 leaves some of 3 workers without an item; give 3 or more"),
         (0, 3, "give an int >= 1"),
         (6, None, "makes its batches by size; this one has batch_size=None"),
     ],
@@ -290,6 +332,17 @@ def test_a_global_batch_that_cannot_be_dealt_out_is_refused(
     world(0, 3)
     with pytest.raises(ConfigError, match=text):
         prepare_data_loader(DataLoader(Numbers(), batch_size=batch_size), global_batch_size=size)
+
+
+def test_data_that_are_split_already_cannot_be_dealt_out_unevenly(world: Enter) -> None:
+    world(0, 3)
+    sampler = DistributedSampler(Numbers(), num_replicas=3, rank=0)
+    for loader, settings in (
+        (DataLoader(Numbers(), batch_size=5, sampler=sampler), {}),
+        (DataLoader(Stream(), batch_size=5), {"add_sampler": False}),
+    ):
+        with pytest.raises(ConfigError, match=r"=8 does not divide by 3 workers, and .* split already; give 6 or 9"):
+            prepare_data_loader(loader, global_batch_size=8, **settings)
 
 
 def test_what_is_no_loader_is_refused() -> None:
