@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
+from raysgd.errors import WorkerError
 from raysgd.trainer.stream import ResultStream
 
 PATIENCE_S = 10.0
@@ -45,7 +48,7 @@ class FakeChannel:
         self.may_answer.set()
         self.num_fetches = 0
 
-    def stream(self, run_id: str) -> Iterator[list[Frame]]:
+    def stream(self, run_id: str, request: Any) -> Iterator[list[Frame]]:
         for start in range(0, len(self.made), self.batch):
             yield self.made[start : start + self.batch]
         self.is_read.set()
@@ -135,7 +138,7 @@ def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
     channel = FakeChannel(100)
     held = threading.Event()
 
-    def slowly(run_id: str) -> Iterator[list[Frame]]:
+    def slowly(run_id: str, request: Any) -> Iterator[list[Frame]]:
         yield channel.made[:10]
         assert held.wait(PATIENCE_S)
         yield channel.made[10:]
@@ -146,3 +149,42 @@ def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
     stream = stream_of(channel, buffer_bytes=400)
     threading.Thread(target=lambda: channel.is_asked.wait(PATIENCE_S) and held.set()).start()
     assert [result["n"] for result in stream] == list(range(100))
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 50, 51])
+def test_results_from_an_iteration_on(first: int) -> None:
+    stream = ResultStream(cast(Any, FakeChannel(50)), "run", reduce={}, returns="first", from_iteration=first)
+    assert [result["training_iteration"] for result in stream] == list(range(max(1, first), 51))
+
+
+class ValuesLost(FakeChannel):
+    """A run that has ended, and the process with what it returned is gone."""
+
+    def values(self, run_id: str, *, first_only: bool) -> list[Any]:
+        raise WorkerError("what train_func returned was lost")
+
+
+def test_values_that_are_lost_are_asked_for_in_vain_and_the_results_are_there() -> None:
+    stream = stream_of(ValuesLost(20))
+    assert len(list(stream)) == 20 and stream.is_finished()
+    with pytest.raises(WorkerError, match="was lost"):
+        stream.get_returns()
+
+
+class BreaksOff(FakeChannel):
+    """A controller that is gone for good when the run's end was told, and before it was closed."""
+
+    def stream(self, run_id: str, request: Any) -> Iterator[list[Frame]]:
+        yield [frame for frame in self.made if frame.kind != frames.RUN_CLOSED]
+        raise RayActorError
+
+
+def test_a_run_that_is_lost_behind_its_end_keeps_nobody_waiting() -> None:
+    stream = stream_of(BreaksOff(20), buffer_bytes=1 << 20)
+    results = []
+    with contextlib.suppress(WorkerError):
+        for result in stream:
+            results.append(result)
+    assert len(results) == 20
+    with pytest.raises(WorkerError, match="the Trainer's controller process is gone"):
+        stream.get_returns()
