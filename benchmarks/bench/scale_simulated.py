@@ -50,6 +50,9 @@ class FakeFleet:
     def vitals(self) -> FakeFleet:
         return self
 
+    def expect(self, size: int) -> None:
+        pass
+
     def release(self) -> None:
         pass
 

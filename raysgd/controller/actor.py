@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Sequence
@@ -28,8 +29,9 @@ from raysgd.controller.belongings import (
     put_run,
 )
 from raysgd.controller.downlink import FrameServer
-from raysgd.controller.requests import RunRequest
-from raysgd.errors import UsageError, WorkerError
+from raysgd.controller.lifeline import ask
+from raysgd.controller.requests import RunNotGiven, RunRequest
+from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
@@ -40,7 +42,6 @@ from raysgd.workers.orders import AttemptOrder, Blob
 from raysgd.workers.seats import remove_placements
 
 if TYPE_CHECKING:
-    from raysgd.checkpoint.storage import Storage
     from raysgd.controller.run import Run
 
 
@@ -67,7 +68,7 @@ class TrainerActor:
         )
         self._record = get_run(settings.name) if self._is_restarted else None
         if self._record is not None and self._record.request is not None:
-            self._me.go_on.remote()
+            threading.Thread(target=ask, args=(self._me, "go_on"), name="raysgd-go-on", daemon=True).start()
         elif settings.alias is None and not self._is_restarted:
             self._group.begin()
         self._accepted: set[str] = set()
@@ -90,8 +91,13 @@ class TrainerActor:
         if request.run_id in self._accepted:
             return
         self._accepted.add(request.run_id)
-        self._last_asked = request.run_id
         announced = self._announced(request.run_id)
+        if self._settings.alias is not None and self._turn.locked():  # whoever has hold of it may begin one
+            announced.set_exception(
+                TrainerBusyError("another run of this Trainer is live; wait for it, or cancel() it.")
+            )
+            return
+        self._last_asked = request.run_id
         async with self._turn:
             try:
                 run, info = self._make_run(request)
@@ -111,23 +117,24 @@ class TrainerActor:
             self._forget_all_but(request.run_id)
             if kept is not None:  # its driver may be gone: nothing is held for a run that may never come
                 self._group.release()
-                self._end_keeper()
+                self._end_keeper(request.run_id)
 
     async def go_on(self) -> None:
-        """Go on with the run of the process before this one, whose driver need not be there."""
+        """Go on with the run of the process before this one, whose driver need not be there; returns at once."""
         assert self._record is not None and self._record.request is not None
         request = self._record.request
         try:
-            with contextlib.suppress(ValueError):  # it has no data
-                keeper: Any = ray.get_actor(keeper_name(self._settings.name), namespace=NAMESPACE)
+            if self._record.is_live and self._record.has_data:
+                name = keeper_name(self._settings.name, request.run_id)
+                keeper: Any = ray.get_actor(name, namespace=NAMESPACE)
                 kept = await keeper.kept.remote()
                 state = kept.initial_state or request.initial_state
                 request = replace(request, datasets=kept.datasets, initial_state=state)
-        except ray.exceptions.RayError as error:  # readers must hear of it rather than wait for ever
+        except Exception as error:  # readers must hear of it rather than wait for ever
             why = WorkerError(f"the process that has the run's data is gone: {error}")
             self._announced(request.run_id).set_exception(why)
             return
-        await self.run(request)
+        self._going_on = asyncio.ensure_future(self.run(request))
 
     async def live_on(self) -> None:
         """Does not return: a caller hears of the end of this process."""
@@ -135,7 +142,10 @@ class TrainerActor:
 
     async def status(self) -> dict[str, Any] | None:
         """How the latest run stands; None if there was none, or it is over and another process did it."""
-        run = await self._latest_run()
+        try:
+            run = await self._latest_run()
+        except Exception:  # it could not be made; those who read it hear why
+            return {"state": "error"}
         return None if run is None else run.status()
 
     async def latest(self) -> dict[str, Any] | None:
@@ -177,7 +187,7 @@ class TrainerActor:
 
     async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
         """End a run early: in peace, or at once."""
-        (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
+        await (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
 
     async def warn(self, run_id: str, message: str) -> None:
         """Make a warning an event of a run."""
@@ -246,7 +256,8 @@ class TrainerActor:
         """End all workers and give the resources back."""
         if self._host is not None:
             ray.kill(self._host)
-        self._end_keeper()
+        for run_id in self._accepted:
+            self._end_keeper(run_id)
         self._group.release()
         forget(self._settings.name, self._settings.alias)
         with contextlib.suppress(Exception):  # it is others' that would be removed
@@ -280,16 +291,18 @@ class TrainerActor:
         if run_id in self._forgotten:
             raise UsageError("this run's results can no longer be read: the Trainer has done another run since")
         if run_id not in self._runs:
-            if (
-                self._is_restarted
-                and run_id not in self._accepted
-                and run_id != getattr(self._record, "run_id", run_id)
-            ):
-                raise UsageError(
-                    "this run's results can no longer be read: the controller has been started again since"
-                )
+            if self._is_restarted and run_id not in self._accepted:
+                self._check_to_come(run_id)
             self._runs[run_id] = asyncio.get_running_loop().create_future()
         return self._runs[run_id]
+
+    def _check_to_come(self, run_id: str) -> None:
+        """Of a process that was started again: nobody is to wait for ever for this run."""
+        record = self._record
+        if record is None or record.run_id != run_id or (record.is_live and record.request is None):
+            raise RunNotGiven(run_id)
+        if record.request is None:
+            raise UsageError("this run's results can no longer be read: the controller has been started again since")
 
     def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
         if self._has_class:
@@ -298,6 +311,7 @@ class TrainerActor:
         # With the first run: the workers' processes are asked for before.
         from raysgd.checkpoint.storage import Storage
         from raysgd.controller.run import Run
+        from raysgd.controller.run_files import new_run_folder
 
         goes_on = self._record is not None and self._record.run_id == request.run_id
         if self._record is not None and goes_on:
@@ -361,9 +375,9 @@ class TrainerActor:
 
         return wait
 
-    def _end_keeper(self) -> None:
+    def _end_keeper(self, run_id: str) -> None:
         with contextlib.suppress(ValueError):  # there is none
-            ray.kill(ray.get_actor(keeper_name(self._settings.name), namespace=NAMESPACE))
+            ray.kill(ray.get_actor(keeper_name(self._settings.name, run_id), namespace=NAMESPACE))
 
     def _forget_all_but(self, run_id: str) -> None:
         """Of finished runs only the last can still be read: what others held in memory is on storage."""
@@ -371,15 +385,6 @@ class TrainerActor:
             if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
                 del self._runs[other]
                 self._forgotten.add(other)
-
-
-def new_run_folder(runs: Storage) -> Storage:
-    """The next free ``run_NNN`` below a Trainer's folder; a run's folder is never used twice."""
-    runs.make_dirs()
-    taken = [int(name[4:]) for name in runs.list_names() if name.startswith("run_") and name[4:].isdigit()]
-    folder = runs.child(f"run_{max(taken, default=0) + 1:03d}")
-    folder.make_dirs()
-    return folder
 
 
 def _class_order(group: WorkerGroup, rank: int, rendezvous: str) -> AttemptOrder:

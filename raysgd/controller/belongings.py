@@ -23,6 +23,8 @@ from raysgd.workers.pickling import dumps, loads
 
 #: Seconds after which settings that have no TrainerActor are nobody's: it is made right after they are laid down.
 _ORPHAN_S = 3600.0
+#: Seconds in which it is.
+_ON_ITS_WAY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class RunRecord:
         run_dir: Its folder.
         request: All that it takes to go on with it but its data, where no driver will give that again.
         is_live: It has not been closed.
+        has_data: The keeper has data of it.
     """
 
     run_id: str
     run_dir: str
     request: RunRequest | None = None
     is_live: bool = True
+    has_data: bool = False
 
 
 def put_settings(settings: TrainerSettings) -> None:
@@ -59,10 +63,20 @@ def get_settings(name: str) -> TrainerSettings:
     return settings
 
 
+def is_new(name: str) -> bool:
+    """Whether the settings of this Trainer have been laid down so lately that its actor may be on its way."""
+    found = _get(_settings_of(name))
+    return found is not None and bool(found[0] > time.time() - _ON_ITS_WAY_S)
+
+
 def put_run(name: str, record: RunRecord) -> None:
     """Lay down what this Trainer does."""
     if record.request is not None:
-        record = replace(record, request=replace(record.request, datasets=NO_DATASETS))
+        state = record.request.initial_state
+        small = state if isinstance(state, bytes) else None  # the keeper has what is larger
+        has_data = bool(record.request.datasets.sources) or small is not state
+        request = replace(record.request, datasets=NO_DATASETS, initial_state=small)
+        record = replace(record, request=request, has_data=has_data)
     _put(_run_of(name), record)
 
 
@@ -86,8 +100,11 @@ def get_attempt(name: str, run_id: str) -> AttemptRecord | None:
 def claim_alias(alias: str, name: str) -> str | None:
     """Have the Trainer ``name`` found by an alias; the name of the one that is found by it already, and else None."""
     key = f"alias/{alias}"
-    was_there = internal_kv._internal_kv_put(key, dumps(name), overwrite=False, namespace=NAMESPACE)
-    return _get(key) if was_there else None
+    while internal_kv._internal_kv_put(key, dumps(name), overwrite=False, namespace=NAMESPACE):
+        found: str | None = _get(key)
+        if found is not None:  # else it has just been given up
+            return found
+    return None
 
 
 def find_alias(alias: str) -> str | None:
@@ -114,9 +131,9 @@ def forget_orphans() -> None:
             forget(name, found[1].alias)
 
 
-def keeper_name(name: str) -> str:
+def keeper_name(name: str, run_id: str) -> str:
     """Of the actor that has the data of a detached run."""
-    return f"{name}-data"
+    return f"{name}-data-{run_id}"
 
 
 def _settings_of(name: str) -> str:

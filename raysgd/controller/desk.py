@@ -82,6 +82,12 @@ class CheckpointDesk:
         return held if held is not None and held.number >= (self.newest_number or 0) else None
 
     @property
+    def has_unstored(self) -> bool:
+        """Whether the next attempt would go on from a checkpoint that is in memory alone."""
+        held = self.newest_held
+        return held is not None and held.number > (self.newest_number or 0)
+
+    @property
     def is_bound_to_size(self) -> bool:
         """Whether the newest checkpoint can be gone on from by as many ranks as saved it only."""
         newest = self.newest_held or self._shelf.newest

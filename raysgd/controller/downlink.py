@@ -7,14 +7,16 @@ whether the TrainerActor is gone.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from raysgd.controller.frames import Frame
 from raysgd.controller.lifeline import comes_back
+from raysgd.controller.requests import RunNotGiven
 from raysgd.transport import Endpoint, connect, receive_message, write_message
 
 #: Kind of the connection in its hello.
@@ -22,6 +24,7 @@ KIND = "frames"
 #: Items of the Ray stream a reader may be behind before it waits; what was not read stays in the frame log.
 STREAM_AHEAD = 16
 _CONNECT_TIMEOUT_S = 3.0
+_ASK_AGAIN_S = 0.1
 
 
 class FrameServer:
@@ -40,16 +43,14 @@ class FrameServer:
             await writer.drain()
 
 
-def follow_frames(
-    controller: Any, run_id: str, *, last: str, on_restart: Callable[[], None] = lambda: None
-) -> Iterator[list[Frame]]:
+def follow_frames(controller: Any, run_id: str, *, last: str, give_again: Callable[[], bool]) -> Iterator[list[Frame]]:
     """Batches of a run's frames as they come, whichever process of the TrainerActor they come from.
 
     Args:
         controller: Handle of the TrainerActor.
         run_id: Which run.
         last: Kind of the last frame to read.
-        on_restart: Called before the frames of another process are asked for.
+        give_again: Called where another process of it has to be given the run anew; whether that will be.
 
     Raises:
         RayError: The TrainerActor is gone for good, or there is no such run.
@@ -57,19 +58,31 @@ def follow_frames(
     seq = 0
     while True:
         try:
+            if not ray.is_initialized():  # a call would start it anew
+                raise RayActorError
             endpoint = ray.get(controller.endpoint.remote())
-            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last):
+            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last, is_up=ray.is_initialized):
                 seq = batch[-1].seq + 1
                 yield batch
             return
         except RayActorError:
             if not comes_back(controller):
                 raise
-            on_restart()
+            give_again()
+        except RayTaskError as error:
+            if not isinstance(error.cause, RunNotGiven) or not give_again():
+                raise
+            time.sleep(_ASK_AGAIN_S)
 
 
 def read_frames(
-    controller: Any, endpoint: Endpoint | None, run_id: str, *, seq: int = 0, last: str
+    controller: Any,
+    endpoint: Endpoint | None,
+    run_id: str,
+    *,
+    seq: int = 0,
+    last: str,
+    is_up: Callable[[], bool] = lambda: True,
 ) -> Iterator[list[Frame]]:
     """Batches of a run's frames as they come, up to the one that holds a frame of kind ``last``.
 
@@ -79,6 +92,7 @@ def read_frames(
         run_id: Which run.
         seq: Number to begin at.
         last: Kind of the last frame to read.
+        is_up: Whether Ray is: a call would start it anew.
 
     Raises:
         RayError: The TrainerActor is gone, or there is no such run.
@@ -88,6 +102,8 @@ def read_frames(
         seq = batch[-1].seq + 1
         if _holds(batch, last):
             return
+    if not is_up():
+        raise RayActorError
     stream = controller.stream.options(
         num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
     ).remote(run_id, seq)

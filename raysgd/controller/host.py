@@ -11,12 +11,11 @@ import traceback
 from typing import Any
 
 import cloudpickle
-import ray
 
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller import frames
 from raysgd.controller.downlink import follow_frames
-from raysgd.controller.lifeline import end_with
+from raysgd.controller.lifeline import ask, end_with
 from raysgd.controller.reader import CallbackReader
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
@@ -47,14 +46,14 @@ class CallbackHost:
         callbacks = cloudpickle.loads(blob)
 
         def stop(why: str, error: BaseException | None) -> None:
-            self._controller.stop.remote(run_id, why, error is not None, None if error is None else _failed(error))
+            ask(self._controller, "stop", run_id, why, error is not None, None if error is None else _failed(error))
 
         def warn(text: str) -> None:
-            ray.get(self._controller.warn.remote(run_id, text))
+            ask(self._controller, "warn", run_id, text)
 
         runner = CallbackRunner(callbacks, warn)
         reader = CallbackReader(runner, info, reduce, stop)
-        for batch in follow_frames(self._controller, run_id, last=frames.RUN_END):
+        for batch in follow_frames(self._controller, run_id, last=frames.RUN_END, give_again=lambda: True):
             for frame in batch:
                 reader.feed(frame)
         reader.end(None)

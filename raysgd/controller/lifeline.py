@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 _ASK_AGAIN_S = 0.1
 
@@ -30,6 +30,19 @@ def _wait(controller: Any, me: Any) -> None:
             if not comes_back(controller):
                 break
     ray.kill(me)
+
+
+def ask(controller: Any, method: str, *args: Any) -> None:
+    """Call a method of the TrainerActor until it has answered, or is gone for good."""
+    while True:
+        try:
+            ray.get(getattr(controller, method).remote(*args))
+            return
+        except RayActorError:
+            if not comes_back(controller):
+                return
+        except RayError:
+            return
 
 
 def comes_back(controller: Any) -> bool:

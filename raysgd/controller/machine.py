@@ -10,7 +10,7 @@ from collections.abc import Collection
 from raysgd.controller import commands as c
 from raysgd.controller import frames, notes
 from raysgd.controller.moves import GATHER_S, Moves
-from raysgd.controller.states import Closing, Death, Ending, Outcome, Paused, Preparing, Running, running_of
+from raysgd.controller.states import Closed, Closing, Death, Ending, Outcome, Paused, Preparing, Running, running_of
 from raysgd.session import events as e
 
 
@@ -70,6 +70,7 @@ class RunMachine(Moves):
         start, first_number = self.desk.begin_attempt(attempt, world_size)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
         self._growth.formed(self.state, given.num_newcomers)
+        self._pausing.agrees_again(self.state)
         self._commands += notes.attempt_begins(attempt, world_size, start, first_number)
 
     def _group_failed(self, given: c.GroupFailed) -> None:
@@ -226,6 +227,9 @@ class RunMachine(Moves):
 
     def _stop_asked(self, given: c.StopAsked) -> None:
         outcome = notes.outcome_of_stop(given)
+        is_news = not isinstance(self.state, Ending) or self.state.preset is None
+        if given.cancel and is_news and not isinstance(self.state, (Closing, Closed)):
+            self._out(c.Note("cancel", {"why": given.why}))  # for a controller that is started again
         if isinstance(self.state, (Preparing, Paused)):
             self._close(outcome)
         elif isinstance(self.state, Running) and given.cancel:
@@ -247,8 +251,10 @@ class RunMachine(Moves):
                 self._out(c.Note("stop", {"why": given.why}))
 
     def _pause_asked(self) -> None:
-        if isinstance(self.state, Preparing):
+        if isinstance(self.state, Preparing) and not self.desk.has_unstored:
             self._rest(self.state)
+        elif isinstance(self.state, Preparing):  # what is in memory alone is written once the workers are there
+            self._pausing.is_wanted = True
         elif isinstance(self.state, (Running, Ending)):  # of an attempt that cannot be left the run will be over
             self._pausing.ask(self._running_alone())
 

@@ -63,6 +63,11 @@ class Moves:
         self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
         self._pausing = Pausing(self._savepoint)
 
+    @property
+    def is_to_rest(self) -> bool:
+        """Whether a rest was asked for, and has not come yet."""
+        return self._pausing.is_wanted
+
     def standing(self) -> dict[str, Any]:
         """How the run stands, as far as that is known here; see `raysgd.result.RunStatus`."""
         running = running_of(self.state)
@@ -94,6 +99,8 @@ class Moves:
         if past.kind is not None:
             self._is_told = True
             self._close(Outcome(past.kind))
+        elif past.why_cancelled is not None:
+            self._close(Outcome("cancelled", message=past.why_cancelled))
         elif past.why_stopped is not None:
             self._close(Outcome("stopped", message=past.why_stopped))
         elif past.is_paused:
@@ -155,7 +162,7 @@ class Moves:
         was_entered = isinstance(before, Running) and before.is_entered
         self._preemption.carry_out()
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
-        if self._pausing.is_wanted:
+        if self._pausing.is_wanted and not self.desk.has_unstored:
             self._rest(self.state)
         elif pause_s := self._retries.pause_s(was_entered=was_entered):
             self._out(c.SetTimer("pause", self.state.serial, pause_s))

@@ -58,7 +58,8 @@ def _user_error(data: dict[str, Any]) -> BaseException:
                 f"here: {reason})",
                 type_name=data["type_name"],
             )
+    reason = "does not pickle" if "exception" in data else "was lost with the controller's process"
     return errors.TrainFuncError(
-        f"{data['summary']} (raised on rank {data['rank']}; its type {data['type_name']} does not pickle)",
+        f"{data['summary']} (raised on rank {data['rank']}; its type {data['type_name']} {reason})",
         type_name=data["type_name"],
     )

@@ -44,6 +44,7 @@ class Past:
         last_number: The highest number that a checkpoint was written under, whether or not it came to be one.
         known: The numbers of the checkpoints that readers were told of.
         why_stopped: What it was asked to stop for; None if it was not.
+        why_cancelled: What it was to be ended at once for; None if it was not.
         is_paused: It rests.
         kind: How it ended; None if it has not.
     """
@@ -59,8 +60,15 @@ class Past:
     last_number: int = 0
     known: frozenset[int] = field(default_factory=frozenset)
     why_stopped: str | None = None
+    why_cancelled: str | None = None
     is_paused: bool = False
     kind: str | None = None
+
+    @property
+    def bound_size(self) -> int | None:
+        """How many ranks can go on from the newest checkpoint; None: any number."""
+        newest = self.manifests[-1] if self.manifests else None
+        return newest.world_size if newest is not None and newest.all_ranks else None
 
     def up_to(self, last: AttemptRecord | None) -> Past:
         """With the last attempt, of which the journal may not have got to know."""
@@ -96,6 +104,7 @@ def past_of(journal: Iterable[Frame], last_seq: int, manifests: Sequence[Manifes
             kind = frame.data["kind"]
     events = [(frame.data["kind"], frame.data["data"]) for frame in told if frame.kind == frames.EVENT]
     stops = [data["why"] for name, data in events if name == "stop"]
+    cancels = [data["why"] for name, data in events if name == "cancel"]
     rests = [name == "paused" for name, _ in events if name in ("paused", "resumed")]
     checkpoints = (frames.CHECKPOINT, frames.CHECKPOINT_SCORED)
     return Past(
@@ -110,6 +119,7 @@ def past_of(journal: Iterable[Frame], last_seq: int, manifests: Sequence[Manifes
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
         known=frozenset(frame.data["number"] for frame in told if frame.kind in checkpoints),
         why_stopped=stops[-1] if stops else None,
+        why_cancelled=cancels[-1] if cancels else None,
         is_paused=bool(rests) and rests[-1],
         kind=kind,
     )

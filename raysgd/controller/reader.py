@@ -39,6 +39,7 @@ class CallbackReader:
         self._merger = RoundMerger(reduce)
         self._stop = stop
         self._error_of = error_of
+        self._checkpoints: set[int] = set()  # those told of
         self._is_started = False
         self._is_ended = False
         self._critical: BaseException | None = None
@@ -71,6 +72,9 @@ class CallbackReader:
             return self._event(Event(**frame.data))
         if frame.kind == frames.CHECKPOINT:
             data = frame.data
+            if data["number"] in self._checkpoints:  # told once more by a controller that was started again
+                return None
+            self._checkpoints.add(data["number"])
             return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
         if frame.kind == frames.RUN_END:
             self.end(self._error_of(frame.data))

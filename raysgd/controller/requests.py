@@ -41,6 +41,10 @@ class TrainerSettings:
     deterministic: bool = False
 
 
+class RunNotGiven(Exception):
+    """The TrainerActor was started again, and waits for its driver to give the run again."""
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """One run.

@@ -72,6 +72,8 @@ class Run:
         self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
         self._begins = begins
         self._past = past = self._files.past(last_attempt) if goes_on else None
+        if past is not None and past.bound_size is not None:
+            fleet.expect(past.bound_size)
         earlier, next_seq = ((), 0) if past is None else (past.frames, past.next_seq)
         self.log = FrameLog(
             self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
@@ -125,12 +127,13 @@ class Run:
         await self._files.flush()
         self._files.close()
 
-    def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
-        """End the run early: in peace, or at once, which may be for the error of a callback."""
+    async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
+        """End the run early: in peace, or at once, which may be for a callback's error; it is known for good then."""
         self._feed(c.StopAsked(why, cancel, failed))
+        if not self.is_closed:
+            await self._files.flush()
 
     def warn(self, message: str) -> None:
-        """Something the user should know, from outside the run."""
         self._note(c.Note("warning", {"message": message}))
 
     def pause(self) -> None:
@@ -143,7 +146,7 @@ class Run:
         await self._files.flush()
 
     async def rests(self) -> None:
-        """Wait until it rests, which is known for good by then, or is closed."""
+        """Wait until it rests, which is known for good by then, or is closed, or is not to rest any more."""
         await self._rested.wait()
         if not self.is_closed:
             await self._files.flush()
@@ -164,7 +167,7 @@ class Run:
         Raises:
             WorkerError: The process that had them is gone.
         """
-        if self._past is not None and has_ended_well(self._machine.state) and not self._values:
+        if self._past is not None and self._past.kind in ("done", "stopped"):
             raise WorkerError(
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"
@@ -199,7 +202,8 @@ class Run:
         self._note_rest()
 
     def _note_rest(self) -> None:
-        (self._rested.set if isinstance(self._machine.state, (Paused, Closed)) else self._rested.clear)()
+        rests = isinstance(self._machine.state, (Paused, Closed)) or not self._machine.is_to_rest
+        (self._rested.set if rests else self._rested.clear)()
 
     def _act_all(self, commands: list[c.Command]) -> None:
         for command in commands:
@@ -308,8 +312,7 @@ class Run:
         self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
         self._held.begin(command.attempt, command.first_number, command.held)
-        before = command.iterations_before
-        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._fleet.size, before))
+        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._fleet.size, command.iterations_before))
         self._watches.begin(command.attempt)
         shared = self._share(make_run_order(self._request, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(self._fleet.size):

@@ -126,3 +126,12 @@ class RunFiles:
 
     async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+
+
+def new_run_folder(runs: Storage) -> Storage:
+    """The next free ``run_NNN`` below a Trainer's folder; a run's folder is never used twice."""
+    runs.make_dirs()
+    taken = [int(name[4:]) for name in runs.list_names() if name.startswith("run_") and name[4:].isdigit()]
+    folder = runs.child(f"run_{max(taken, default=0) + 1:03d}")
+    folder.make_dirs()
+    return folder

@@ -168,13 +168,13 @@ def begin_run(
         runner = CallbackRunner(by_place["driver"], on_problem)
         return CallbackReader(runner, info, reduce, stream.stop, error_of=lambda _: stream.error)
 
+    channel.begin(request)
     return ResultStream(
         channel,
         request.run_id,
         reduce=reduce,
         returns=returns,
         make_reader=make_reader,
-        request=channel.begin(request),
     )
 
 

@@ -14,12 +14,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
-from raysgd.controller.belongings import claim_alias, find_alias, forget, get_settings, keeper_name, put_settings
+from raysgd.controller.belongings import (
+    claim_alias,
+    find_alias,
+    forget,
+    get_settings,
+    is_new,
+    keeper_name,
+    put_settings,
+)
 from raysgd.controller.downlink import follow_frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.lifeline import comes_back
 from raysgd.controller.outcome import outcome_error
-from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings
 from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
 from raysgd.workers.cluster import NAMESPACE
 from raysgd.workers.pickling import loads
@@ -28,6 +36,7 @@ from raysgd.workers.seats import remove_placements
 
 #: Seconds for the TrainerActor of a run that is over to tell so, when another Trainer wants its name.
 _TELL_S = 10.0
+_AGAIN_S = 0.1
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
 
@@ -44,6 +53,8 @@ class Channel:
         self._settings = settings
         self._actor = actor
         self._is_gone = False
+        self._request: RunRequest | None = None  # the live run, for an actor that was started again
+        self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
 
     @classmethod
     def start(cls, settings: TrainerSettings) -> Channel:
@@ -105,42 +116,37 @@ class Channel:
         """Whether the TrainerActor has died; then this line is of no more use."""
         return self._is_gone
 
-    def begin(self, request: RunRequest) -> RunRequest:
-        """Start a run; returns what is to be asked for again if the actor has to be started again."""
+    def begin(self, request: RunRequest) -> None:
+        """Start a run; returns at once, but for a detached one, which is found by others from then on."""
         if self._settings.alias is not None:
             request = self._keep_data(request)
+        self._request = request
         self._actor.run.remote(request)
-        if self._settings.alias is not None:  # from here on whoever attaches finds the run
-            ray.get(self._actor.endpoint.remote())
-        return request
+        if self._settings.alias is not None:
+            self.call("endpoint")
 
-    def stream(self, run_id: str, request: RunRequest | None) -> Iterator[list[Frame]]:
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
         """A run's frames, as they come.
-
-        Args:
-            run_id: Which run.
-            request: Given again to an actor that was started again; a detached one needs none.
 
         Raises:
             RayActorError: The TrainerActor is gone.
         """
-
-        def give_again() -> None:
-            if request is not None and self._settings.alias is None:
-                self._actor.run.remote(request)
-
         try:
-            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, on_restart=give_again)
+            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, give_again=self._give_again)
         except RayActorError:
             self._tidy_up()
             raise
+        finally:
+            if self._request is not None and self._request.run_id == run_id:
+                self._request = None  # it refers to the run's data
 
     def frames(self, run_id: str, seq: int) -> list[Frame]:
         """Frames from number ``seq`` on, for a reader that fell behind."""
         return list(self.call("frames", run_id, seq))
 
     def stop(self, run_id: str, why: str, *, cancel: bool) -> None:
-        """Ask a run to end; returns at once."""
+        """Ask a run to end, and again if the actor has to be started again; returns at once."""
+        self._stops = {run_id: (why, cancel)}
         self._actor.stop.remote(run_id, why, cancel)
 
     def values(self, run_id: str, *, first_only: bool) -> list[Any]:
@@ -172,9 +178,12 @@ class Channel:
             try:
                 return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
             except RayTaskError as error:
-                raise_cause(error)
+                if not isinstance(error.cause, RunNotGiven) or not self._give_again():
+                    raise_cause(error)
+                time.sleep(_AGAIN_S)
             except RayActorError as error:
                 if may_repeat and comes_back(self._actor):
+                    self._give_again()
                     continue
                 self.close()
                 self._tidy_up()
@@ -188,6 +197,7 @@ class Channel:
             pass
         ray.kill(self._actor)
         with contextlib.suppress(Exception):  # it has done so, unless it did not answer
+            remove_placements(self._settings.name)
             forget(self._settings.name, self._settings.alias)
 
     def _tidy_up(self) -> None:
@@ -196,6 +206,15 @@ class Channel:
         if ray.is_initialized():
             remove_placements(self._settings.name)
             forget(self._settings.name, self._settings.alias)
+
+    def _give_again(self) -> bool:
+        """The actor was started again: it gets the live run, and what was to become of it. Whether there is one."""
+        if self._request is None:
+            return False
+        self._actor.run.remote(self._request)
+        if (run_id := self._request.run_id) in self._stops:
+            self._actor.stop.remote(run_id, *self._stops[run_id])
+        return True
 
     def _keep_data(self, request: RunRequest) -> RunRequest:
         """The request of a run that its driver need not outlive: its data are another process's."""
@@ -206,7 +225,7 @@ class Channel:
         keeper: Any = (
             ray.remote(DataKeeper)
             .options(
-                name=keeper_name(self._settings.name),
+                name=keeper_name(self._settings.name, request.run_id),
                 namespace=NAMESPACE,
                 num_cpus=0,
                 lifetime="detached",
@@ -214,7 +233,11 @@ class Channel:
             )
             .remote(self._actor)
         )
-        kept: Kept = ray.get(keeper.keep.remote(Kept(request.datasets, request.initial_state)))
+        try:
+            kept: Kept = ray.get(keeper.keep.remote(Kept(request.datasets, request.initial_state)))
+        except BaseException:
+            ray.kill(keeper)
+            raise
         return replace(request, datasets=kept.datasets, initial_state=kept.initial_state)
 
 
@@ -249,14 +272,15 @@ def _end_if_over(name: str) -> str | None:
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        return None
+        return "about to begin" if is_new(name) else None
     try:
-        status: Any = ray.get(actor.status.remote(), timeout=_TELL_S)
-        state = OVER[0] if status is None else str(status["state"])
+        status: Any = Channel(get_settings(name), actor).call("status", timeout_s=_TELL_S)
+    except (LookupError, RaySGDError):  # it is gone by now
+        return None
     except RayError:
-        state = "not known" if comes_back(actor) else OVER[0]
-    if state not in OVER:
-        return state
+        return "not known"
+    if status is not None and status["state"] not in OVER:
+        return str(status["state"])
     with contextlib.suppress(LookupError):
         Channel(get_settings(name), actor).close()
     deadline = time.monotonic() + _TELL_S

@@ -27,7 +27,11 @@ class RunControl:
     _stream: ResultStream | None
 
     def status(self) -> RunStatus:
-        """How the latest run stands."""
+        """How the latest run stands.
+
+        Raises:
+            WorkerError: The controller is gone.
+        """
         if self._channel is None or self._channel.is_gone:
             return RunStatus()
         found = self._channel.call("status")
@@ -41,6 +45,7 @@ class RunControl:
 
         Raises:
             UsageError: There was no run.
+            WorkerError: The controller is gone.
         """
         check_count("stream(from_iteration)", from_iteration, minimum=0)
         channel, latest = self._latest("stream()")
@@ -57,6 +62,7 @@ class RunControl:
 
         Raises:
             UsageError: There was no run.
+            WorkerError: The controller is gone.
         """
         channel, latest = self._latest("pause()")
         channel.call("pause", latest["run_id"])
@@ -67,6 +73,7 @@ class RunControl:
 
         Raises:
             UsageError: There was no run.
+            WorkerError: The controller is gone.
         """
         channel, latest = self._latest("resume()")
         channel.call("resume", latest["run_id"])
@@ -76,6 +83,7 @@ class RunControl:
 
         Raises:
             UsageError: There was no run.
+            WorkerError: The controller is gone.
         """
         channel, latest = self._latest("cancel()")
         channel.call("stop", latest["run_id"], "Trainer.cancel() was called", True)
@@ -110,9 +118,9 @@ class RunControl:
     @property
     def _is_live(self) -> bool:
         """Whether a run is not over, whoever began it."""
-        if self._stream is not None:
-            return self._stream.is_live
-        return self._channel is not None and self.status().state not in ("idle", *OVER)
+        if not self._spec.run.detached or self._channel is None:
+            return self._stream is not None and self._stream.is_live
+        return self.status().state not in ("idle", *OVER)
 
     def _latest(self, wanted: str) -> tuple[Channel, dict[str, Any]]:
         channel = self._channel

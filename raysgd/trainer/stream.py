@@ -21,7 +21,6 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.outcome import outcome_error
 from raysgd.controller.reader import CallbackReader
 from raysgd.controller.reducing import Reduce
-from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import RoundMerger
 from raysgd.errors import RaySGDError, RunCancelledError, WorkerError
 from raysgd.result import Result
@@ -47,14 +46,12 @@ class ResultStream:
         returns: str,
         make_reader: Callable[[ResultStream], CallbackReader | None] = lambda stream: None,
         buffer_bytes: int = BUFFER_BYTES,
-        request: RunRequest | None = None,
         from_iteration: int = 0,
     ) -> None:
         self._channel = channel
         self._run_id = run_id
         self._returns = returns
         self._buffer_bytes = buffer_bytes
-        self._request = request  # for a controller that was started again; it holds the run's data
         self._from_iteration = from_iteration
         self._merger = RoundMerger(reduce)
         self._results: deque[Result] = deque()
@@ -180,7 +177,7 @@ class ResultStream:
 
     def _read(self) -> None:
         try:
-            for batch in self._channel.stream(self._run_id, self._request):
+            for batch in self._channel.stream(self._run_id):
                 self._take_in(batch)
         except RayTaskError as problem:  # the run could not even be made
             self._lost(problem.cause if isinstance(problem.cause, RaySGDError) else problem)
@@ -190,7 +187,6 @@ class ResultStream:
         except Exception as problem:  # a bug here must not leave the user waiting for ever
             self._lost(problem)
         finally:
-            self._request = None
             if self._reader is not None:
                 self._reader.end(self._error)
             with self._changed:

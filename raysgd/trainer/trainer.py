@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
+from ray.exceptions import RayError
 
 from raysgd._util.console import tell
 from raysgd._util.wording import with_article
@@ -17,7 +19,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_component, check_count
-from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
+from raysgd.errors import ConfigError, RaySGDError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
 from raysgd.session import context
 from raysgd.trainer import assembly
 from raysgd.trainer.assembly import TrainerSpec
@@ -118,6 +120,7 @@ class Trainer(RunControl):
         given another one; ``FailureConfig(on_resize=...)`` is a function, which that has not.
 
         Raises:
+            ConfigError: It is no name.
             UsageError: There is no such Trainer in the cluster, or no cluster.
         """
         check_component("Trainer.attach(name)", name)
@@ -183,6 +186,8 @@ class Trainer(RunControl):
             InfeasibleError: The cluster can never hold the workers.
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
             TrainerBusyError: Another run is live.
+            TrainerClosedError: The Trainer was shut down.
+            ConfigError: An argument that cannot work; or a detached Trainer of that name has a live run.
         """
         stream = None
         try:
@@ -329,6 +334,13 @@ class Trainer(RunControl):
         blob = assembly.share_call(fn, "the function")
         return [loads(value) for value in channel.call("execute", blob, first_only, has_class, may_repeat=False)]
 
+    def _take_hold(self) -> None:
+        """Of a run that is live, also one of another driver."""
+        with contextlib.suppress(RaySGDError, RayError):
+            if (self._stream is None or not self._stream.is_live) and self._is_live:
+                self._stream = None
+                self.stream()
+
     def _let_go(self) -> None:
         """What is detached goes on without this driver."""
         self._channel, self._is_closed = None, True
@@ -348,8 +360,8 @@ class Trainer(RunControl):
             self._release(patience_s=0)
 
     def _release(self, patience_s: float = INTERRUPT_PATIENCE_S) -> None:
-        if self._spec.run.detached and self._stream is None and ray.is_initialized() and self._is_live:
-            self.stream()  # of another driver's run
+        if self._spec.run.detached and ray.is_initialized():
+            self._take_hold()
         channel, self._channel = self._channel, None
         self._class_name = None
         if channel is None or not ray.is_initialized():

@@ -92,8 +92,7 @@ class WorkerGroup:
 
     def info(self, rank: int) -> WorkerInfo | None:
         """Where a member is; None for one that is not up. Before the group has formed ``rank`` is but a number."""
-        worker = self._members[rank]
-        return None if worker is None else worker.info
+        return None if (worker := self._members[rank]) is None else worker.info
 
     # -- getting ready ------------------------------------------------------------------------------------------
 
@@ -101,6 +100,10 @@ class WorkerGroup:
         """Ask for the workers' processes, if that can be done now; `get_ready` waits for them, and tells what is wrong."""
         with contextlib.suppress(InfeasibleError, RayError):
             self._start_missing()
+
+    def expect(self, size: int) -> None:
+        """Be as many when the group forms: a run goes on from what only so many ranks can load."""
+        self._members = self._members if self._has_formed else [None] * size
 
     @property
     def num_newcomers(self) -> int:
@@ -159,7 +162,7 @@ class WorkerGroup:
             await self._take_newcomers()
         self._start_missing()
         await self._come_up()
-        if self._reserve.newcomers is not None and not self._has_formed:
+        if self._reserve.newcomers is not None and not self._has_formed and not keep_size:
             await self._reserve.newcomers.settle()
             await self._take_newcomers()
         self._identify()

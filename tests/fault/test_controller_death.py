@@ -20,6 +20,7 @@ from support.cluster import ClusterState
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
+    actor_pids,
     are_gone,
     controller_pid,
     events_of,
@@ -162,6 +163,31 @@ def test_results_come_in_order_whenever_it_dies(ray_cluster: Any, tmp_path: Path
         results += [next(stream) for _ in range(20)]
         (tmp_path / "go").touch()
         results += stream
+    check_steps(results)
+
+
+class KillsAndWaits(raysgd.Callback):
+    """Kills the controller, and holds the driver's reader up until another process of it has been there for a while."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def on_result(self, result: raysgd.Result) -> None:
+        if not self.is_done and result["step"] >= 10:
+            self.is_done = True
+            kill_controller()
+            assert until(lambda: len(actor_pids("TrainerActor")) == 1, PATIENCE_S)
+            time.sleep(3)
+
+
+def test_a_reader_that_finds_out_late_goes_on_as_well(ray_cluster: Any, tmp_path: Path) -> None:
+    config = {"file": str(tmp_path / "go")}
+    with make_trainer(tmp_path / "runs") as other:
+        stream = other.run_generator(saving_loop, config, callbacks=[*quiet(), KillsAndWaits()])
+        results = [next_of_attempt(stream, 2)]
+        (tmp_path / "go").touch()
+        results += stream
+        assert stream.get_returns()[0] == results[-1]["step"] + 1
     check_steps(results)
 
 

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
@@ -53,7 +53,8 @@ PROGRAM = """
 
     storage, name, file, what = sys.argv[1:]
     ray.init(address="auto", log_to_driver=False)
-    run = raysgd.RunConfig(name=name, storage_path=storage, detached=True)
+    run = raysgd.RunConfig(name=name, storage_path=storage, detached=what != "is not")
+    Logger.runs_in = "controller" if what == "is not" else "driver"
     trainer = raysgd.Trainer(2, backend="none", run=run)
     given = dict(config={"file": file}, dataset={"x": np.arange(%d)}, callbacks=[Logger(file + ".log")], returns="all")
     if what == "stays":
@@ -76,12 +77,14 @@ class Program:
     """A driver of its own, on the cluster of the tests.
 
     Args:
-        what: What it does once the run has begun: it waits to be killed (``"waits"``), waits for the run (``"stays"``), or
-            leaves the ``with`` block of the Trainer (``"leaves"``).
+        what: What it does once the run has begun: it waits to be killed (``"waits"``; ``"is not"``: with a Trainer that is not
+            detached), waits for the run (``"stays"``), or leaves the ``with`` block of the Trainer (``"leaves"``).
     """
 
+    begun: ClassVar[list[Program]] = []
+
     def __init__(self, folder: Path, name: str, address: str, what: str = "waits") -> None:
-        self.name = name
+        self.begun.append(self)
         self.go = folder / "go"
         self.log = folder / "go.log"
         script = folder / "program.py"
@@ -117,6 +120,9 @@ def cluster(ray_cluster: dict[str, Any]) -> Iterator[str]:
     """The address of a cluster in which nothing is left."""
     before = ClusterState.now()
     yield str(ray_cluster["address"])
+    for program in Program.begun:
+        program.kill()
+    Program.begun.clear()
     assert before.leftovers() == []
 
 
@@ -250,6 +256,16 @@ def _state(name: str) -> str:
         return raysgd.Trainer.attach(name).status().state
     except UsageError:
         return "nothing"
+
+
+def test_of_one_that_is_not_detached_nothing_outlives_the_driver(cluster: str, tmp_path: Path) -> None:
+    program = Program(tmp_path, "attached", cluster, "is not")
+    kinds = {"TrainerActor": 1, "CallbackHost": 1, "WorkerActor": 2}
+    assert until(lambda: all(len(actor_pids(kind)) == count for kind, count in kinds.items()), PATIENCE_S)
+    processes = [pid for kind in kinds for pid in actor_pids(kind)]
+    program.kill()
+    assert are_gone(processes)
+    assert _state("attached") == "nothing"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", None])

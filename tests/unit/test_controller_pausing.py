@@ -218,3 +218,14 @@ def test_parts_that_come_late_change_nothing() -> None:
     assert run.gone(0, "killed") == []
     run.advance(60)
     assert is_resting(run)
+
+
+def test_a_checkpoint_in_memory_alone_is_not_left_there_by_a_pause_between_two_attempts() -> None:
+    run = running(checkpoint=CheckpointConfig(memory_only_between=10))
+    run.say(0, reports(0), saved(), e.PartHeld(0, 10))
+    run.say(1, reports(0), saved(), part())
+    kill(run)
+    pause(run)
+    assert not is_resting(run), "no worker is there that could write it"
+    run.ready()
+    assert len(run.all_of(c.AgreeOnSave)) == 1

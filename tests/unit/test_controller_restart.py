@@ -181,3 +181,14 @@ def test_it_may_happen_again_and_again() -> None:
         again.ready()
         assert (again.entries[-1].attempt, again.entries[-1].checkpoint) == (attempt, uri_of(attempt - 1))
         run = again
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_run_that_was_cancelled_is_not_gone_on_with(is_ending: bool) -> None:
+    run = running()
+    if is_ending:
+        run.gone(0, "killed")
+    run.stop(cancel=True)
+    again = restart(run)
+    assert again.is_closed and again.outcome is not None
+    assert (again.outcome.kind, again.outcome.message) == ("cancelled", "enough")

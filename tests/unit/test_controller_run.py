@@ -31,6 +31,9 @@ class NoFleet:
     def on_newcomer(self, told: Callable[[], None]) -> None:
         pass
 
+    def expect(self, size: int) -> None:
+        pass
+
     def release(self) -> None:
         pass
 

@@ -48,7 +48,7 @@ class FakeChannel:
         self.may_answer.set()
         self.num_fetches = 0
 
-    def stream(self, run_id: str, request: Any) -> Iterator[list[Frame]]:
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
         for start in range(0, len(self.made), self.batch):
             yield self.made[start : start + self.batch]
         self.is_read.set()
@@ -138,7 +138,7 @@ def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
     channel = FakeChannel(100)
     held = threading.Event()
 
-    def slowly(run_id: str, request: Any) -> Iterator[list[Frame]]:
+    def slowly(run_id: str) -> Iterator[list[Frame]]:
         yield channel.made[:10]
         assert held.wait(PATIENCE_S)
         yield channel.made[10:]
@@ -174,7 +174,7 @@ def test_values_that_are_lost_are_asked_for_in_vain_and_the_results_are_there() 
 class BreaksOff(FakeChannel):
     """A controller that is gone for good when the run's end was told, and before it was closed."""
 
-    def stream(self, run_id: str, request: Any) -> Iterator[list[Frame]]:
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
         yield [frame for frame in self.made if frame.kind != frames.RUN_CLOSED]
         raise RayActorError
 
