@@ -80,6 +80,12 @@ def connect_ray(*, joins: bool = False) -> None:
         raise UsageError(f"there is no Ray cluster here to attach to: {error}") from None
 
 
+def owns_cluster() -> bool:
+    """Whether the Ray cluster was started by this process, and ends with it."""
+    node: Any = ray._private.worker._global_node
+    return node is not None and bool(node.is_head())
+
+
 def make_settings(spec: TrainerSpec) -> TrainerSettings:
     """The TrainerActor's settings."""
     return TrainerSettings(

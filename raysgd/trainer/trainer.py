@@ -310,6 +310,10 @@ class Trainer(RunControl):
     def _connect(self) -> Channel:
         if self._channel is None or self._channel.is_gone:
             assembly.connect_ray()
+            if self._spec.run.detached and assembly.owns_cluster():
+                tell(
+                    "this program has started the Ray cluster, which ends with it, and so will the run: see `ray start`"
+                )
             self._channel = Channel.start(assembly.make_settings(self._spec))
             self._class_name = None
         return self._channel

@@ -214,12 +214,16 @@ def test_it_rests_and_goes_on_and_is_ended(cluster: str, tmp_path: Path) -> None
     trainer.shutdown()
 
 
-def test_a_name_is_taken_while_its_run_is_live(cluster: str, tmp_path: Path) -> None:
+def test_a_name_is_taken_while_its_run_is_live(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = Program(tmp_path, "taken", cluster, "leaves")
     assert program.process.wait(PATIENCE_S) == 0, program.end()
     run = raysgd.RunConfig(name="taken", storage_path=tmp_path / "runs", detached=True)
     with pytest.raises(ConfigError, match="'taken' is in this cluster already, and its run is running"):
         raysgd.Trainer(1, backend="none", run=run).run(one)
+    assert "this program has started the Ray cluster, which ends with it" in capsys.readouterr().err
+    assert "which ends with it" not in program.said
     trainer = raysgd.Trainer.attach("taken")
     with pytest.raises(raysgd.errors.TrainerBusyError):
         trainer.run(one)
