@@ -92,7 +92,7 @@ class CheckpointConfig:
             where a run goes on from after a worker's death. It takes the size of a state there, twice while saving.
         max_pending_bytes: Bytes of snapshots a worker may hold before ``save_checkpoint`` waits.
         on_write_error: ``"raise"`` ends the run when storage goes on failing for a minute; ``"warn"`` goes on without that
-            checkpoint after two seconds.
+            checkpoint after 1.5 s of tries.
     """
 
     num_to_keep: int | None = None

@@ -300,7 +300,7 @@ class TrainerActor:
         """Of a process that was started again: nobody is to wait for ever for this run."""
         record = self._record
         if record is None or record.run_id != run_id or (record.is_live and record.request is None):
-            raise RunNotGiven(run_id)
+            raise RunNotGiven("this run is not known any more: the controller has been started again since")
         if record.request is None:
             raise UsageError("this run's results can no longer be read: the controller has been started again since")
 

@@ -257,7 +257,7 @@ class CheckpointDesk:
         return message
 
     def _commit_complete(self) -> None:
-        complete = list(self._collector.complete())
+        complete = self._collector.complete()
         self._take_scores(self._collector.complete_scores())
         for manifest in complete:
             self._commit(self._shelf.scored(manifest))

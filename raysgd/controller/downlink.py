@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raysgd.controller.frames import Frame
-from raysgd.controller.lifeline import comes_back
+from raysgd.controller.lifeline import ASK_AGAIN_S, comes_back
 from raysgd.controller.requests import RunNotGiven
 from raysgd.transport import Endpoint, connect, receive_message, write_message
 
@@ -24,7 +24,6 @@ KIND = "frames"
 #: Items of the Ray stream a reader may be behind before it waits; what was not read stays in the frame log.
 STREAM_AHEAD = 16
 _CONNECT_TIMEOUT_S = 3.0
-_ASK_AGAIN_S = 0.1
 
 
 class FrameServer:
@@ -72,7 +71,7 @@ def follow_frames(controller: Any, run_id: str, *, last: str, give_again: Callab
         except RayTaskError as error:
             if not isinstance(error.cause, RunNotGiven) or not give_again():
                 raise
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(ASK_AGAIN_S)
 
 
 def read_frames(

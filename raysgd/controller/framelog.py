@@ -51,9 +51,7 @@ class FrameLog:
         self._memory_bytes = memory_bytes
         self._recent: deque[Frame] = deque()
         self._recent_bytes = 0
-        self._kept: list[Frame] = list(
-            earlier
-        )  # of the frames that left memory, those that are no reports: few and small
+        self._kept = list(earlier)  # of the frames that left memory, those that are no reports: few and small
         self._next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
         self._rounds = RoundCount()

@@ -9,7 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-_ASK_AGAIN_S = 0.1
+#: Seconds before a TrainerActor that is being started again is asked again.
+ASK_AGAIN_S = 0.1
 
 
 def end_with(controller: Any) -> None:
@@ -23,12 +24,7 @@ def end_with(controller: Any) -> None:
 
 
 def _wait(controller: Any, me: Any) -> None:
-    while True:
-        try:
-            ray.get(controller.live_on.remote())  # which never returns
-        except RayError:
-            if not comes_back(controller):
-                break
+    ask(controller, "live_on")  # which has no answer
     ray.kill(me)
 
 
@@ -52,7 +48,7 @@ def comes_back(controller: Any) -> bool:
             ray.get(controller.endpoint.remote())
             return True
         except ActorUnavailableError:
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(ASK_AGAIN_S)
         except RayError:
             break
     return False

@@ -245,7 +245,7 @@ class RunMachine(Moves):
         elif isinstance(self.state, Ending) and self.state.preset is None:
             if given.cancel:
                 self.state.preset = outcome  # an error that is on its way no longer matters
-            else:
+            elif not self._is_stopping:
                 # No further attempt; an exception that is on its way is still raised.
                 self._is_stopping, self._why_stopped = True, given.why
                 self._out(c.Note("stop", {"why": given.why}))

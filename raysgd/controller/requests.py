@@ -11,6 +11,7 @@ from raysgd.backends.base import BackendConfig
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.controller.shelf import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.errors import UsageError
 from raysgd.result import RunInfo
 from raysgd.workers.orders import Blob, RunOrder
 
@@ -41,8 +42,8 @@ class TrainerSettings:
     deterministic: bool = False
 
 
-class RunNotGiven(Exception):
-    """The TrainerActor was started again, and waits for its driver to give the run again."""
+class RunNotGiven(UsageError):
+    """The TrainerActor was started again, and was not given this run; a driver that still has it gives it again."""
 
 
 @dataclass(frozen=True)

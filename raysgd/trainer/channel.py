@@ -25,7 +25,7 @@ from raysgd.controller.belongings import (
 )
 from raysgd.controller.downlink import follow_frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.lifeline import comes_back
+from raysgd.controller.lifeline import ASK_AGAIN_S, comes_back
 from raysgd.controller.outcome import outcome_error
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings
 from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
@@ -36,7 +36,6 @@ from raysgd.workers.seats import remove_placements
 
 #: Seconds for the TrainerActor of a run that is over to tell so, when another Trainer wants its name.
 _TELL_S = 10.0
-_AGAIN_S = 0.1
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
 
@@ -134,6 +133,7 @@ class Channel:
         try:
             yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, give_again=self._give_again)
         except RayActorError:
+            self._is_gone = True
             self._tidy_up()
             raise
         finally:
@@ -180,13 +180,13 @@ class Channel:
             except RayTaskError as error:
                 if not isinstance(error.cause, RunNotGiven) or not self._give_again():
                     raise_cause(error)
-                time.sleep(_AGAIN_S)
+                time.sleep(ASK_AGAIN_S)
             except RayActorError as error:
                 if may_repeat and comes_back(self._actor):
                     self._give_again()
                     continue
                 self.close()
-                self._tidy_up()
+                self._is_gone = True
                 raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
 
     def close(self, timeout_s: float = 10) -> None:
@@ -196,16 +196,14 @@ class Channel:
         except Exception:
             pass
         ray.kill(self._actor)
-        with contextlib.suppress(Exception):  # it has done so, unless it did not answer
-            remove_placements(self._settings.name)
-            forget(self._settings.name, self._settings.alias)
+        self._tidy_up()
 
     def _tidy_up(self) -> None:
-        """The TrainerActor is gone, and its workers with it; their placement group would stay as long as the driver."""
-        self._is_gone = True
+        """Its workers are gone with the TrainerActor; their placement group would stay as long as the driver."""
         if ray.is_initialized():
-            remove_placements(self._settings.name)
-            forget(self._settings.name, self._settings.alias)
+            with contextlib.suppress(Exception):  # the cluster may be gone as well
+                remove_placements(self._settings.name)
+                forget(self._settings.name, self._settings.alias)
 
     def _give_again(self) -> bool:
         """The actor was started again: it gets the live run, and what was to become of it. Whether there is one."""

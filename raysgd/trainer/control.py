@@ -8,6 +8,8 @@ from typing import Any
 
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_choice, check_count
 from raysgd.errors import UsageError
 from raysgd.result import RunStatus
@@ -93,6 +95,8 @@ class RunControl:
     @property
     def run_dir(self) -> str | None:
         """The folder of the latest run, or None."""
+        if self._spec.run.detached and self._channel is not None:  # it may be another driver's
+            return self.status().run_dir or None
         return None if self._stream is None else self._stream.run_dir
 
     def get_last_checkpoint(self) -> Checkpoint | None:
@@ -130,11 +134,15 @@ class RunControl:
         return channel, latest
 
     def _latest_checkpoints(self) -> dict[int, Checkpoint]:
-        if self._stream is None:
-            return {}
-        if not self._stream.is_live:  # an error is raised before pending writes are done
+        if self._stream is not None and not self._stream.is_live:  # an error is raised before pending writes are done
             self._stream.wait_closed(INTERRUPT_PATIENCE_S)
-        return self._stream.checkpoints
+        run_dir = self.run_dir
+        if run_dir is None:
+            return {}
+        if self._stream is not None and self._stream.run_dir == run_dir:
+            return self._stream.checkpoints
+        store = CheckpointStore(Storage.from_uri(run_dir).child("checkpoints"))
+        return {found.number: Checkpoint.of_manifest(store.path(found.number), found) for found in store.list()}
 
 
 @dataclass(frozen=True)

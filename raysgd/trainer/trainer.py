@@ -202,7 +202,7 @@ class Trainer(RunControl):
             )
             return stream.get_returns()
         except KeyboardInterrupt:
-            if stream is None:  # nothing has begun that could end in peace
+            if stream is None and not self._spec.run.detached:  # nothing has begun that could end in peace
                 self._release(patience_s=0)
             else:
                 self._interrupted(stream)
@@ -349,9 +349,9 @@ class Trainer(RunControl):
         """What is detached goes on without this driver."""
         self._channel, self._is_closed = None, True
 
-    def _interrupted(self, stream: ResultStream) -> None:
+    def _interrupted(self, stream: ResultStream | None) -> None:
         """The first Ctrl-C: end in peace. The second lets go of everything at once. A detached run goes on."""
-        if self._spec.run.detached:
+        if stream is None or self._spec.run.detached:
             name = self._spec.run.name
             tell(f"interrupted: the run goes on; Trainer.attach({name!r}) takes hold of it, and .cancel() ends it")
             self._let_go()

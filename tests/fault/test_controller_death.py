@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 import raysgd
+from raysgd.controller.lifeline import ask
 from raysgd.errors import WorkerDiedError, WorkerError
 from raysgd.testing import check_history
+from raysgd.workers.cluster import NAMESPACE
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import (
@@ -59,28 +62,25 @@ def until_there_is_a_file(config: dict[str, Any]) -> str:
 
 def test_the_process_of_the_callbacks(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path / "runs") as trainer:
-        check_the_process_of_the_callbacks(trainer, tmp_path)
+        log = tmp_path / "log"
+        config = {"file": str(tmp_path / "go")}
+        stream = trainer.run_generator(until_there_is_a_file, config, callbacks=[*quiet(), Logger(log)])
+        assert until(lambda: log.exists() and log.read_text().endswith("]\n"), PATIENCE_S)
+        killed = json.loads(log.read_text().splitlines()[0])[1]
+        os.kill(killed, signal.SIGKILL)
+        assert are_gone([killed])
+        (tmp_path / "go").write_text("")
+        assert stream.get_returns() == "went", "training does not depend on it"
+        told = [warning["message"] for warning in events_of(trainer, "warning")]
+        assert any("the process of the controller's callbacks is gone" in message for message in told)
 
-
-def check_the_process_of_the_callbacks(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    config = {"file": str(tmp_path / "go")}
-    stream = trainer.run_generator(until_there_is_a_file, config, callbacks=[*quiet(), Logger(log)])
-    assert until(lambda: log.exists() and log.read_text().endswith("]\n"), PATIENCE_S)
-    killed = json.loads(log.read_text().splitlines()[0])[1]
-    os.kill(killed, signal.SIGKILL)
-    assert are_gone([killed])
-    (tmp_path / "go").write_text("")
-    assert stream.get_returns() == "went", "training does not depend on it"
-    told = [warning["message"] for warning in events_of(trainer, "warning")]
-    assert any("the process of the controller's callbacks is gone" in message for message in told)
-
-    log.unlink()
-    assert (
-        trainer.run(until_there_is_a_file, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), Logger(log)]) == "went"
-    )
-    assert trainer.run(report_once, callbacks=[*quiet(), Logger(log)]) is None
-    assert json.loads(log.read_text().splitlines()[-1])[1] != killed
+        log.unlink()
+        assert (
+            trainer.run(until_there_is_a_file, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), Logger(log)])
+            == "went"
+        )
+        assert trainer.run(report_once, callbacks=[*quiet(), Logger(log)]) is None
+        assert json.loads(log.read_text().splitlines()[-1])[1] != killed
 
 
 def report_once() -> None:
@@ -167,7 +167,7 @@ def test_results_come_in_order_whenever_it_dies(ray_cluster: Any, tmp_path: Path
 
 
 class KillsAndWaits(raysgd.Callback):
-    """Kills the controller, and holds the driver's reader up until another process of it has been there for a while."""
+    """Kills the controller, and holds the driver's reader up until another process of it answers."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -177,7 +177,9 @@ class KillsAndWaits(raysgd.Callback):
             self.is_done = True
             kill_controller()
             assert until(lambda: len(actor_pids("TrainerActor")) == 1, PATIENCE_S)
-            time.sleep(3)
+            names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+            (name,) = [name for name in names if "-worker-" not in name]
+            ask(ray.get_actor(name, namespace=NAMESPACE), "endpoint")
 
 
 def test_a_reader_that_finds_out_late_goes_on_as_well(ray_cluster: Any, tmp_path: Path) -> None:

@@ -126,15 +126,20 @@ def cluster(ray_cluster: dict[str, Any]) -> Iterator[str]:
     assert before.leftovers() == []
 
 
+def left_alone(folder: Path, name: str, address: str) -> tuple[Program, raysgd.Trainer]:
+    """A program that has begun a run and was killed, and its Trainer in other hands."""
+    program = Program(folder, name, address)
+    program.kill()
+    return program, raysgd.Trainer.attach(name)
+
+
 def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0))
 
 
 def test_a_run_goes_on_without_its_driver_and_is_read_from_its_beginning(cluster: str, tmp_path: Path) -> None:
     all_cpus = free_cpus()
-    program = Program(tmp_path, "alone", cluster)
-    program.kill()
-    trainer = raysgd.Trainer.attach("alone")
+    program, trainer = left_alone(tmp_path, "alone", cluster)
     first = trainer.status()
     assert (first.state, first.world_size, first.num_failures) == ("running", 2, 0)
     assert until(lambda: trainer.status().iteration > first.iteration + 10, PATIENCE_S), "it does not go on"
@@ -155,19 +160,18 @@ def test_a_run_goes_on_without_its_driver_and_is_read_from_its_beginning(cluster
     assert {int(pid) for _, pid in logged}.isdisjoint({program.process.pid, os.getpid()})
     assert until(lambda: free_cpus() == all_cpus, PATIENCE_S), "its workers are held when it is over"
     again = raysgd.Trainer.attach("alone")
-    assert (again.status().state, again.status().iteration) == ("done", returned[0][0])
-    assert again.stream().get_returns() == returned
     last = again.get_last_checkpoint()
     assert last is not None and last.load()["step"] == returned[0][0] - 1
+    assert again.run_dir == stream.run_dir
+    assert (again.status().state, again.status().iteration) == ("done", returned[0][0])
+    assert again.stream().get_returns() == returned
     again.shutdown()
     with pytest.raises(UsageError, match="no detached Trainer 'alone' is in this cluster"):
         raysgd.Trainer.attach("alone")
 
 
 def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
-    program = Program(tmp_path, "twice", cluster)
-    program.kill()
-    trainer = raysgd.Trainer.attach("twice")
+    program, trainer = left_alone(tmp_path, "twice", cluster)
     stream = trainer.stream()
     next(stream)
     os.kill(controller_pid(), signal.SIGKILL)
@@ -189,9 +193,7 @@ def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
 
 def test_it_rests_and_goes_on_and_is_ended(cluster: str, tmp_path: Path) -> None:
     all_cpus = free_cpus()
-    program = Program(tmp_path, "rests", cluster)
-    program.kill()
-    trainer = raysgd.Trainer.attach("rests")
+    _, trainer = left_alone(tmp_path, "rests", cluster)
     stream = trainer.stream()
     paused = trainer.pause()
     assert (paused.state, paused.world_size) == ("paused", 0)
