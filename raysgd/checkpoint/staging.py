@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import time
 import weakref
 from typing import Any, final
 
@@ -66,6 +67,9 @@ class StagingPool:
     """A fixed number of buffers, reused. Thread-safe.
 
     Waiting in `acquire` is the back-pressure of checkpoints: training may be ahead of storage by the pool and no more.
+
+    Attributes:
+        waited_s: Seconds that calls of `acquire` have waited in all.
     """
 
     def __init__(self, num_buffers: int = 2, max_pending_bytes: int = 4 << 30) -> None:
@@ -76,6 +80,7 @@ class StagingPool:
         """
         if num_buffers < 1 or max_pending_bytes < 1:
             raise ConfigError(f"StagingPool({num_buffers=}, {max_pending_bytes=}) holds nothing; give values >= 1.")
+        self.waited_s = 0.0
         self._num_buffers = num_buffers
         self._free: list[StagingBuffer] = []
         # Weak: an exception injected into the training thread can lose a buffer between two lines; the pool then makes
@@ -98,9 +103,11 @@ class StagingPool:
         """
         with self._changed:
             while not self._has_room(num_bytes):
+                began = time.monotonic()
                 # Woken by release and close. The timeout is for an exception injected into this thread, which lands
                 # only when the thread runs Python code.
                 self._changed.wait(_WAKE_S)
+                self.waited_s += time.monotonic() - began
             buffer = self._take(self._best_fit(num_bytes))
             buffer.num_bytes = num_bytes
             self._pinned = pinned

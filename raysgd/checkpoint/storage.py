@@ -6,9 +6,10 @@ Knows nothing of checkpoints; the layout of those is in `raysgd.checkpoint.store
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeVar, final
 
 from raysgd.checkpoint import user_files
@@ -46,6 +47,7 @@ class Storage:
         self.is_local = local is not None
         self._fs = None if self.is_local else fs
         self._retry = retry or Retry()
+        self._on_chunk: Callable[[], None] | None = None
         self._files: Files = ArrowFiles(fs, base_path) if local is None else LocalFiles(os.path.abspath(local))
         self.uri = self._files.root if self.is_local else (uri or f"{fs.type_name}://{base_path}")
 
@@ -87,6 +89,12 @@ class Storage:
         """The same folder, where transient failures are met in another way."""
         return Storage(self._fs, self._files.root, uri=self.uri, retry=retry)
 
+    def telling(self, on_chunk: Callable[[], None]) -> Storage:
+        """The same folder; ``on_chunk`` is called before each try to write a file, and before each chunk of it."""
+        folder = copy.copy(self)
+        folder._on_chunk = on_chunk
+        return folder
+
     def path_of(self, name: str) -> str:
         """Path or URI of a file, for messages and for local readers."""
         folder = self.uri if self.is_local else self.uri.partition("?")[0]
@@ -104,7 +112,7 @@ class Storage:
             chunks: Gives the chunks from the start; called again for each retry. A chunk stays unchanged for the call.
             atomic: As for `write_bytes`.
         """
-        return self._run("write", name, lambda path: self._files.write(path, chunks(), atomic=atomic))
+        return self._run("write", name, lambda path: self._files.write(path, self._told(chunks()), atomic=atomic))
 
     def read_bytes(self, name: str, max_bytes: int | None = None) -> bytes:
         """The content of a file; CheckpointCorruptError where it is larger than ``max_bytes``."""
@@ -175,6 +183,12 @@ class Storage:
         """Copy files to a local folder, under their names; CheckpointCorruptError where one is not as listed."""
         user_files.fetch_tree(self, entries, local_dir, verify=verify)
 
+    def _told(self, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+        if self._on_chunk is None:
+            return chunks
+        self._on_chunk()
+        return _telling(chunks, self._on_chunk)
+
     def _run(self, operation: str, name: str, function: Callable[[str], T]) -> T:
         if name:
             check_relative_path(name, "file")
@@ -203,3 +217,9 @@ def _read_all(stream: BinaryIO, limit: int | None) -> bytes:
         parts.append(part)
         left = None if left is None else left - len(part)
     return b"".join(parts)
+
+
+def _telling(chunks: Iterable[Chunk], on_chunk: Callable[[], None]) -> Iterator[Chunk]:
+    for chunk in chunks:
+        on_chunk()
+        yield chunk

@@ -72,6 +72,10 @@ class Stopwatch:
         self._depth = 0
         self._began = 0.0
 
+    @property
+    def is_running(self) -> bool:
+        return self._depth > 0
+
     def __enter__(self) -> None:
         if get_ident() == self.thread:
             if not self._depth:
@@ -92,9 +96,11 @@ class Stopwatch:
 class Progress:
     """The session calls of one attempt. The training thread marks, others read: each reads or writes one attribute.
 
+    A thread that writes checkpoints tells of itself too, by `wrote`.
+
     Attributes:
         data: Runs while a batch is read.
-        checkpoint: Runs in ``save_checkpoint``.
+        checkpoint: Runs in ``save_checkpoint``, which waits for storage that is slower than saves are made.
         waiting: Runs while the rank is known to wait for others.
     """
 
@@ -102,7 +108,7 @@ class Progress:
         self.data, self.checkpoint, self.waiting = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
         self._clock = clock
         self._calls = 0
-        self._entered_at = self._marked_at = clock()
+        self._entered_at = self._marked_at = self._wrote_at = clock()
         self._longest_pause_s = 0.0
         self._phase = ""
         self._num_reports = 0
@@ -136,8 +142,14 @@ class Progress:
             # In one piece, so that who reads it meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
 
+    def wrote(self) -> None:
+        """Storage has taken a piece of a checkpoint, or was tried again; called from any thread."""
+        self._wrote_at = self._clock()
+
     def pulse(self, *, is_inside: bool, has_gpu: bool = False) -> Pulse:
         """How it stands now."""
-        idle_s = self._clock() - self._marked_at
+        # Who waits for storage moves as storage does.
+        since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
+        idle_s = self._clock() - since
         spent = Spent(*self._spent)
         return Pulse(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, spent, has_gpu)

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointNotFoundError, StorageError
-from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+from raysgd.session.events import PartFailed, PartSafe, Warned, WorkerEvent
 from raysgd.session.holding import Job, Payloads
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.snapshot import StagingPool
+    from raysgd.checkpoint.storage import Storage
+
+#: Seconds for which one save waits before that is told.
+LONG_WAIT_S = 10.0
 
 
 class CheckpointWriter:
@@ -32,6 +36,9 @@ class CheckpointWriter:
         put: Where events go; called from all threads.
         is_held: Whether each snapshot goes into the cluster's memory as well, by way of `payloads`.
         stored_every: Of the checkpoints those go to storage whose numbers are multiples of it.
+
+    Attributes:
+        on_chunk: Called whenever a file, or another piece of one, goes to storage, in the thread that writes it.
     """
 
     def __init__(
@@ -52,15 +59,19 @@ class CheckpointWriter:
         self._pool = pool
         self._put = put
         self._stored_every = stored_every
+        self.on_chunk: Callable[[], None] = _nothing
         self._payloads = Payloads(put) if is_held else None
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._has_told = False
 
     def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
         """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use."""
         from raysgd.checkpoint.snapshot import take_snapshot  # NumPy: the controller imports this module without it
 
+        waited_s = self._pool.waited_s
         snapshot = take_snapshot(state, self._pool, trusted=trusted)
+        self._tell_of_wait(self._pool.waited_s - waited_s)
         is_stored = (self._first_number + call) % self._stored_every == 0
         job = Job(call, snapshot, rank_state, is_stored + (self._payloads is not None))
         if self._payloads is not None:
@@ -76,7 +87,7 @@ class CheckpointWriter:
         """
         source = os.path.abspath(os.fspath(path))
         try:
-            entries = self._store.directory(self._first_number + call).put_path(source, self._prefix)
+            entries = self._folder(call).put_path(source, self._prefix)
         except (StorageError, CheckpointNotFoundError) as error:
             if _is_of_source(error, source):
                 raise
@@ -105,6 +116,19 @@ class CheckpointWriter:
         if self._payloads is not None:
             self._payloads.close(wait=wait_held)
 
+    def _tell_of_wait(self, seconds: float) -> None:
+        if seconds >= LONG_WAIT_S and not self._has_told:
+            self._has_told = True
+            self._put(
+                Warned(
+                    f"save_checkpoint waited {seconds:.0f} s for the checkpoints before it to be written: storage is slower "
+                    "than they are made. Save less often, or give CheckpointConfig(memory_only_between=n)."
+                )
+            )
+
+    def _folder(self, call: int) -> Storage:
+        return self._store.directory(self._first_number + call).telling(self.on_chunk)
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="raysgd-checkpoint-writer", daemon=True)
@@ -113,7 +137,7 @@ class CheckpointWriter:
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                entries = job.snapshot.write(self._store.directory(self._first_number + job.call), self._prefix)
+                entries = job.snapshot.write(self._folder(job.call), self._prefix)
                 files = tuple((entry.name, entry.size, entry.crc32) for entry in entries)
                 self._put(PartSafe(job.call, files, job.rank_state))
             except Exception as error:  # it must reach the controller, whatever it is
@@ -128,3 +152,7 @@ def _is_of_source(error: Exception, source: str) -> bool:
         return True
     name = getattr(error.__cause__, "filename", None)
     return isinstance(name, str) and (name == source or name.startswith(source + os.sep))
+
+
+def _nothing() -> None:
+    pass

@@ -51,6 +51,9 @@ class Scene(Protocol):
     def slow_down(self, delay_s: float, steps: int) -> None:
         """Let this report and those after it last longer."""
 
+    def slow_writes(self, delay_s: float, times: int) -> None:
+        """Let this write and those after it last longer."""
+
     def fail_writes(self, error: int, times: int, for_s: float | None) -> None:
         """Let this write and those after it fail with an errno."""
 

@@ -143,17 +143,17 @@ class OutOfMemory(Fault):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Slow(Fault):
-    """Each step of the rank lasts longer.
+    """Each step of the rank lasts longer; in the phase ``"write"`` instead each file of a checkpoint that it writes.
 
     Attributes:
-        delay_s: Seconds that are added to a step.
-        steps: How many steps are slow.
+        delay_s: Seconds that are added to a step, or to a file.
+        steps: How many of them are slow.
     """
 
     delay_s: float = 1.0
     steps: int = 1
 
-    phases = frozenset({"report"})
+    phases = frozenset({"report", "write"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,10 @@ class Slow(Fault):
         check_count("Slow(steps)", self.steps, minimum=1)
 
     def act(self, scene: Scene) -> None:
-        scene.slow_down(self.delay_s, self.steps)
+        if self.where in IN_WRITER:
+            scene.slow_writes(self.delay_s, self.steps)
+        else:
+            scene.slow_down(self.delay_s, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

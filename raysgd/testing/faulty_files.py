@@ -28,6 +28,7 @@ class FaultyStore:
         self._error = 0
         self._times = 0
         self._until = 0.0
+        self._delays: list[float] = []
 
     def directory(self, number: int) -> Storage:
         folder = self._store.directory(number)
@@ -41,8 +42,16 @@ class FaultyStore:
             self._times = 0 if for_s is not None else times
             self._until = time.monotonic() + (for_s or 0)
 
+    def slow_down(self, delay_s: float, times: int) -> None:
+        """Let so many writes last longer by ``delay_s`` seconds."""
+        with self._lock:
+            self._delays += [delay_s] * times
+
     def check(self) -> None:
-        """Fail, if it is time to."""
+        """Wait, and fail, if it is time to."""
+        with self._lock:
+            delay_s = self._delays.pop() if self._delays else 0.0
+        time.sleep(delay_s)
         with self._lock:
             if self._times == 0 and time.monotonic() >= self._until:
                 return

@@ -184,6 +184,9 @@ class _Scene:
     def slow_down(self, delay_s: float, steps: int) -> None:
         self.injection._delays += [delay_s] * steps
 
+    def slow_writes(self, delay_s: float, times: int) -> None:
+        self.injection._files.slow_down(delay_s, times)
+
     def fail_writes(self, error: int, times: int, for_s: float | None) -> None:
         self.injection._files.fail(error, times, for_s)
 

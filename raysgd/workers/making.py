@@ -77,6 +77,7 @@ def make_attempt(
         attempt=order.attempt,
         iterations_before=order.iterations_before,
     )
+    writer.on_chunk = session.progress.wrote
     return Attempt(
         run,
         order,

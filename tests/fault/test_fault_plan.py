@@ -253,6 +253,34 @@ def test_a_storage_that_is_away_for_a_while_is_waited_for(trainer: raysgd.Traine
     assert len(latest_run(trainer).checkpoints) == STEPS
 
 
+def test_storage_that_is_slow_is_waited_for_and_is_no_hang(ray_cluster: Any, tmp_path: Path) -> None:
+    """Reports go on while a checkpoint is written; who is ahead by two saves waits, longer than a rank may hang."""
+    failure = raysgd.FailureConfig(progress_timeout_s=3, max_failures=0)
+    with make_trainer(tmp_path, failure=failure) as trainer:
+        plan = FaultPlan([Slow(rank=0, phase="write", delay_s=2, steps=4)])  # two checkpoints of two files
+        ahead = trainer.run(plan.wrap(saves_arrays), {}, callbacks=quiet())
+        plan.assert_all_fired()
+        check(trainer)
+        assert actions(trainer) == []
+        assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints] == list(range(5))
+        assert ahead[0] == 0, "training waited for the write of its first checkpoint"
+        assert ahead[3] >= 1, "more than two were waiting"
+
+
+def saves_arrays(config: dict[str, Any]) -> list[int]:
+    """For each save, how many before it were on storage when it came back."""
+    import numpy as np
+
+    written = []
+    for step in range(5):
+        raysgd.report(step=step)
+        raysgd.save_checkpoint({"step": step, "weights": np.full(1000, step)})
+        raysgd.barrier()
+        latest = raysgd.load_checkpoint()
+        written.append(0 if latest is None else latest["step"] + 1)
+    return written
+
+
 @pytest.mark.parametrize(
     "fault",
     [BitFlip(rank=1, checkpoint=2), TornWrite(checkpoint=2, phase="committed"), TornWrite(checkpoint=2)],

@@ -82,6 +82,21 @@ def test_other_threads_count_for_nothing() -> None:
     assert progress.data.seconds == 1.0, "the thread that enters train_func is the one that counts"
 
 
+def test_who_waits_for_storage_moves_as_storage_does() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    progress.enter()
+    progress.mark("save_checkpoint")
+    with progress.checkpoint:
+        clock.now += 30
+        progress.wrote()
+        clock.now += 5
+        assert progress.pulse(is_inside=True).idle_s == 5
+        clock.now += 60
+        assert progress.pulse(is_inside=True).idle_s == 65, "storage that takes nothing any more"
+    assert progress.pulse(is_inside=True).idle_s == 95, "writing behind train_func's back is no progress of its own"
+
+
 class Slow:
     """A map-style dataset."""
 

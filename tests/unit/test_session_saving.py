@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from raysgd.checkpoint.local_files import LocalFiles
 from raysgd.checkpoint.retry import Retry
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointNotFoundError, StorageError
-from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
+from raysgd.session.events import PartFailed, PartSafe, Warned, WorkerEvent
 from raysgd.session.saving import CheckpointWriter
 
 
@@ -71,3 +75,34 @@ def test_a_source_that_cannot_be_read_is_the_callers_mistake(
     with pytest.raises(StorageError, match="Permission denied"):
         saver.writer.save_files(0, source, {})
     assert saver.told == []
+
+
+def test_each_try_and_each_piece_that_goes_to_storage_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = LocalFiles.write, []
+
+    def fail_once(files: LocalFiles, name: str, chunks: Iterable[bytes], *, atomic: bool) -> tuple[int, int]:
+        size = write(files, name, chunks, atomic=atomic)
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+        return size
+
+    monkeypatch.setattr(LocalFiles, "write", fail_once)
+    told = []
+    storage = Storage.from_uri(tmp_path, retry=Retry(sleep=lambda _: None)).telling(lambda: told.append(len(calls)))
+    storage.write_chunks("file", lambda: [b"1", b"2", b"3"])
+    assert told == [0] * 4 + [1] * 4
+
+
+def test_a_save_that_waits_long_for_storage_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.session.saving.LONG_WAIT_S", 0.1)
+    saver, state = Saver(tmp_path), {"weights": np.ones(1000)}
+    saver.writer.on_chunk = lambda: time.sleep(0.3)
+    for call in range(6):
+        saver.writer.save(call, state, {}, trusted=False)
+    saver.writer.close()
+    (text,) = [event.message for event in saver.told if isinstance(event, Warned)]
+    assert "storage is slower than they are made" in text
+    assert len([event for event in saver.told if isinstance(event, PartSafe)]) == 6

@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,10 @@ def test_writes_fail_as_often_as_they_are_to(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(StorageError):
             folder.write_bytes("d", data)
+
+    began = time.monotonic()
+    store = FaultyStore(CheckpointStore(Storage.from_uri(tmp_path)), lambda *where: None)
+    store.slow_down(0.2, 2)
+    for _ in range(3):
+        store.directory(4).write_bytes("e", data)
+    assert time.monotonic() - began >= 0.4
