@@ -2,6 +2,9 @@
 
 What train_func returns arrives as if it had been called directly: the backend's reducers unwrap models and bring tensors
 to the CPU while they are pickled, wherever in the value they sit.
+
+cloudpickle is the one that users know (``cloudpickle.register_pickle_by_value``). Ray brings a copy of its own, which is
+told how references to objects are pickled with their owner: what an `ObjectRef` of the user's is asked for hangs without.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
+import ray.cloudpickle
 
 from raysgd.errors import SerializationError
 
@@ -23,8 +27,12 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, reducers: Reducers) -> None:
         super().__init__(file, protocol=5)
         self._reducers = tuple(reducers.items())
+        own = super().dispatch_table
+        self._of_ray = {kind: how for kind, how in ray.cloudpickle.CloudPickler.dispatch.items() if kind not in own}
 
     def reducer_override(self, obj: Any) -> Any:
+        if (reduce := self._of_ray.get(type(obj))) is not None:
+            return reduce(obj)
         for kind, reduce in self._reducers:
             if isinstance(obj, kind):
                 return reduce(obj)

@@ -1,0 +1,112 @@
+"""Ray's global control service (GCS) dies under a run: training needs it no more than to start processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raysgd
+from raysgd.testing import ClusterState, check_history
+from support.cluster import start_ray
+from support.gcs import GlobalControlService, redis_server
+from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+travels_by_value(__name__)
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def gcs(_no_process_is_left: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlobalControlService]:
+    """That of a cluster of one node, with its state in Redis, so that another one can take over."""
+    with pytest.MonkeyPatch.context() as patch, redis_server(tmp_path_factory.mktemp("redis")) as address:
+        patch.setenv("RAY_REDIS_ADDRESS", address)
+        start_ray(num_cpus=4, include_dashboard=False, namespace="tests")
+        gcs = GlobalControlService()
+        yield gcs
+        left = ClusterState.empty().leftovers()
+        ray.shutdown()
+        gcs.kill()
+        assert not left, "; ".join(left)
+
+
+def steps(config: dict[str, Any]) -> int:
+    state = raysgd.load_checkpoint()
+    for step in range(0 if state is None else state["step"] + 1, STEPS):
+        raysgd.report(step=step, pid=os.getpid())
+        raysgd.save_checkpoint({"step": step})
+        raysgd.barrier()
+        time.sleep(0.1)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("a_worker_dies", [False, True], ids=["alone", "with a worker"])
+def test_a_run_goes_on_while_another_one_is_started(
+    gcs: GlobalControlService, tmp_path: Path, a_worker_dies: bool
+) -> None:
+    with make_trainer(tmp_path) as trainer:
+        stream = trainer.run_generator(steps, {}, callbacks=quiet(), returns="all")
+        results = []
+        for result in stream:
+            results.append(result)
+            if len(results) == 5:
+                gcs.kill()
+                if a_worker_dies:
+                    os.kill(result.workers[1]["pid"], signal.SIGKILL)
+            if len(results) == (5 if a_worker_dies else 15):
+                gcs.start()
+        first, last = results[0], results[-1]
+        assert last["step"] == STEPS - 1
+        assert len(events_of(trainer, "failure")) == last["attempt"] - 1 == int(a_worker_dies)
+        assert last.workers[0]["pid"] == first.workers[0]["pid"]
+        assert (last.workers[1]["pid"] == first.workers[1]["pid"]) is not a_worker_dies
+        check_history(str(trainer.run_dir), within_s=PATIENCE_S)
+        again = trainer.run(steps, {}, callbacks=quiet(), returns="all")
+        assert again == [metrics["pid"] for metrics in last.workers]
+
+
+#: Its arguments: storage path, and the file that says how far the driver has read.
+PROGRAM = """
+    import sys
+    import ray
+    import raysgd
+    from support.gcs import GlobalControlService
+    from fault.test_gcs_death import STEPS, steps
+
+    storage, file = sys.argv[1:]
+    ray.init(address="local", num_cpus=3, include_dashboard=False)
+    run = raysgd.RunConfig(storage_path=storage)
+    trainer = raysgd.Trainer(2, backend="none", run=run)
+    for result in trainer.run_generator(steps, {}, callbacks=[]):
+        if result["step"] == 5:
+            GlobalControlService().kill()
+        with open(file, "a") as written:
+            print(result["step"], file=written)
+"""
+
+
+def test_of_one_that_is_lost_for_good_the_results_come_and_are_on_storage(tmp_path: Path) -> None:
+    """Ray ends all processes of the cluster, and the driver, a minute after; set to a quarter of that here."""
+    file = tmp_path / "read"
+    environment = os.environ | {
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])]),
+    }
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "runs"), str(file)]
+    driver = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert file.read_text().split() == [str(step) for step in range(STEPS)]
+    assert "Failed to connect to GCS" in driver.stderr, "it was not Ray who ended the driver"
+    (run_dir,) = (tmp_path / "runs").glob("*/run_001")
+    check_history(str(run_dir), within_s=PATIENCE_S)
+    assert raysgd.load_run(run_dir).checkpoints[-1].load()["step"] == STEPS - 1

