@@ -33,8 +33,10 @@ def _free_port() -> int:
 @pytest.fixture(scope="module")
 def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of one node, by the address that takes jobs."""
-    gcs, dashboard, client = _free_port(), _free_port(), _free_port()
-    options = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--num-cpus=4"]
+    ports = {
+        f"--{name}port": _free_port() for name in ("", "dashboard-", "ray-client-server-", "dashboard-agent-listen-")
+    }
+    options = [*(f"{option}={port}" for option, port in ports.items()), "--num-cpus=4"]
     # Short, as the names of Ray's sockets are made of it.
     folder = tmp_path_factory.mktemp("r")
     log = folder / "ray_start.log"
@@ -47,7 +49,7 @@ def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         up = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 90)
         assert up and head.poll() is None, log.read_text()[-4000:]
-        yield f"http://127.0.0.1:{dashboard}"
+        yield f"http://127.0.0.1:{ports['--dashboard-port']}"
     finally:
         head.send_signal(signal.SIGTERM)
         head.wait(30)
