@@ -4,6 +4,7 @@
   `Hang`, `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`,
   `KillDriver`, `RemoveNode`.
 - `check_history` tells whether the files of a run keep raysgd's promises, `check_cluster` whether anything was left behind.
+- `raysgd.testing.simulation` is the TrainerActor's state machine with a fake clock and fake workers.
 - `raysgd.testing.callback_suite` is the suite that callbacks must pass. It needs pytest where it is used.
 """
 

@@ -15,7 +15,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.controller.commits import CheckpointCollector
 from raysgd.controller.shelf import Shelf, Start
 from raysgd.session.events import PartSafe, Scored
-from support.stepping import part, saved, uri_of
+from raysgd.testing.simulation import part, saved, uri_of
 
 
 def collector(

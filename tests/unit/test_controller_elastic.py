@@ -13,10 +13,10 @@ from raysgd.controller import commands as c
 from raysgd.controller.savepoint import AGAIN_S, REACH_S
 from raysgd.controller.scaling_policy import FLAP_S, MAX_PAUSE_S, MIN_PAUSE_S, SETTLE_S, ScalingPolicy
 from raysgd.session import events as e
-from support.stepping import Stepper, finish, kill, part, running, saved, uri_of
+from raysgd.testing.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
 
 
-def agreed(num_ranks: int = 2, **settings: Any) -> Stepper:
+def agreed(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
     """A run whose ranks are agreeing on a save, as a newcomer is up."""
     run = running(num_ranks, **settings)
     run.feed(c.NewcomerUp())
@@ -25,12 +25,12 @@ def agreed(num_ranks: int = 2, **settings: Any) -> Stepper:
     return run
 
 
-def reach(run: Stepper, call: int = 0, *ranks: int) -> None:
+def reach(run: SimulatedRun, call: int = 0, *ranks: int) -> None:
     for rank in ranks or range(run.num_ranks):
         run.say(rank, e.AtSavePoint(call))
 
 
-def ended(run: Stepper) -> list[str]:
+def ended(run: SimulatedRun) -> list[str]:
     return [command.why for command in run.all_of(c.EndRanks)]
 
 
@@ -63,7 +63,7 @@ def test_newcomers_that_come_together_are_taken_in_together() -> None:
 
 
 def test_one_who_came_while_the_group_formed_is_not_forgotten() -> None:
-    run = Stepper(2)
+    run = SimulatedRun(2)
     run.feed(c.NewcomerUp())
     run.feed(c.GroupReady(("a", "b"), num_newcomers=1))
     for rank in range(2):
@@ -73,7 +73,7 @@ def test_one_who_came_while_the_group_formed_is_not_forgotten() -> None:
 
 
 def test_one_who_was_taken_in_while_the_group_formed_is_not_waited_for() -> None:
-    run = Stepper(2)
+    run = SimulatedRun(2)
     run.feed(c.NewcomerUp())
     run.ready()
     run.advance(SETTLE_S)

@@ -19,10 +19,21 @@ from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
-from support.histories import history_of
-from support.restarts import past_of_run
-from support.simulated import GONE, Attempt, Rank
-from support.stepping import RETURNED, Stepper, broken, failed, part, reports, saved, uri_of
+from raysgd.testing.simulation import (
+    GONE,
+    RETURNED,
+    SimulatedAttempt,
+    SimulatedRank,
+    SimulatedRun,
+    broken,
+    failed,
+    history_of,
+    part,
+    past_of_run,
+    reports,
+    saved,
+    uri_of,
+)
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
 RANKS = st.integers(0, 2)  # taken modulo the number of ranks that are meant
@@ -62,7 +73,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_to_keep = num_to_keep
         self.on_write_error = on_write_error
         self.start = start
-        self.attempts: list[Attempt] = []
+        self.attempts: list[SimulatedAttempt] = []
         self.merger = RoundMerger()
         self.results: list[Result] = []
         self.num_prepared = 0
@@ -76,7 +87,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.is_to_rest = False
         self.manifests: dict[int, Manifest] = {}  # of all commits, as they are by now
         self.is_over = False
-        self.run = Stepper(
+        self.run = SimulatedRun(
             num_ranks,
             start=start,
             failure=FailureConfig(max_failures=max_failures),
@@ -340,7 +351,7 @@ class RunFuzz(RuleBasedStateMachine):
             assert outcome.kind == "done"
 
     @staticmethod
-    def _check_cause(last: Attempt, cause: e.Failed) -> None:
+    def _check_cause(last: SimulatedAttempt, cause: e.Failed) -> None:
         own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
         assert cause.in_collective is False or not own
         assert not own or cause is own[0]  # they are in the order of arrival
@@ -386,7 +397,7 @@ class RunFuzz(RuleBasedStateMachine):
         else:
             assert (command.checkpoint, command.iterations_before) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
-        self.attempts.append(Attempt(command, [Rank(number) for number in range(self.run.num_ranks)]))
+        self.attempts.append(SimulatedAttempt(command, [SimulatedRank(number) for number in range(self.run.num_ranks)]))
         for rank in self.attempts[-1].ranks:
             rank.outbox.append(e.Entered(self.run.now))
 
@@ -501,35 +512,35 @@ class RunFuzz(RuleBasedStateMachine):
         """Attempts in which a rank was seen to enter train_func."""
         return sum(attempt.is_entered for attempt in self.attempts)
 
-    def _ranks(self) -> list[Rank]:
+    def _ranks(self) -> list[SimulatedRank]:
         return self.attempts[-1].ranks if self.attempts else []
 
-    def _inside(self) -> list[Rank]:
+    def _inside(self) -> list[SimulatedRank]:
         return [rank for rank in self._ranks() if not rank.has_left]
 
-    def _acting(self) -> list[Rank]:
+    def _acting(self) -> list[SimulatedRank]:
         """Those in train_func's own code."""
         return [rank for rank in self._inside() if not rank.waits]
 
-    def _leaving(self) -> list[Rank]:
+    def _leaving(self) -> list[SimulatedRank]:
         """Those who may leave: they have been told to, or have not been asked to wait."""
         return [rank for rank in self._inside() if rank.is_told or not rank.waits]
 
-    def _alive(self) -> list[Rank]:
+    def _alive(self) -> list[SimulatedRank]:
         """Those whose process could still die before its stream has ended."""
         return [rank for rank in self._ranks() if rank.died is None and (not rank.has_left or rank.outbox)]
 
-    def _writing(self) -> list[Rank]:
+    def _writing(self) -> list[SimulatedRank]:
         return [rank for rank in self._inside() if rank.unwritten]
 
-    def _talking(self) -> list[Rank]:
+    def _talking(self) -> list[SimulatedRank]:
         return [rank for rank in self._ranks() if rank.outbox]
 
     @staticmethod
-    def _one_of(ranks: list[Rank], index: int) -> Rank:
+    def _one_of(ranks: list[SimulatedRank], index: int) -> SimulatedRank:
         return ranks[index % len(ranks)]
 
-    def _save(self, rank: Rank, is_written: bool) -> None:
+    def _save(self, rank: SimulatedRank, is_written: bool) -> None:
         if rank.last_save is not None and rank.num_calls > rank.last_save:
             return  # it waits at the beginning of the call
         call, rank.num_calls = rank.num_calls, rank.num_calls + 1
@@ -558,31 +569,15 @@ class RunFuzz(RuleBasedStateMachine):
         if first and max(made) > min(first) + 1:
             self.happened.add("one-sided")
 
-    def _deliver(self, rank: Rank) -> None:
+    def _deliver(self, rank: SimulatedRank) -> None:
         attempt, item = self.attempts[-1], rank.outbox.popleft()
         if item is GONE:
             attempt.gone.add(rank.number)
             self.run.gone(rank.number, rank.died)
         else:
-            self._note(attempt, rank.number, item)
+            attempt.note(rank.number, item)
             self.run.say(rank.number, item)
         self._check()
-
-    def _note(self, attempt: Attempt, number: int, event: e.WorkerEvent) -> None:
-        match event:
-            case e.Entered():
-                attempt.is_entered = True
-            case e.Saved():
-                attempt.saved.setdefault(event.call, {})[number] = event
-            case e.PartSafe():
-                attempt.safe.setdefault(event.call, set()).add(number)
-            case e.Returned():
-                attempt.returned.add(number)
-                attempt.saw_stop = attempt.saw_stop or event.saw_stop
-            case e.Preempted():
-                attempt.preempted.add(number)
-            case e.Failed():
-                attempt.raised[number] = event
 
     def _answer(self, succeeds: bool) -> None:
         manifest = self.in_flight.pop(0).manifest

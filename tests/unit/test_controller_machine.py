@@ -13,14 +13,26 @@ from raysgd.controller.shelf import Start
 from raysgd.controller.states import Running
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
-from support.histories import history_of
-from support.stepping import RETURNED, Stepper, broken, failed, finish, kill, part, reports, running, saved, uri_of
+from raysgd.testing.simulation import (
+    RETURNED,
+    SimulatedRun,
+    broken,
+    failed,
+    finish,
+    history_of,
+    kill,
+    part,
+    reports,
+    running,
+    saved,
+    uri_of,
+)
 
 # -- the happy path ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_prepares_enters_runs_and_closes() -> None:
-    run = Stepper()
+    run = SimulatedRun()
     assert run.told == [c.PrepareGroup(1)]
     run.ready()
     assert isinstance(run.machine.state, Running)
@@ -93,14 +105,14 @@ def test_what_workers_have_to_say_beside_training_is_noted() -> None:
 
 
 def test_workers_that_can_never_be_had_end_the_run_with_that_error() -> None:
-    run = Stepper()
+    run = SimulatedRun()
     run.feed(c.GroupFailed("InfeasibleError", "needs 4 GPU", can_retry=False))
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.error_type, run.outcome.message) == ("InfeasibleError", "needs 4 GPU")
 
 
 def test_a_worker_that_dies_while_starting_is_a_failure_like_any_other() -> None:
-    run = Stepper(failure=FailureConfig(max_failures=1))
+    run = SimulatedRun(failure=FailureConfig(max_failures=1))
     died = c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True, ranks=(1,))
     run.feed(died)
     run.advance(PAUSE_S)
@@ -111,7 +123,7 @@ def test_a_worker_that_dies_while_starting_is_a_failure_like_any_other() -> None
 
 
 def test_starts_that_fail_are_tried_again_after_pauses_that_grow() -> None:
-    run = Stepper(failure=FailureConfig(max_failures=-1))
+    run = SimulatedRun(failure=FailureConfig(max_failures=-1))
     for number in range(2, 12):
         run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
         pause_s = run.all_of(c.SetTimer)[-1].delay_s
@@ -129,7 +141,7 @@ def test_starts_that_fail_are_tried_again_after_pauses_that_grow() -> None:
 
 
 def test_a_group_that_did_not_form_leaves_its_number_to_the_next() -> None:
-    run = Stepper(2)
+    run = SimulatedRun(2)
     run.ready(enters=False)
     for rank in range(2):
         run.leave(rank, failed("timed out", in_setup=True))
@@ -143,7 +155,7 @@ def test_a_group_that_did_not_form_leaves_its_number_to_the_next() -> None:
 
 
 def test_one_rank_that_entered_takes_the_number() -> None:
-    run = Stepper(2)
+    run = SimulatedRun(2)
     run.ready(enters=False)
     run.say(1, e.Entered(1.0))
     kill(run)
@@ -153,7 +165,7 @@ def test_one_rank_that_entered_takes_the_number() -> None:
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_a_run_that_is_stopped_during_such_a_pause_asks_for_no_more_workers(cancel: bool) -> None:
-    run = Stepper()
+    run = SimulatedRun()
     run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
     run.stop(cancel=cancel)
     assert run.is_closed
@@ -187,7 +199,7 @@ def test_a_death_ends_the_attempt_on_the_survivors_and_enters_again_when_they_ha
 
 @pytest.mark.parametrize("max_failures", [0, 1, 3])
 def test_max_failures_allows_exactly_that_many_reentries(max_failures: int) -> None:
-    run = Stepper(failure=FailureConfig(max_failures=max_failures))
+    run = SimulatedRun(failure=FailureConfig(max_failures=max_failures))
     for _ in range(max_failures + 1):
         assert run.outcome is None
         run.ready()
@@ -199,7 +211,7 @@ def test_max_failures_allows_exactly_that_many_reentries(max_failures: int) -> N
 
 
 def test_a_run_that_needed_all_its_reentries_still_succeeds() -> None:
-    run = Stepper(failure=FailureConfig(max_failures=2))
+    run = SimulatedRun(failure=FailureConfig(max_failures=2))
     for _ in range(2):
         run.ready()
         kill(run)
@@ -209,7 +221,7 @@ def test_a_run_that_needed_all_its_reentries_still_succeeds() -> None:
 
 
 def test_max_failures_of_minus_one_is_no_limit() -> None:
-    run = Stepper(failure=FailureConfig(max_failures=-1))
+    run = SimulatedRun(failure=FailureConfig(max_failures=-1))
     for _ in range(20):
         run.ready()
         kill(run)
@@ -238,7 +250,7 @@ def test_the_error_says_so_where_there_is_no_checkpoint() -> None:
 
 
 def test_two_deaths_at_once_count_as_one() -> None:
-    run = Stepper(3, failure=FailureConfig(max_failures=1))
+    run = SimulatedRun(3, failure=FailureConfig(max_failures=1))
     run.ready()
     run.gone(0, "killed")
     run.advance(GATHER_S / 2)
@@ -253,7 +265,7 @@ def test_two_deaths_at_once_count_as_one() -> None:
 
 
 def test_a_death_while_the_survivors_are_leaving_belongs_to_the_same_failure() -> None:
-    run = Stepper(3, failure=FailureConfig(max_failures=1))
+    run = SimulatedRun(3, failure=FailureConfig(max_failures=1))
     run.ready()
     run.gone(0, "killed")
     run.advance(GATHER_S)

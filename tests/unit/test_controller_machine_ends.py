@@ -11,7 +11,19 @@ from raysgd.controller.moves import GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.states import Closing, Ending, Preparing, has_ended_well
 from raysgd.session import events as e
-from support.stepping import RETURNED, Stepper, broken, failed, finish, kill, part, reports, running, saved, uri_of
+from raysgd.testing.simulation import (
+    RETURNED,
+    SimulatedRun,
+    broken,
+    failed,
+    finish,
+    kill,
+    part,
+    reports,
+    running,
+    saved,
+    uri_of,
+)
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
@@ -106,7 +118,7 @@ def test_an_exception_that_came_before_the_stop_is_raised() -> None:
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_stopping_before_the_workers_are_up_closes_at_once(cancel: bool) -> None:
-    run = Stepper()
+    run = SimulatedRun()
     run.stop(cancel=cancel)
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.kind, run.outcome.message) == ("cancelled" if cancel else "stopped", "enough")
@@ -141,7 +153,7 @@ def test_a_run_that_is_stopped_between_two_attempts_keeps_the_rounds_up_to_its_c
 
 @pytest.mark.parametrize("state", ["preparing", "running", "ending"])
 def test_the_error_of_a_callback_ends_the_run_with_that_error(state: str) -> None:
-    run = Stepper() if state == "preparing" else running()
+    run = SimulatedRun() if state == "preparing" else running()
     if state == "ending":
         run.gone(1, "killed")
     error = failed("the logger's server is gone")
@@ -376,7 +388,7 @@ def test_a_score_that_comes_while_its_checkpoint_is_being_written_is_not_lost() 
 # -- the rule of save_checkpoint ---------------------------------------------------------------------------------------
 
 
-def broken_rule(run: Stepper) -> str:
+def broken_rule(run: SimulatedRun) -> str:
     """The run ends for a rule that was broken; returns which, as the user is told."""
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.error_type == "CheckpointError"
@@ -422,7 +434,7 @@ def test_a_save_that_some_ranks_never_made_is_noticed_at_the_end() -> None:
 # -- what the readers make of it ---------------------------------------------------------------------------------------
 
 
-def iterations(run: Stepper) -> list[tuple[int, int, tuple[int, ...]]]:
+def iterations(run: SimulatedRun) -> list[tuple[int, int, tuple[int, ...]]]:
     """Iteration, attempt and ranks of each result a reader of the run gets."""
     merger = RoundMerger()
     return [

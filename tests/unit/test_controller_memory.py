@@ -13,19 +13,19 @@ from raysgd.config import CheckpointConfig
 from raysgd.controller import commands as c
 from raysgd.controller.held import HeldParts
 from raysgd.session import events as e
-from support.stepping import Stepper, failed, finish, kill, part, reports, running, saved, uri_of
+from raysgd.testing.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
 
 MEMORY_ALONE = CheckpointConfig(memory_only_between=100)
 
 
-def hold(run: Stepper, call: int = 0, made: int = 1, **flags: Any) -> None:
+def hold(run: SimulatedRun, call: int = 0, made: int = 1, **flags: Any) -> None:
     """All ranks save; rank 0's state, or everybody's, is taken into memory."""
     for rank in range(run.num_ranks):
         gives = rank == 0 or flags.get("all_ranks", False)
         run.say(rank, saved(call, made, **flags), e.PartHeld(call, 10, {"n": rank}) if gives else part(call))
 
 
-def store(run: Stepper) -> None:
+def store(run: SimulatedRun) -> None:
     """What was to be written from memory is written."""
     for command in run.all_of(c.StoreHeld):
         run.feed(c.HeldStored(command.manifest))

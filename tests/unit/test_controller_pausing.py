@@ -9,14 +9,14 @@ from raysgd.controller import commands as c
 from raysgd.controller.moves import GATHER_S
 from raysgd.controller.states import Paused
 from raysgd.session import events as e
-from support.stepping import RETURNED, Stepper, kill, part, reports, running, saved, uri_of
+from raysgd.testing.simulation import RETURNED, SimulatedRun, kill, part, reports, running, saved, uri_of
 
 
-def pause(run: Stepper) -> None:
+def pause(run: SimulatedRun) -> None:
     run.feed(c.PauseAsked())
 
 
-def reach(run: Stepper, call: int = 0) -> None:
+def reach(run: SimulatedRun, call: int = 0) -> None:
     """All ranks make a save, of which all leave, and leave."""
     run.save(call)
     run.commit()
@@ -26,7 +26,7 @@ def reach(run: Stepper, call: int = 0) -> None:
         run.leave(rank, e.Ended())
 
 
-def is_resting(run: Stepper) -> bool:
+def is_resting(run: SimulatedRun) -> bool:
     return isinstance(run.machine.state, Paused)
 
 
@@ -72,7 +72,7 @@ def test_it_may_rest_again_and_again() -> None:
 
 
 def test_before_the_workers_are_up_it_rests_at_once() -> None:
-    run = Stepper()
+    run = SimulatedRun()
     pause(run)
     assert is_resting(run) and len(run.all_of(c.ReleaseWorkers)) == 1
     assert not run.ready(), "workers that nobody waits for any more"

@@ -13,25 +13,25 @@ from raysgd.controller.preemption import LEAVE_S
 from raysgd.controller.savepoint import AGAIN_S
 from raysgd.controller.scaling_policy import SETTLE_S
 from raysgd.session import events as e
-from support.stepping import Stepper, broken, failed, finish, running, saved, uri_of
+from raysgd.testing.simulation import SimulatedRun, broken, failed, finish, running, saved, uri_of
 
 GRACE_S = FailureConfig().preemption_grace_s
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
 WHY = "rank 1 is preempted: SIGTERM"
 
 
-def preempted(num_ranks: int = 2, **settings: Any) -> Stepper:
+def preempted(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
     """A run in which nothing may fail, and rank 1 is preempted."""
     run = running(num_ranks, failure=FailureConfig(max_failures=0), **settings)
     run.say(1, e.Preempted("SIGTERM"))
     return run
 
 
-def killed(run: Stepper) -> list[tuple[int, ...]]:
+def killed(run: SimulatedRun) -> list[tuple[int, ...]]:
     return [command.ranks for command in run.all_of(c.KillRanks)]
 
 
-def goes_on(run: Stepper, checkpoint: str | None) -> bool:
+def goes_on(run: SimulatedRun, checkpoint: str | None) -> bool:
     """Whether the preempted worker was ended and the next attempt begins there, without a failure."""
     assert killed(run) == [(1,)] and run.notes("failure") == []
     assert run.all_of(c.PrepareGroup)[1:] == [c.PrepareGroup(2)]
@@ -211,7 +211,7 @@ def test_a_node_that_drains_says_how_long_it_has(within_s: float | None, after: 
 
 
 def test_a_group_whose_workers_obeyed_before_it_formed_is_had_again() -> None:
-    run = Stepper(2, failure=FailureConfig(max_failures=0))
+    run = SimulatedRun(2, failure=FailureConfig(max_failures=0))
     for _ in range(3):
         run.feed(c.GroupFailed("WorkerDiedError", "SIGTERM", True, (1,), is_announced=True))
         run.advance(5)

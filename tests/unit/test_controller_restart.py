@@ -11,13 +11,23 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.states import Paused
 from raysgd.session import events as e
-from support.restarts import past_of_run
-from support.stepping import Stepper, failed, finish, kill, part, reports, running, saved, uri_of
+from raysgd.testing.simulation import (
+    SimulatedRun,
+    failed,
+    finish,
+    kill,
+    part,
+    past_of_run,
+    reports,
+    running,
+    saved,
+    uri_of,
+)
 
 
-def restart(run: Stepper, **settings: object) -> Stepper:
+def restart(run: SimulatedRun, **settings: object) -> SimulatedRun:
     """The same run in another process."""
-    return Stepper(run.num_ranks, past=past_of_run(run), **settings)  # type: ignore[arg-type]
+    return SimulatedRun(run.num_ranks, past=past_of_run(run), **settings)  # type: ignore[arg-type]
 
 
 def test_it_goes_on_from_the_newest_checkpoint_as_the_next_attempt() -> None:
@@ -45,7 +55,7 @@ def test_without_a_checkpoint_it_begins_where_it_began() -> None:
 
 
 def test_before_the_first_attempt_it_begins() -> None:
-    again = restart(Stepper())
+    again = restart(SimulatedRun())
     again.advance(1)
     again.ready()
     assert again.entries[0].attempt == 1
@@ -89,7 +99,7 @@ def test_a_checkpoint_that_was_committed_and_not_told_of_is_told_of() -> None:
     run.save()
     (commit,) = run.unanswered()
     past = past_of_run(run, [commit.manifest])
-    again = Stepper(run.num_ranks, past=past)
+    again = SimulatedRun(run.num_ranks, past=past)
     (said,) = again.said(frames.CHECKPOINT)
     assert said.data["uri"] == uri_of(1)
     again.advance(1)
@@ -116,7 +126,7 @@ def test_what_is_to_be_kept_is_decided_anew_with_all_of_them() -> None:
 def test_no_number_is_given_twice_though_its_checkpoint_never_came_to_be() -> None:
     run = running()
     past = dataclasses.replace(past_of_run(run), last_number=7)
-    again = Stepper(2, past=past)
+    again = SimulatedRun(2, past=past)
     again.advance(1)
     again.ready()
     assert again.entries[0].first_number == 8
@@ -139,7 +149,7 @@ def test_a_run_that_rested_rests_on_and_has_not_failed() -> None:
 
 
 def test_one_that_had_been_woken_up_does_not() -> None:
-    run = Stepper()
+    run = SimulatedRun()
     run.feed(c.PauseAsked())
     run.feed(c.ResumeAsked())
     assert not isinstance(restart(run).machine.state, Paused)

@@ -15,7 +15,7 @@ from raysgd import errors
 from raysgd.controller.outcome import outcome_data, outcome_error
 from raysgd.controller.states import Outcome
 from raysgd.errors import AttemptEnded, RaySGDError, WorkerTraceback
-from support.stepping import failed
+from raysgd.testing.simulation import failed
 
 ALL = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, RaySGDError)]
 COPIES: list[Any] = [

@@ -24,8 +24,18 @@ from raysgd.controller.journal import Journal
 from raysgd.session import events as e
 from raysgd.testing.history import HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
-from support.histories import history_of
-from support.stepping import Stepper, broken, failed, finish, kill, part, reports, running, saved
+from raysgd.testing.simulation import (
+    SimulatedRun,
+    broken,
+    failed,
+    finish,
+    history_of,
+    kill,
+    part,
+    reports,
+    running,
+    saved,
+)
 
 Frames = list[Frame]
 
@@ -269,7 +279,7 @@ def test_an_attempt_that_was_left_for_another_group_needs_no_failure() -> None:
 
 
 def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
-    run = Stepper(2, failure=FailureConfig(max_failures=3))
+    run = SimulatedRun(2, failure=FailureConfig(max_failures=3))
     run.feed(GroupFailed("WorkerDiedError", "died early", can_retry=True, ranks=(0,)))
     run.advance(10)
     run.ready()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,62 +19,17 @@ from raysgd.controller.plan import RunPlan
 from raysgd.controller.shelf import Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
+from raysgd.testing.simulation.said import RETURNED, part, saved
 
 C = TypeVar("C", bound=c.Command)
 
 
 def uri_of(number: int) -> str:
+    """Where a checkpoint of a simulated run would be."""
     return f"/run/checkpoint_{number}"
 
 
-# -- what a worker says ------------------------------------------------------------------------------------------------
-
-
-def reports(first: int, count: int = 1, rows: list[Any] | None = None) -> e.Reports:
-    """Reports ``first`` to ``first + count - 1`` of a rank; each row has its number as the metric ``n``."""
-    made = [[float(n), float(n), {"n": n}] for n in range(first, first + count)] if rows is None else rows
-    return e.Reports(first, count, json.dumps(made).encode())
-
-
-def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = None, **flags: Any) -> e.Saved:
-    """The ``call``-th save of a rank, after ``reports`` reports."""
-    fields = {
-        "time_total_s": float(reports),
-        "all_ranks": False,
-        "is_files": False,
-        "trusted": False,
-        **flags,
-    }
-    return e.Saved(
-        call=call, reports=reports, metrics=None if metrics is None else json.dumps(metrics).encode(), **fields
-    )
-
-
-def part(call: int = 0, *files: str, consumed: int | None = None) -> e.PartSafe:
-    """The part of save ``call`` is on storage; its rank stood after so many rows of its dataset, where it has one."""
-    entries = tuple((name, 10, 1) for name in files)
-    if consumed is None:
-        return e.PartSafe(call, entries)
-    return e.PartSafe(call, entries, {"data": {"train": {"epoch": 2, "consumed": consumed, "num_rows": 100}}})
-
-
-def failed(text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool) -> e.Failed:
-    """An exception that train_func raised at ``at``; ``in_collective`` or ``in_setup`` where it was that."""
-    return e.Failed(b"pickle of " + text.encode(), type_name, text, f"Traceback: {text}", at, **flags)
-
-
-def broken(text: str = "connection closed by peer", at: float = 0.0) -> e.Failed:
-    """A collective that failed."""
-    return failed(text, at, type_name="builtins.RuntimeError", in_collective=True)
-
-
-RETURNED = e.Returned(b"value", 5)
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-class Stepper:
+class SimulatedRun:
     """A `RunMachine`, what it commanded so far, and its timers.
 
     Attributes:
@@ -222,14 +176,14 @@ class Stepper:
         return commands
 
 
-def running(num_ranks: int = 2, **settings: object) -> Stepper:
+def running(num_ranks: int = 2, **settings: object) -> SimulatedRun:
     """A run whose first attempt is under way."""
-    run = Stepper(num_ranks, **settings)  # type: ignore[arg-type]
+    run = SimulatedRun(num_ranks, **settings)  # type: ignore[arg-type]
     run.ready()
     return run
 
 
-def kill(run: Stepper, rank: int = 0) -> None:
+def kill(run: SimulatedRun, rank: int = 0) -> None:
     """A worker dies, the others leave, and the run goes on to what follows."""
     run.gone(rank, "killed")
     run.advance(GATHER_S)
@@ -237,7 +191,7 @@ def kill(run: Stepper, rank: int = 0) -> None:
         run.leave(other, e.Ended())
 
 
-def finish(run: Stepper) -> None:
+def finish(run: SimulatedRun) -> None:
     """All ranks return and what is to be written is written."""
     for rank in range(run.num_ranks):
         run.leave(rank)

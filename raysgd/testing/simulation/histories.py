@@ -13,7 +13,7 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.outcome import outcome_data
 from raysgd.testing.record import History, Stored
-from support.stepping import Stepper
+from raysgd.testing.simulation.stepping import SimulatedRun
 
 NODE = "node0"
 
@@ -35,13 +35,13 @@ class _Processes:
         self._pids.pop(rank, None)
 
 
-def history_of(run: Stepper, *, max_failures: int | None = None, within_s: float | None = None) -> History:
+def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
     """What `check_history` would read of a run whose machine was stepped by hand."""
     made = tuple(replace(frame, seq=seq) for seq, frame in enumerate(_frames(run)))
     return History(made, _stored(run), max_failures, within_s)
 
 
-def _frames(run: Stepper) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line or two a case)
+def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line or two a case)
     processes, attempt = _Processes(), 0
     yield _event("run_start", 0, {"name": "run_001", "run_dir": "/run"})
     for command in run.told:
@@ -77,7 +77,7 @@ def _event(kind: str, attempt: int, data: dict[str, Any]) -> Frame:
     return Frame(0, frames.EVENT, attempt, data={"kind": kind, "timestamp": 0.0, "data": data})
 
 
-def _stored(run: Stepper) -> dict[int, Stored]:
+def _stored(run: SimulatedRun) -> dict[int, Stored]:
     told = [say.data["number"] for say in run.said(frames.CHECKPOINT)]
     deleted = {command.number for command in run.all_of(c.DeleteCheckpoint)}
     manifests = {commit.manifest.number: commit.manifest for commit in run.all_of(c.Commit)}

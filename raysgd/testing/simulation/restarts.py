@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.controller import frames
 from raysgd.controller.past import Past, past_of
-from support.histories import history_of
-from support.stepping import Stepper
+from raysgd.testing.simulation.histories import history_of
+from raysgd.testing.simulation.stepping import SimulatedRun
 
 
-def past_of_run(run: Stepper, on_storage: Iterable[Manifest] | None = None) -> Past:
+def past_of_run(run: SimulatedRun, on_storage: Iterable[Manifest] | None = None) -> Past:
     """What its files say; the checkpoints, if none are given, are those it knows to be committed."""
     history = history_of(run)
     told = [frame for frame in history.frames if frame.kind != frames.REPORTS]

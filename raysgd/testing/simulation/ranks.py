@@ -1,4 +1,4 @@
-"""Simulated workers of a run that is stepped by hand, and what the controller was told of them."""
+"""Workers of a simulated run, and what the controller was told of them in one attempt."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.session import events as e
-from support.stepping import part
+from raysgd.testing.simulation.said import part
 
 #: In an outbox: the stream ends.
 GONE = object()
 
 
 @dataclass
-class Rank:
+class SimulatedRank:
     """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
 
     Attributes:
@@ -48,6 +48,7 @@ class Rank:
     is_preempted: bool = False
 
     def leave(self, last_word: e.WorkerEvent) -> None:
+        """Say a last word, when what it saves is written."""
         self.outbox += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
         self.unwritten.clear()
         self.outbox += [last_word, GONE]
@@ -55,12 +56,19 @@ class Rank:
 
     def wait_if_due(self) -> None:
         """It has made the save that all leave after, and the report that belongs to it."""
-        is_due = self.last_save is not None and self.num_calls > self.last_save and self.unscored is None
-        if is_due and not self.waits:
+        if self.last_save is None or self.num_calls <= self.last_save or self.unscored is not None:
+            return
+        if not self.waits:
             self.waits = True
             self.outbox.append(e.AtSavePoint(self.last_save))
 
     def die(self, why: str, *, loses: bool) -> None:
+        """Its process ends.
+
+        Args:
+            why: What the controller is told.
+            loses: With what it had said and not yet sent.
+        """
         if loses:
             self.outbox.clear()
         self.died, self.has_left = why, True
@@ -70,11 +78,11 @@ class Rank:
 
 
 @dataclass
-class Attempt:
+class SimulatedAttempt:
     """What the controller has been told in one attempt."""
 
     entered: c.Enter
-    ranks: list[Rank]
+    ranks: list[SimulatedRank]
     returned: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     saved: dict[int, dict[int, e.Saved]] = field(default_factory=dict)
@@ -84,3 +92,20 @@ class Attempt:
     preempted: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     saw_stop: bool = False
+
+    def note(self, rank: int, event: e.WorkerEvent) -> None:
+        """It is told something by a worker."""
+        match event:
+            case e.Entered():
+                self.is_entered = True
+            case e.Saved():
+                self.saved.setdefault(event.call, {})[rank] = event
+            case e.PartSafe():
+                self.safe.setdefault(event.call, set()).add(rank)
+            case e.Returned():
+                self.returned.add(rank)
+                self.saw_stop = self.saw_stop or event.saw_stop
+            case e.Preempted():
+                self.preempted.add(rank)
+            case e.Failed():
+                self.raised[rank] = event
