@@ -154,13 +154,14 @@ class WorkerGroup:
         """A process for every rank, up and loaded, that knows its place."""
         if self._has_formed and None in self._members:
             await self.drains.ranks()
-        for rank, worker in enumerate(self._members):
-            if worker is None:
-                self._members[rank] = await self._reserve.take()
+        for rank in self._vacant():
+            self._members[rank] = await self._reserve.take()
         if self._scaling.is_elastic and not keep_size:
             self._members = shrunk(self._members, self._scaling.min_workers)
             await self._take_newcomers()
         self._start_missing()
+        for rank in self._vacant():
+            self._members[rank] = self._starter.start(await self._seats.find(self._lost_nodes))
         await self._come_up()
         if self._reserve.newcomers is not None and not self._has_formed and not keep_size:
             await self._reserve.newcomers.settle()
@@ -200,12 +201,11 @@ class WorkerGroup:
             self._seats.open(self.size + self._num_spares)
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}
-        for rank, worker in enumerate(self._members):
-            if worker is None:
-                seat = self._seats.take(self._lost_nodes) or self._seats.add(self._lost_nodes)
+        for rank in self._vacant():
+            if (seat := self._seats.take(self._lost_nodes)) is not None:
                 self._members[rank] = self._starter.start(seat)
         if is_new:
-            self._seek_newcomers(after=self._member(0).seat)
+            self._seek_newcomers(after=None if (first := self._members[0]) is None else first.seat)
 
     async def _come_up(self) -> None:
         """Wait until every process has said where it is, and has loaded the framework."""
@@ -287,19 +287,7 @@ class WorkerGroup:
         return str(rendezvous)
 
     def member(self, rank: int, rendezvous: str) -> Member:
-        worker = self._member(rank)
-        assert worker.info is not None and worker.identity is not None
-        return Member(
-            rank=rank,
-            world_size=worker.identity.world_size,
-            local_rank=worker.identity.local_rank,
-            local_world_size=worker.identity.local_world_size,
-            node_rank=worker.identity.node_rank,
-            rendezvous=rendezvous,
-            node_ip=worker.info.node_ip,
-            has_gpu=self._scaling.gpus_per_worker > 0,
-            shares_gpu=0 < self._scaling.gpus_per_worker < 1,
-        )
+        return self._member(rank).as_member(rank, rendezvous, self._scaling.gpus_per_worker)
 
     async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """What the worker says: batches of events, and references to large values.
@@ -395,6 +383,10 @@ class WorkerGroup:
         worker = self._members[rank]
         assert worker is not None, f"rank {rank} has no process"
         return worker
+
+    def _vacant(self) -> list[int]:
+        """The ranks that have no process."""
+        return [rank for rank, worker in enumerate(self._members) if worker is None]
 
     def _all(self) -> list[Worker]:
         return [worker for worker in self._members if worker is not None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raysgd.backends.base import BackendConfig
+from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import ScalingConfig
 from raysgd.session.base import Identity
 from raysgd.workers.actor import NUM_THREADS, WorkerActor
@@ -37,6 +37,21 @@ class Worker:
     @property
     def node(self) -> str:
         return "an unknown node" if self.info is None else self.info.node
+
+    def as_member(self, rank: int, rendezvous: str, gpus: float) -> Member:
+        """What it is told of its place in the next attempt; ``gpus``: how many each worker has."""
+        assert self.info is not None and self.identity is not None
+        return Member(
+            rank=rank,
+            world_size=self.identity.world_size,
+            local_rank=self.identity.local_rank,
+            local_world_size=self.identity.local_world_size,
+            node_rank=self.identity.node_rank,
+            rendezvous=rendezvous,
+            node_ip=self.info.node_ip,
+            has_gpu=gpus > 0,
+            shares_gpu=0 < gpus < 1,
+        )
 
 
 class WorkerStarter:

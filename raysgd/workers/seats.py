@@ -6,6 +6,7 @@ they are had together or not at all; each seat beyond is a placement group of it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+#: Seconds between two looks at whether a seat has its resources.
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,24 @@ class Seats:
                 self._free.remove(seat)
                 return seat
         return None
+
+    async def find(self, avoid: Collection[str]) -> Seat:
+        """A seat on none of the nodes ``avoid``, whose resources are there.
+
+        It is one more, unless Ray puts one of those that it had there elsewhere first: it does so with the seats of a node
+        when it finds that the node is lost, and perhaps in the only room that there is.
+        """
+        added = self.add(avoid)
+        try:
+            while not added.is_placed():
+                if (moved := self.take_placed(avoid)) is not None:
+                    self.give_up(added)
+                    return moved
+                await asyncio.sleep(_LOOK_S)
+        except asyncio.CancelledError:
+            self.give_up(added)
+            raise
+        return added
 
     def give_back(self, seat: Seat) -> None:
         """The process that had it is gone, or going."""

@@ -99,7 +99,8 @@ PROGRAM = """
 def test_of_one_that_is_lost_for_good_the_results_come_and_are_on_storage(tmp_path: Path) -> None:
     """Ray ends all processes of the cluster, and the driver, a minute after; set to a quarter of that here."""
     file = tmp_path / "read"
-    environment = os.environ | {
+    without_redis = {name: value for name, value in os.environ.items() if name != "RAY_REDIS_ADDRESS"}
+    environment = without_redis | {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
         "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])]),
     }

@@ -1,9 +1,12 @@
-"""What train_func does with Ray by itself: tasks, actors, objects, and a process group's port that somebody else has."""
+"""What train_func does beside training, and what goes on around it: tasks, actors and objects of Ray, processes of its own,
+a port that somebody else has, a clock that is set.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import ray
 
 import raysgd
+from raysgd.testing import check_history
 from support.runs import are_gone, make_trainer, quiet, travels_by_value
 
 pytestmark = pytest.mark.slow
@@ -130,3 +134,60 @@ def test_a_port_of_the_users_environment_that_is_taken(ray_cluster: Any, tmp_pat
             for total, used in trainer.run(adds, {}, callbacks=quiet(), returns="all"):
                 assert total == 2.0
                 assert used != port
+
+
+def reads_in_processes(config: dict[str, Any]) -> tuple[list[int], set[int]]:
+    """Two DataLoader workers for each rank, forked out of a process with Ray's and gloo's threads."""
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Rows(Dataset[tuple[int, int]]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            return index, os.getpid()
+
+    seen, readers = [], set()
+    loader = raysgd.torch.prepare_data_loader(DataLoader(Rows(), batch_size=8, num_workers=2, shuffle=True))
+    model = raysgd.torch.prepare_model(torch.nn.Linear(1, 1))
+    for epoch in range(2):
+        for rows, pids in loader:
+            model(rows.float()[:, None]).sum().backward()
+            seen += rows.tolist() if epoch else []
+            readers |= set(pids.tolist())
+        raysgd.report(epoch=epoch)
+    return seen, readers
+
+
+def test_a_data_loader_with_processes(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, "torch") as trainer:
+        for _ in range(2):
+            (first, readers), (second, others) = trainer.run(reads_in_processes, {}, callbacks=quiet(), returns="all")
+            assert sorted(first + second) == list(range(64))
+            assert len(readers) == len(others) == 4  # two for each epoch
+            assert are_gone([*readers, *others])
+
+
+def sets_the_clock(config: dict[str, Any]) -> None:
+    real = time.time
+    try:
+        for step in range(6):
+            raysgd.report(step=step)
+            raysgd.save_checkpoint({"step": step})
+            if step == 2:
+                time.time = lambda: real() + config["jump_s"]
+    finally:
+        time.time = real
+
+
+@pytest.mark.parametrize("jump_s", [-86_400, 86_400])
+def test_a_clock_that_is_set(ray_cluster: Any, tmp_path: Path, jump_s: int) -> None:
+    """As by a time server: what lasted how long is told by another clock, and nothing waits by this one."""
+    with make_trainer(tmp_path) as trainer:
+        results = list(trainer.run_generator(sets_the_clock, {"jump_s": jump_s}, callbacks=quiet()))
+        times = [result["time_total_s"] for result in results]
+        assert times == sorted(times) and times[-1] < 60
+        assert abs(results[-1]["timestamp"] - results[0]["timestamp"]) > 80_000, "the clock was not set"
+        assert len(results) == 6
+        check_history(str(trainer.run_dir))
