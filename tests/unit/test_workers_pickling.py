@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import ray.cloudpickle
 import torch
 
 from raysgd.errors import SerializationError
@@ -244,3 +245,13 @@ def test_an_exception_whose_class_is_local_comes_back() -> None:
     data = dumps_error(Local("x"))
     assert data is not None
     assert str(pickle.loads(data)) == "x"
+
+
+class Known:
+    """Something that Ray was told how to pickle, as by `ray.util.register_serializer`."""
+
+
+def test_what_ray_was_told_holds_but_not_against_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ray.cloudpickle.CloudPickler.dispatch, Known, lambda _: (str, ("Ray's",)))
+    assert loads(dumps([Known()])) == ["Ray's"]
+    assert loads(dumps([Known()], {Known: lambda _: (str, ("the backend's",))})) == ["the backend's"]

@@ -1,6 +1,6 @@
 """A run without processes, cluster or waiting: the TrainerActor's state machine with a fake clock and fake workers.
 
-For those who change policies, or want to know what follows from what, thousands of times a second. `SimulatedRun` is one run
+For those who change policies, or want to know what follows from what, in hundreds of runs a second. `SimulatedRun` is one run
 stepped by hand; what its workers say is made by `reports`, `saved`, `part`, `failed` and `broken`. `history_of` gives the
 history that its files would have, for the same checks as a real one's, and `past_of_run` what another TrainerActor would
 find of it. A `SimulatedRank` keeps what a worker has said until it is delivered, so that a test chooses the order in which
