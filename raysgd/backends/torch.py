@@ -14,8 +14,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.errors import ConfigError
@@ -66,6 +67,7 @@ class TorchBackend(Backend):
         self._config = config
         self._listener: socket.socket | None = None
         self._store: Any = None
+        self._gloo = _GlooGroup()
 
     def load(self) -> None:
         try:
@@ -96,6 +98,7 @@ class TorchBackend(Backend):
         host, port = json.loads(member.rendezvous)
         _export(member, host, port)
         self._store = self._join_store(member, host, port)
+        before = gloo_sockets.listeners() if backend == "gloo" else set()
         dist.init_process_group(
             backend,
             store=self._store,
@@ -103,10 +106,13 @@ class TorchBackend(Backend):
             world_size=member.world_size,
             timeout=timedelta(seconds=self._config.timeout_s),
         )
+        if backend == "gloo":
+            self._gloo = _meet(self._store, member, gloo_sockets.listeners() - before)
 
     def tear_down(self) -> None:
         import torch.distributed as dist
 
+        self._gloo = _GlooGroup()
         gc.collect()  # what a traceback or a cycle still holds of the group keeps its sockets open
         if dist.is_initialized():
             try:
@@ -122,6 +128,7 @@ class TorchBackend(Backend):
     def abort(self) -> None:
         import torch.distributed as dist
 
+        gloo_sockets.cut(self._gloo.own, self._gloo.of_peers)
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
@@ -159,6 +166,21 @@ class TorchBackend(Backend):
             master_listen_fd=fd,
             wait_for_workers=True,
         )
+
+
+class _GlooGroup(NamedTuple):
+    """Where the members of a gloo group listen for each other."""
+
+    own: frozenset[gloo_sockets.Address] = frozenset()
+    of_peers: frozenset[gloo_sockets.Address] = frozenset()
+
+
+def _meet(store: Any, member: Member, own: set[gloo_sockets.Address]) -> _GlooGroup:
+    """Tell the other members where this one listens, and hear it of them."""
+    keys = [f"raysgd/gloo/{rank}" for rank in range(member.world_size)]
+    store.set(keys[member.rank], json.dumps(sorted(own)))
+    told = [json.loads(value) for value in store.multi_get(keys)]
+    return _GlooGroup(frozenset(own), frozenset((host, port) for each in told for host, port in each) - own)
 
 
 def _check_available(backend: str) -> None:

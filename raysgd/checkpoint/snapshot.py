@@ -6,7 +6,9 @@ the payload (`raysgd.checkpoint.payload`). Taken by a worker's training thread, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from raysgd.checkpoint.foreign import synchronize
@@ -21,6 +23,10 @@ from raysgd.checkpoint.tree import Encoder
 from raysgd.errors import CheckpointError
 
 __all__ = ["Snapshot", "StagingPool", "load_payload", "take_snapshot", "write_payload"]
+
+#: States from this size on are copied by several threads; for less they are not worth being started.
+_PARALLEL_BYTES = 32 << 20
+_MAX_THREADS = 4
 
 
 @final
@@ -102,15 +108,37 @@ def _header(placed: list[tuple[str, Leaf]]) -> bytes:
     return encode_header([(name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed], {"format": "pt"})
 
 
-def _fill(target: ByteArray, header: bytes, leaves: Iterable[Leaf], tree: bytes) -> None:
+def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes) -> None:
     end = _put(target, 0, header)
+    copies: list[tuple[Leaf, ByteArray]] = []
+    for leaf in leaves:
+        copies.append((leaf, target[end : end + leaf.num_bytes]))
+        end += leaf.num_bytes
     try:
-        for leaf in leaves:
-            leaf.fill(leaf.source, target[end : end + leaf.num_bytes])
-            end += leaf.num_bytes
+        _copy([each for each in copies if each[0].device is not None], num_threads=1)
+        in_memory = [each for each in copies if each[0].device is None]
+        _copy(in_memory, num_threads=_num_threads(sum(leaf.num_bytes for leaf, _ in in_memory)))
     finally:  # also on the way out of an error: a late copy from a GPU would land in the buffer's next snapshot
         synchronize(leaves)
     _put(target, end, tree)
+
+
+def _copy(copies: Sequence[tuple[Leaf, ByteArray]], num_threads: int) -> None:
+    if num_threads == 1:
+        for leaf, area in copies:
+            leaf.fill(leaf.source, area)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-copy") as pool:  # leaves when all of them are done
+        for done in [pool.submit(leaf.fill, leaf.source, area) for leaf, area in copies]:
+            done.result()
+
+
+def _num_threads(num_bytes: int) -> int:
+    """One core cannot read and write as fast as memory can; a few can."""
+    if num_bytes < _PARALLEL_BYTES:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_THREADS, cores)
 
 
 def _put(target: ByteArray, start: int, data: bytes) -> int:

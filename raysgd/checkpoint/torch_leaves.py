@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from raysgd.checkpoint.leaves import ByteArray, Leaf
 from raysgd.errors import CheckpointError
 
@@ -120,6 +122,11 @@ def _leaf(encoder: Any, tensor: Any, stored: str, shape: list[int]) -> Leaf:
 def _fill(source: Any, area: ByteArray) -> None:
     if not area.size:
         return
+    if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+        flat = source.reshape(-1)
+        if flat.stride(0) == 1:  # a single number may have another
+            np.copyto(area, flat.view(torch().uint8).numpy())  # a memcpy, which torch's copy is not
+            return
     if source.element_size() == 1:  # some 8-bit types have no copy of their own
         source = source.view(torch().uint8)
     torch().frombuffer(area, dtype=source.dtype).view(source.shape).copy_(source, non_blocking=True)

@@ -17,6 +17,8 @@ _ASKS = 4
 _MAX_TICK_S = 0.5
 #: Seconds for the stacks of all ranks, before the one that hangs is ended.
 _STACKS_TIMEOUT_S = 3.0
+#: The same where nodes are lost, which will not answer, and are to blame whatever the others do.
+_STACKS_TIMEOUT_LOST_S = 0.5
 
 
 class Watched(Protocol):
@@ -77,8 +79,9 @@ class Watch:
 
     async def _tell(self, hangs: list[Hang]) -> None:
         stacks: dict[int, str] = {}
+        timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
         with contextlib.suppress(asyncio.TimeoutError):
-            stacks = await asyncio.wait_for(self._fleet.stacks(_STACKS_TIMEOUT_S), _STACKS_TIMEOUT_S)
+            stacks = await asyncio.wait_for(self._fleet.stacks(timeout_s), 2 * timeout_s)
         for hang in [blame(hang, stacks) for hang in hangs]:
             self._policy.left(hang.rank)
             self._on_hang(hang, stacks)

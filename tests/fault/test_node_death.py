@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -108,6 +109,54 @@ def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:
     assert returned[1 - rank]["node"] == kept
     assert returned[rank]["node"] not in (kept, lost)
     assert steps == list(range(returned[0]["start"] + 3))
+
+
+def reduce_until_a_node_is_lost() -> dict[str, Any]:
+    """As above, with a collective in each step."""
+    import torch
+    import torch.distributed as dist
+
+    state = raysgd.load_checkpoint()
+    here = {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+    start = 0 if state is None else state["step"] + 1
+    for step in itertools.count(start) if state is None else range(start, start + 3):
+        dist.all_reduce(torch.ones(100))
+        raysgd.report(step=step, **here)
+        raysgd.save_checkpoint({"step": step})
+    return here
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    """What Ray started for a node, its raylet first, and what that started."""
+    raylets = [psutil.Process(each.process.pid) for started in node.all_processes.values() for each in started]
+    return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]
+
+
+def test_a_node_that_freezes(cluster: Cluster, tmp_path: Path) -> None:
+    """No connection closes, so the survivor waits in a collective for a peer that nobody can kill."""
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    failure = raysgd.FailureConfig(heartbeat_timeout_s=4, abort_grace_s=15)
+    with make_trainer(tmp_path, 2, "torch", failure=failure) as trainer:
+        stream = trainer.run_generator(reduce_until_a_node_is_lost, callbacks=quiet(), returns="all")
+        before = [(metrics["node"], metrics["pid"]) for metrics in next(stream).workers]
+        rank = int(before[0][0] == ray.get_runtime_context().get_node_id())
+        run_dir = Path(str(stream.run_dir))
+        assert until(lambda: list(run_dir.glob("checkpoints/*/manifest.json")), PATIENCE_S)
+        (node,) = [node for node in cluster.worker_nodes if node.node_id == before[rank][0]]
+        frozen = processes_of(node)
+        try:
+            for process in frozen:
+                process.suspend()
+            after = [(value["node"], value["pid"]) for value in stream.get_returns()]
+            failures = events_of(trainer, "failure")
+        finally:
+            for process in frozen:
+                process.kill()
+            cluster.remove_node(node, allow_graceful=False)
+    assert [(failure["ranks"], failure["action"]) for failure in failures] == [([rank], "retry 1")]
+    assert after[1 - rank] == before[1 - rank]  # the survivor kept its process
+    assert after[rank][0] not in (before[0][0], before[1][0])
 
 
 def parts_in_memory() -> dict[str, Any]:

@@ -45,6 +45,57 @@ def test_a_state_without_tensors_is_one_file(tmp_path: Path) -> None:
     assert read_part(storage, entries, trusted=False) == {"epoch": 3}
 
 
+LAYOUTS = {
+    "plain": torch.arange(6.0),
+    "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+    "transposed": torch.arange(6).reshape(2, 3).T,
+    "strided": torch.arange(12.0)[::2],
+    "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "one of a stride": torch.tensor([1 + 2j]).real,
+    "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "bool": torch.tensor([True, False]),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "eighth": torch.ones(3, dtype=torch.float8_e4m3fn),
+    "single": torch.tensor(7),
+    "nothing": torch.empty(0, 3),
+    "array": np.arange(6).reshape(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_however_a_tensor_lies_in_memory_it_is_copied(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: threads)
+    loaded = load_payload(take(LAYOUTS).payload())
+    for name, value in LAYOUTS.items():
+        assert np.array_equal(_bytes_of(loaded[name]), _bytes_of(value)), name
+
+
+def _bytes_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()).reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def test_a_copy_that_fails_in_a_thread_is_raised_when_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: 2)
+    pool = StagingPool(1)
+    broken = np.zeros(3)
+    state = {"a": np.ones(1000), "b": broken, "c": np.ones(1000)}
+    copyto = np.copyto
+
+    def fails(target: Any, source: Any, **how: Any) -> None:
+        if source is broken:
+            raise MemoryError("no")
+        copyto(target, source, **how)
+
+    monkeypatch.setattr(np, "copyto", fails)
+    with pytest.raises(MemoryError):
+        take_snapshot(state, pool)
+    monkeypatch.undo()
+    take_snapshot(state, pool).release()  # the buffer was given back
+
+
 @pytest.mark.parametrize("state", [None, 3, [], torch.ones(2), {}, "text"], ids=str)
 def test_a_state_may_be_anything(state: Any, tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path)

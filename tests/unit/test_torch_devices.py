@@ -62,7 +62,9 @@ def test_the_process_group_takes_the_same_device(
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: formed.append(backend))
-    monkeypatch.setattr(TorchBackend, "_join_store", lambda *_: None)
+    store = torch.distributed.HashStore()
+    store.set("raysgd/gloo/1", "[]")  # the other member's
+    monkeypatch.setattr(TorchBackend, "_join_store", lambda *_: store)
     has_gpu = given > 0 and gpus > 0
     member = Member(0, 2, 0, 2, 0, '["127.0.0.1", 1]', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
     TorchConfig().make().set_up(member)
