@@ -11,13 +11,14 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from raysgd.workers.memory_watch import MemoryWatch
 from raysgd.workers.out_of_memory import MemoryEvidence
@@ -56,7 +57,8 @@ class NodeAgent:
         self._closing = threading.Event()
         self._wanted: list[Any] = []
         self._held: list[Any] = []
-        self._fetching: Future[None] | None = None
+        self._is_fetching = False
+        self._lock = threading.Lock()
 
     def look(self, pids: Sequence[int]) -> list[ProcessLook | None]:
         """How each process stands; None for one that is gone."""
@@ -69,14 +71,22 @@ class NodeAgent:
 
     def hold(self, parts: Sequence[Any]) -> None:
         """Have copies of these parts of a checkpoint on this node, instead of those held before; returns at once."""
-        self._wanted = list(parts)
-        if self._fetching is None or self._fetching.done():  # else it goes on with these: one copy at a time
-            self._fetching = self._pool.submit(self._fetch_wanted)
+        with self._lock:
+            self._wanted = list(parts)
+            if not self._is_fetching:  # else it goes on with these: one copy at a time
+                self._is_fetching = True
+                self._pool.submit(self._fetch_wanted)
 
     def _fetch_wanted(self) -> None:
-        while (wanted := self._wanted) is not self._held:
+        while True:
+            with self._lock:
+                wanted = self._wanted
+                if wanted is self._held:
+                    self._is_fetching = False
+                    return
             if wanted:
-                ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_S, fetch_local=True)
+                with contextlib.suppress(RayError):
+                    ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_S, fetch_local=True)
             self._held = wanted
 
     def stacks(self, processes: Sequence[tuple[int, int]]) -> list[str]:

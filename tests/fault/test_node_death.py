@@ -46,9 +46,9 @@ def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
     assert not left, "; ".join(left)
 
 
-#: Saves before a node is lost, and seconds for the copy of the last one.
+#: Saves before a node is lost, and seconds for the copy of the last one: Ray tries a fetch that came too early again after 10.
 NUM_SAVES = 5
-COPY_S = 5
+COPY_S = 15
 
 
 def until_a_node_is_lost() -> dict[str, Any]:
@@ -162,10 +162,12 @@ def test_a_node_that_freezes(cluster: Cluster, tmp_path: Path) -> None:
 def parts_in_memory() -> dict[str, Any]:
     """Each rank's part is too large for Ray to keep beside the object store, and none goes to storage."""
     state = raysgd.load_checkpoint()
+    limit = time.monotonic() + PATIENCE_S
     node = ray.get_runtime_context().get_node_id()
     start = 0 if state is None else int(state["step"]) + 1
     for step in itertools.count(start) if state is None else range(start, start + 3):
         raysgd.report(step=step, node=node)
+        assert time.monotonic() < limit, "nothing was loaded, or no node was lost"
         if step < NUM_SAVES or state is not None:
             raysgd.save_checkpoint({"step": step, "weights": np.full(300_000, raysgd.world_rank())}, all_ranks=True)
         time.sleep(0.2)

@@ -66,7 +66,7 @@ def test_a_terminal_gets_the_table_by_default(tmp_path: Path) -> None:
     last, _, after = text.rpartition("workers:")
     pids = after.split()[:2]
     # The last drawing stays on the screen, with the last report on it.
-    table = last[last.rindex("run_001") :]
+    table = last[[found.start() for found in re.finditer(r"run_001(?!/)", last)][-1] :]  # nor is that of a path
     assert "finished" in table
     assert re.search(r"^│ +step +11 +0 +11 +[▁▂▃▄▅▆▇█]+", table, re.MULTILINE)
     assert re.search(r"^│ +loss +0\.083\d* ", table, re.MULTILINE)

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from raysgd.checkpoint import StagingPool, load_payload, take_snapshot
 from raysgd.errors import UnsafeStateError
+from support.groups import group_of_one
 
 OPTIMIZERS = [
     kind
@@ -207,14 +208,11 @@ def expect_bare(wrapped: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_data_parallel_models_are_saved_without_their_prefix() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         wrapped = torch.nn.parallel.DistributedDataParallel(make_model())
         assert next(iter(wrapped.state_dict())).startswith("module.")
         expect_bare(wrapped)
         expect_bare(torch.nn.DataParallel(wrapped))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_compiled_models_are_saved_without_their_prefix() -> None:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +22,8 @@ from raysgd.session import context
 from raysgd.session.progress import Progress
 from raysgd.torch import prepare_model, unwrap
 from raysgd.torch.wrapper import DistributedModel, copy_to, without_prefix
+from support import groups
+from support.groups import group_of_one
 
 Enter = Callable[..., None]
 
@@ -59,9 +60,8 @@ def world() -> Iterator[Enter]:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.fixture
@@ -219,13 +219,13 @@ def test_unwrapping_every_kind_of_wrapper(wrapped: DistributedModel) -> None:
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
 def test_a_pickled_model_arrives_as_the_model(wrapped: DistributedModel, pickler: Any) -> None:
     data = pickler.dumps({"model": wrapped, "inner": wrapped.module, "head": wrapped.head})
-    dist.destroy_process_group()
+    groups.leave()
     found = pickle.loads(data)
     assert type(found["model"]).__qualname__ == "Net"
     assert found["model"] is found["inner"]
     assert found["model"].head is found["head"]
     assert torch.equal(found["model"].conv.weight, wrapped.conv.weight)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups.enter()
 
 
 def test_a_saved_model_loads_without_raysgd(world: Enter, group: None, tmp_path: Any) -> None:

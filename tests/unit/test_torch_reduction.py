@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.reduction import RankOrder, mean_in_row_order, reduce_in_rank_order, use_rank_order
+from support.groups import group_of_one
 
 
 @pytest.fixture
 def state() -> Iterator[RankOrder]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield RankOrder(dist.group.WORLD)
-    dist.destroy_process_group()
+    with group_of_one():
+        assert dist.group.WORLD is not None
+        yield RankOrder(dist.group.WORLD)
 
 
 def bucket(values: torch.Tensor, index: int, is_last: bool) -> Any:

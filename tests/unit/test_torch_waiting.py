@@ -15,15 +15,15 @@ from torch import nn
 from raysgd.session.progress import Progress, Stopwatch
 from raysgd.torch.waiting import time_waiting
 from raysgd.torch.wrapper import DistributedModel
+from support.groups import group_of_one
 
 WAIT_S = 0.1
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.fixture
