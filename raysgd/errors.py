@@ -17,6 +17,7 @@
     │   ├── ReshardError                    parts saved by another number of ranks
     │   ├── UnsafeStateError (TypeError)    a leaf that only pickle could hold, without trusted=True
     │   └── StorageError (OSError)          a write or read that went on failing after its retries
+    ├── DataError (RuntimeError)            a file of a dataset that cannot be read, or has changed since the run began
     ├── TrainFuncError                      train_func failed and its own exception could not be brought to the driver
     ├── WorkerError (RuntimeError)          a worker process failed, not the user's code
     │   ├── WorkerDiedError                 processes died; in a run, more often than FailureConfig allows
@@ -123,6 +124,10 @@ class UnsafeStateError(CheckpointError, TypeError):
 
 class StorageError(CheckpointError, OSError):
     """Storage went on failing after its retries."""
+
+
+class DataError(RaySGDError, RuntimeError):
+    """A dataset's file cannot be read, or is another than it was when the run began."""
 
 
 class TrainFuncError(RaySGDError):

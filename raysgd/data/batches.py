@@ -7,18 +7,21 @@ group never speak to each other for it; they are at the same place because they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from raysgd.data.cursor import Cursor, Pass
-from raysgd.data.ledger import Deal, Indices, Shuffle
+from raysgd.data.ledger import Deal, EpochOrder, Indices, Shuffle
+from raysgd.data.reader import Follower
 from raysgd.errors import ConfigError
 
 T = TypeVar("T")
 Row = dict[str, Any] | Any
+#: Makes ready for a pass; what it returns is told where the pass is.
+Follow = Callable[[Deal, EpochOrder, int], Follower]
 #: Called before a batch is read; it is read within what this returns.
 Reading = Callable[[], AbstractContextManager[Any]]
 
@@ -38,14 +41,22 @@ class Batches(Generic[T]):
     _cursor: Cursor
     _deal: Deal
     _shuffle: Shuffle
+    _lanes: int
     _read: Callable[[Indices], T]
+    _follow: Follow
     _reading: Reading
 
     def __iter__(self) -> Iterator[T]:
-        with _walk(self._cursor, self._shuffle) as walk:
+        with (
+            _walk(self._cursor, self._shuffle, self._lanes) as walk,
+            closing(self._follow(self._deal, walk.order, walk.start)) as follower,
+        ):
+            place = walk.start
             for steps in self._deal.steps(walk.order, walk.start):
                 for rows, stop in steps:
                     with _abandoning(walk), self._reading():
+                        follower.at(place)
+                        place = stop
                         batch = self._read(rows)
                         walk.consume(stop)
                     yield batch
@@ -67,7 +78,7 @@ class Batches(Generic[T]):
         """
         if not self._deal.num_rows:
             raise ConfigError(f"dataset {self._cursor.name!r} has no rows, and so no first batch.")
-        return self._read(self._cursor.order(self._shuffle).rows(self._deal.share(0)))
+        return self._read(self._deal.rows(self._cursor.order(self._shuffle, self._lanes), 0))
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,12 +88,20 @@ class Rows:
     _cursor: Cursor
     _deal: Deal
     _shuffle: Shuffle
+    _lanes: int
     _read: Callable[[Indices], Iterator[Any]]
+    _follow: Follow
     _reading: Reading
 
     def __iter__(self) -> Iterator[Any]:
-        with _walk(self._cursor, self._shuffle) as walk:
+        with (
+            _walk(self._cursor, self._shuffle, self._lanes) as walk,
+            closing(self._follow(self._deal, walk.order, walk.start)) as follower,
+        ):
+            place = walk.start
             for steps in self._deal.steps(walk.order, walk.start):
+                follower.at(place)
+                place = steps[-1][1]
                 values: Iterator[Any] | None = None
                 for rows, stop in steps:
                     if len(rows):
@@ -105,9 +124,9 @@ class Rows:
 
 
 @contextmanager
-def _walk(cursor: Cursor, shuffle: Shuffle) -> Iterator[Pass]:
+def _walk(cursor: Cursor, shuffle: Shuffle, lanes: int) -> Iterator[Pass]:
     """A pass whose epoch ends when the generator it is in is exhausted or closed."""
-    walk = cursor.begin(shuffle)
+    walk = cursor.begin(shuffle, lanes)
     try:
         yield walk
     finally:

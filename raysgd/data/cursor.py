@@ -58,15 +58,23 @@ class Cursor:
     def epoch(self) -> int:
         return self._position.epoch
 
-    def order(self, shuffle: Shuffle) -> EpochOrder:
-        """The order of the current epoch."""
+    def order(self, shuffle: Shuffle, lanes: int = 1) -> EpochOrder:
+        """The order of the current epoch; one that was begun keeps the number of lanes, and the seed, it began with."""
         at = self._position
         return EpochOrder(
-            self._block_rows, seed=at.seed if at.consumed else self._seed, epoch=at.epoch, shuffle=shuffle
+            self._block_rows,
+            seed=at.seed if at.consumed else self._seed,
+            epoch=at.epoch,
+            shuffle=shuffle,
+            lanes=at.lanes if at.consumed else lanes,
         )
 
-    def begin(self, shuffle: Shuffle) -> Pass:
+    def begin(self, shuffle: Shuffle, lanes: int = 1) -> Pass:
         """Begin, or go on with, the current epoch; a pass that is still under way ends its own epoch first.
+
+        Args:
+            shuffle: See `EpochOrder`.
+            lanes: For an epoch that begins here.
 
         Raises:
             ConfigError: A part of this epoch was consumed in another order.
@@ -80,18 +88,19 @@ class Cursor:
                 + (" over other blocks of rows" if at.shuffle == shuffle else f", not of shuffle={shuffle!r}")
                 + ": some rows would come twice and others never. Read this epoch to its end as it was begun."
             )
-        self._live = Pass(self, shuffle)
+        self._live = Pass(self, self.order(shuffle, lanes))
         return self._live
 
-    def _move(self, consumed: int, shuffle: Shuffle) -> None:
+    def _move(self, consumed: int, order: EpochOrder) -> None:
         at = self._position
         self._position = Position(
             epoch=at.epoch,
             consumed=consumed,
             num_rows=self._num_rows,
             seed=at.seed if at.consumed else self._seed,
-            shuffle=shuffle,
-            layout=at.layout if at.consumed else layout(self._block_rows, shuffle),
+            shuffle=order.shuffle,
+            layout=at.layout if at.consumed else layout(self._block_rows, order.shuffle),
+            lanes=order.lanes,
         )
 
     def _leave(self, ends_epoch: bool) -> None:
@@ -103,11 +112,10 @@ class Cursor:
 class Pass:
     """One walk through what is left of an epoch. It ends by itself when another begins."""
 
-    def __init__(self, cursor: Cursor, shuffle: Shuffle) -> None:
+    def __init__(self, cursor: Cursor, order: EpochOrder) -> None:
         self._cursor = cursor
-        self._shuffle = shuffle
         self.start = cursor.position.consumed
-        self.order = cursor.order(shuffle)
+        self.order = order
 
     def check_live(self) -> None:
         """Raise, if this pass is over: the position has moved on without it."""
@@ -120,7 +128,7 @@ class Pass:
 
     def consume(self, stop: int) -> None:
         """Everything before this place was handed out, by all ranks together."""
-        self._cursor._move(stop, self._shuffle)
+        self._cursor._move(stop, self.order)
 
     def end(self) -> None:
         """The epoch is over, whether or not all of it was consumed."""

@@ -9,10 +9,12 @@ from typing import Any
 from raysgd.config.checks import check_count
 from raysgd.data.batches import Reading
 from raysgd.data.cursor import Cursor
+from raysgd.data.file_blocks import FileBlocks
+from raysgd.data.file_reader import FileReader
 from raysgd.data.names import nearest
 from raysgd.data.plan import LONE, DatasetPlan, Source
 from raysgd.data.position import Position
-from raysgd.data.reader import Fetch, ItemReader, TableReader
+from raysgd.data.reader import Fetch, ItemReader, StoredBlocks, TableReader
 from raysgd.data.shard import Shard
 from raysgd.errors import ConfigError
 
@@ -40,7 +42,7 @@ class WorkerDataset:
         self._rank = rank
         self._world_size = world_size
         self._reading = reading
-        self._reader = ItemReader(source, fetch) if source.kind == "items" else TableReader(name, source, fetch)
+        self._reader = _reader_of(name, source, fetch)
         self._seed = seed
         self._start = Position()
         self._cursors = {rank: self._cursor_at(self._start)}
@@ -71,7 +73,11 @@ class WorkerDataset:
             raise ConfigError(f"get_shard({rank}): there are {self._world_size} workers; give a rank below that.")
         if rank not in self._cursors:
             self._cursors[rank] = self._cursor_at(self._start)
-        return Shard(self.name, rank, self._world_size, self.num_rows, self._cursors[rank], self._reader, self._reading)
+        return Shard(self.name, rank, self._world_size, self._source, self._cursors[rank], self._reader, self._reading)
+
+    def close(self) -> None:
+        """Let go of the rows."""
+        self._reader.close()
 
     def check(self, position: Position) -> None:
         """Raise a CheckpointError if training cannot go on at this position."""
@@ -85,6 +91,14 @@ class WorkerDataset:
 
     def _cursor_at(self, position: Position) -> Cursor:
         return Cursor(self.name, self._source.block_rows, self._seed, position)
+
+
+def _reader_of(name: str, source: Source, fetch: Fetch) -> TableReader | ItemReader:
+    if source.kind == "items":
+        return ItemReader(source, fetch)
+    if source.kind == "files":
+        return FileReader(name, source, FileBlocks(name, source))
+    return TableReader(name, source, StoredBlocks(source, fetch))
 
 
 class DataContext:
@@ -181,6 +195,11 @@ class DataContext:
         """
         for name, position in self._checked(positions).items():
             self._datasets[name].restore(position)
+
+    def close(self) -> None:
+        """Let go of all rows, and of the threads that read."""
+        for dataset in self._datasets.values():
+            dataset.close()
 
     def _checked(self, positions: Mapping[str, Any]) -> dict[str, Position]:
         given = {name: positions.get(name, Position().to_json()) for name in self._datasets}

@@ -1,10 +1,14 @@
 """The ledger: in which order the rows of an epoch come, and which of them each rank takes in each step.
 
-Pure: no data, no clock, no state; tested without Ray. The order is a function of the blocks' row counts, the seed and
-the epoch alone. It knows nothing of workers: they take consecutive slices of it, step by step, so that with a fixed
-global batch the sequence of global batches is the same for any number of them, and a position in it is one number.
+Pure: no data, no clock, no state; tested without Ray. The order is a function of the blocks' row counts, the seed, the
+epoch and the number of lanes alone. It knows nothing of workers: they take consecutive slices of it, step by step, so
+that with a fixed global batch the sequence of global batches is the same for any number of them, and a position in it is
+one number.
 
-A *row* is an index into the dataset, a *place* an index into the order.
+A *row* is an index into the dataset, a *place* an index into the order. A *lane* is a part of the dataset, of consecutive
+rows or blocks, that is walked through beside the others: place p is the next row of lane p modulo the number of lanes. A
+step has its rows sorted by lane, so that a worker gets those of few lanes, and with a lane for each worker reads a part
+of the files that no other reads. One lane is the order of the rows as they come.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +38,10 @@ LOOKAHEAD_ROWS = 8_192
 class EpochOrder:
     """The order of one epoch. Its memory is that of the list of blocks, whatever the number of rows.
 
-    - ``False``: as they come.
+    - ``False``: as they come, in each lane.
     - ``"full"``: any row may come at any place.
-    - ``"window"``: the blocks in a random order, and in what they make up together the rows of each window of
-      `WINDOW_ROWS` mixed. A worker then needs few blocks at a time.
+    - ``"window"``: the blocks in a random order, and in what they make up together, cut into lanes, the rows of each window
+      of `WINDOW_ROWS` mixed. A worker then needs few blocks at a time.
 
     Args:
         block_rows: Rows in each block.
@@ -45,6 +49,7 @@ class EpochOrder:
         epoch: From 0.
         shuffle: See above.
         window_rows: Rows in a window.
+        lanes: How many. With ``"full"`` they change nothing: there is one.
     """
 
     def __init__(
@@ -55,9 +60,11 @@ class EpochOrder:
         epoch: int,
         shuffle: Shuffle = False,
         window_rows: int = WINDOW_ROWS,
+        lanes: int = 1,
     ) -> None:
         self.num_rows = sum(block_rows)
         self.shuffle = shuffle
+        self.lanes = 1 if shuffle == "full" else lanes
         self._key = (int(seed), int(epoch))
         self._window_rows = window_rows
         if shuffle == "window" and self.num_rows:
@@ -65,29 +72,77 @@ class EpochOrder:
 
     def rows(self, places: Indices) -> Indices:
         """The rows at these places."""
-        if self.shuffle is False or not len(places):
+        if not len(places) or (self.shuffle is False and self.lanes == 1):
             return places
         at = np.asarray(places, np.int64)
         if self.shuffle == "full":
             return permutation(self.num_rows, "full", *self._key)(at)
-        return self._through_blocks(self._within_windows(at))
+        lanes, at = at % self.lanes, at // self.lanes
+        if self.shuffle == "window":
+            return self._through_blocks(self._within_windows(lanes, at))
+        return self._lane_starts(lanes) + at
+
+    def step(self, start: int, stop: int, first: int, last: int) -> Indices:
+        """Places ``start`` to ``stop`` sorted by lane, and of those the ``first`` to the ``last``."""
+        if self.lanes == 1:
+            return range(start + first, start + last)
+        skipped = (np.arange(self.lanes) - start) % self.lanes  # places before the first one of each lane
+        ends = np.cumsum(np.maximum(stop - start - skipped + self.lanes - 1, 0) // self.lanes)
+        wanted = np.arange(first, last)
+        lane = np.searchsorted(ends, wanted, side="right")
+        number = wanted - np.concatenate([[0], ends])[lane]
+        places: NDArray[np.int64] = start + skipped[lane] + number * self.lanes
+        return places
+
+    def needed_until(self, block_rows: Sequence[int]) -> NDArray[np.int64]:
+        """For each block a place from which on none of its rows comes; where it has rows of several lanes, the end.
+
+        Args:
+            block_rows: What the order was made of.
+        """
+        rows = np.asarray(block_rows, np.int64)
+        until = np.full(len(rows), self.num_rows)
+        if self.shuffle == "full" or not self.num_rows:
+            return until
+        if self.shuffle == "window":
+            chosen, ends = self._chosen, self._block_ends
+        else:
+            chosen, ends = np.arange(len(rows)), np.cumsum(rows)
+        lane_starts = self._lane_starts(np.arange(self.lanes + 1))
+        first = np.searchsorted(lane_starts, ends - rows[chosen], side="right") - 1
+        last = np.searchsorted(lane_starts, ends - 1, side="right") - 1
+        at = ends - 1 - lane_starts[last]
+        if self.shuffle == "window":
+            in_lane = lane_starts[last + 1] - lane_starts[last]
+            at = np.minimum((at // self._window_rows + 1) * self._window_rows, in_lane) - 1
+        until[chosen] = np.where(first == last, at * self.lanes + last + 1, self.num_rows)
+        return until
+
+    def _lane_starts(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where these lanes begin when they are laid end to end; the first ones are a row longer than the last."""
+        each, longer = divmod(self.num_rows, self.lanes)
+        starts: NDArray[np.int64] = lanes * each + np.minimum(lanes, longer)
+        return starts
 
     def _lay_out(self, block_rows: NDArray[np.int64]) -> None:
         """Where the blocks begin in the dataset, and in a random order of them."""
         chosen = permutation(len(block_rows), "blocks", *self._key)(np.arange(len(block_rows)))
         ends = np.cumsum(block_rows[chosen])
+        self._chosen = chosen
         starts = ends - block_rows[chosen]
         self._block_ends = ends
         self._to_row = (np.cumsum(block_rows) - block_rows)[chosen] - starts
 
-    def _within_windows(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        windows = places // self._window_rows
-        mixed = np.empty_like(places)
-        for window in np.unique(windows).tolist():
-            here = windows == window
+    def _within_windows(self, lanes: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+        windows = at // self._window_rows
+        mixed = np.empty_like(at)
+        for lane, window in sorted(set(zip(lanes.tolist(), windows.tolist(), strict=True))):
+            here = (windows == window) & (lanes == lane)
+            lane_start, lane_stop = self._lane_starts(np.array([lane, lane + 1])).tolist()
             start = window * self._window_rows
-            size = min(self._window_rows, self.num_rows - start)
-            mixed[here] = start + permutation(size, "window", *self._key, window)(places[here] - start)
+            size = min(self._window_rows, lane_stop - lane_start - start)
+            key = (window,) if self.lanes == 1 else (lane, window)
+            mixed[here] = lane_start + start + permutation(size, "window", *self._key, *key)(at[here] - start)
         return mixed
 
     def _through_blocks(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -105,8 +160,9 @@ def layout(block_rows: Sequence[int], shuffle: Shuffle) -> int:
 class Deal:
     """Who takes which places. All ranks step together: each step takes the next ``global_batch`` places of the order.
 
-    Rank r takes the r-th of ``world_size`` equal slices of a global batch. The last one may be short: then ranks get
-    what there is, in rank order, and the last of them perhaps nothing; with ``drop_last`` it is left out.
+    Rank r takes the r-th of ``world_size`` equal slices of a global batch, whose rows are sorted by lane. The last one may
+    be short: then ranks get what there is, in rank order, and the last of them perhaps nothing; with ``drop_last`` it is
+    left out.
     """
 
     num_rows: int
@@ -123,11 +179,9 @@ class Deal:
         """Where the step that begins at ``start`` ends."""
         return min(start + self.global_batch, self.num_rows)
 
-    def share(self, start: int) -> range:
-        """The places of this rank in that step."""
-        first = start + self.global_batch * self.rank // self.world_size
-        last = start + self.global_batch * (self.rank + 1) // self.world_size
-        return range(min(first, self.num_rows), min(last, self.num_rows))
+    def rows(self, order: EpochOrder, start: int) -> Indices:
+        """The rows of this rank in that step."""
+        return self._rows_of(order, [start])[0]
 
     @property
     def num_steps(self) -> int:
@@ -139,18 +193,42 @@ class Deal:
         """The steps from ``start`` on, as ``(this rank's rows, where the step ends)``, some thousand rows at a time."""
         at_once = max(1, LOOKAHEAD_ROWS * self.world_size // self.global_batch)
         while self.has_step(start):
-            shares: list[range] = []
-            stops: list[int] = []
-            while self.has_step(start) and len(shares) < at_once:
-                shares.append(self.share(start))
+            starts: list[int] = []
+            while self.has_step(start) and len(starts) < at_once:
+                starts.append(start)
                 start = self.stop(start)
-                stops.append(start)
-            yield list(zip(_rows_of(order, shares), stops, strict=True))
+            yield list(zip(self._rows_of(order, starts), [*starts[1:], start], strict=True))
 
+    def _rows_of(self, order: EpochOrder, starts: list[int]) -> Sequence[Indices]:
+        """The rows of this rank in the steps that begin at these places."""
+        shares = self._shares(order, starts)
+        if order.shuffle is False and order.lanes == 1:
+            return shares
+        rows = np.asarray(order.rows(np.concatenate([np.asarray(share, np.int64) for share in shares])))
+        ends = np.cumsum([0, *map(len, shares)]).tolist()
+        parts = [rows[first:last] for first, last in pairwise(ends)]
+        return [_as_range(part) for part in parts] if order.shuffle is False else parts
 
-def _rows_of(order: EpochOrder, shares: list[range]) -> Sequence[Indices]:
-    if order.shuffle is False:
+    def _shares(self, order: EpochOrder, starts: list[int]) -> list[Indices]:
+        """The places of this rank in the steps that begin at these places."""
+        first = self.global_batch * self.rank // self.world_size
+        last = self.global_batch * (self.rank + 1) // self.world_size
+        known: dict[tuple[int, int], Any] = {}  # by what a share depends on beside its start
+        shares: list[Indices] = []
+        for start in starts:
+            size = self.stop(start) - start
+            if order.lanes == 1:
+                shares.append(range(start + min(first, size), start + min(last, size)))
+                continue
+            key = size, start % order.lanes
+            if key not in known:
+                known[key] = np.asarray(order.step(start, start + size, min(first, size), min(last, size))) - start
+            shares.append(known[key] + start)
         return shares
-    rows = order.rows(np.concatenate([np.arange(share.start, share.stop) for share in shares]))
-    ends = np.cumsum([0, *map(len, shares)]).tolist()
-    return [rows[first:last] for first, last in pairwise(ends)]
+
+
+def _as_range(rows: NDArray[np.int64]) -> Indices:
+    """A range where ascending rows follow each other."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        return range(int(rows[0]), int(rows[-1]) + 1)
+    return rows

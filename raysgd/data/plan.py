@@ -6,12 +6,32 @@ Rows travel beside it, in the object store: a plan only refers to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 #: Name of a dataset that was given without one.
 LONE = "dataset"
 
-Kind = Literal["arrow", "arrays", "items"]
+Kind = Literal["arrow", "arrays", "items", "files"]
+
+
+class FilePart(NamedTuple):
+    """What of a file makes a block: row groups of a Parquet file by their numbers, or all of it."""
+
+    file: int
+    row_groups: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a dataset, which workers read themselves.
+
+    Attributes:
+        paths: As their filesystem names them.
+        opening: How they are read: a pickled `raysgd.data.file_blocks.Opening`, which only workers look into.
+    """
+
+    paths: tuple[str, ...] = field(repr=False)
+    opening: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -20,14 +40,16 @@ class Source:
 
     Attributes:
         kind: What a block is: ``arrow``, a pyarrow Table; ``arrays``, a dict of equally long NumPy arrays; ``items``, an
-            object with ``__len__`` and ``__getitem__``, which is always one block.
-        blocks: What ``put`` returned for each block.
+            object with ``__len__`` and ``__getitem__``, which is always one block; ``files``, a part of a file.
+        blocks: What ``put`` returned for each block, or each block's `FilePart`.
         block_rows: Rows in each block.
+        files: Of a dataset that is made of files.
     """
 
     kind: Kind
     blocks: tuple[Any, ...] = field(repr=False)
     block_rows: tuple[int, ...] = field(repr=False)
+    files: Files | None = None
 
     @property
     def num_rows(self) -> int:

@@ -19,7 +19,7 @@ class Position:
     Attributes:
         epoch: From 0.
         consumed: Rows handed to loop bodies in this epoch.
-        num_rows, seed, shuffle, layout: The order they are counted in; of no meaning while ``consumed`` is 0.
+        num_rows, seed, shuffle, layout, lanes: The order they are counted in; of no meaning while ``consumed`` is 0.
     """
 
     epoch: int = 0
@@ -28,6 +28,7 @@ class Position:
     seed: int = 0
     shuffle: Any = False
     layout: int = 0
+    lanes: int = 1
 
     def to_json(self) -> dict[str, Any]:
         if not self.consumed:
@@ -49,14 +50,17 @@ class Position:
         return f"epoch {self.epoch}, {self.consumed} rows consumed"
 
 
-_NUMBERS = ("epoch", "consumed", "num_rows", "seed", "layout")
+_NUMBERS = ("epoch", "consumed", "num_rows", "seed", "layout", "lanes")
 
 
 def _is_position(value: Any) -> bool:
     if not isinstance(value, Mapping) or not {"epoch", "consumed"} <= set(value) <= {*_NUMBERS, "shuffle"}:
         return False
     numbers = [value[key] for key in _NUMBERS if key in value]
-    if any(type(number) is not int for number in numbers) or min(value["epoch"], value["consumed"]) < 0:
+    if (
+        any(type(number) is not int for number in numbers)
+        or min(value["epoch"], value["consumed"], value.get("lanes", 1) - 1) < 0
+    ):
         return False
     return bool(value["consumed"] <= value.get("num_rows", 0))
 

@@ -1,19 +1,16 @@
-"""Rows of a dataset by their index, from blocks that are fetched when they are first needed. Worker side.
-
-Fetched blocks are kept: they are views of shared memory, which every batch of a shuffled epoch needs again.
-"""
+"""Rows of a dataset by their index, from blocks that are fetched when they are first needed. Worker side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from raysgd.data.columns import Column, open_column
-from raysgd.data.ledger import Indices
+from raysgd.data.ledger import Deal, EpochOrder, Indices
 from raysgd.data.names import column_of
 from raysgd.data.plan import Source
 from raysgd.errors import ConfigError
@@ -24,23 +21,65 @@ Arrays = dict[str, NDArray[Any]]
 _Piece = tuple[int, Indices, NDArray[np.int64] | None]
 
 
+class Follower:
+    """Told where a pass through an epoch is. This one needs nothing to be ready."""
+
+    def at(self, place: int) -> None:
+        """The pass has come to this place."""
+
+    def close(self) -> None:
+        """The pass is over."""
+
+
+class Blocks(Protocol):
+    """Where a `TableReader` has its blocks from."""
+
+    def get(self, number: int) -> Any:
+        """A block, a Table or a dict of arrays, with at least the columns that are read."""
+
+    def close(self) -> None:
+        """Let go of what is held."""
+
+
+class StoredBlocks:
+    """Blocks in the object store. They are kept: views of shared memory, which every batch of a shuffled epoch needs again.
+
+    Args:
+        source: Of the kind ``arrow`` or ``arrays``.
+        fetch: Gives what ``put`` stored.
+    """
+
+    def __init__(self, source: Source, fetch: Fetch) -> None:
+        self._refs = source.blocks
+        self._fetch = fetch
+        self._blocks: dict[int, Any] = {}
+
+    def get(self, number: int) -> Any:
+        if number not in self._blocks:
+            self._blocks[number] = self._fetch(self._refs[number])
+        return self._blocks[number]
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+
 class TableReader:
     """Rows of a dataset that is made of Tables or of dicts of arrays.
 
     Args:
         name: The dataset's, for messages.
-        source: Its blocks.
-        fetch: Gives what ``put`` stored.
+        source: What is known of its blocks.
+        blocks: The blocks.
+        schema: Where it is known without a look at them.
     """
 
-    def __init__(self, name: str, source: Source, fetch: Fetch) -> None:
+    def __init__(self, name: str, source: Source, blocks: Blocks, schema: Any = None) -> None:
         self._name = name
         self._source = source
-        self._fetch = fetch
+        self._blocks = blocks
         self._ends = np.cumsum(source.block_rows, dtype=np.int64)
-        self._blocks: dict[int, Any] = {}
-        self._columns: dict[tuple[int, str], Column] = {}
-        self._schema: Any = None
+        self._columns: dict[int, dict[str, Column]] = {}
+        self._schema = schema
 
     @property
     def schema(self) -> Any:
@@ -53,10 +92,33 @@ class TableReader:
 
     @property
     def columns(self) -> list[str]:
+        if self._schema is not None:
+            return list(self._schema.names)
         if not self._source.blocks:
             return []
-        first = self._block(0)
+        first = self._blocks.get(0)
         return list(first) if isinstance(first, dict) else list(first.column_names)
+
+    def select(self, columns: Sequence[str]) -> TableReader:
+        """A reader that need not have any other columns."""
+        return self
+
+    def follow(self, deal: Deal, order: EpochOrder, start: int) -> Follower:
+        """Be ready for a pass through an epoch."""
+        return Follower()
+
+    def close(self) -> None:
+        """Let go of the blocks, until they are needed again."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._columns.clear()
+        self._blocks.close()
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        """These blocks are not held any more."""
+        for number in numbers:
+            self._columns.pop(number, None)
 
     def arrays(self, rows: Indices, columns: Sequence[str], *, dense: bool = False) -> Arrays:
         """A NumPy array for each column. A range of rows of one block is a read-only view. ``dense``: see `Column`."""
@@ -70,7 +132,7 @@ class TableReader:
             return pa.table({column: self._as_arrow(column, array) for column, array in arrays.items()})
         parts, places = [], []
         for number, wanted, at in self._pieces(rows):
-            block = self._block(number).select(columns)
+            block = self._blocks.get(number).select(columns)
             if isinstance(wanted, range):
                 parts.append(block.slice(wanted.start, len(wanted)))
             else:
@@ -84,7 +146,7 @@ class TableReader:
 
     def frame(self, rows: Indices, columns: Sequence[str]) -> Any:
         """A pandas DataFrame; what has more than one axis becomes a column of arrays."""
-        if self._source.kind == "arrow":
+        if self._source.kind != "arrays":
             return self.table(rows, columns).to_pandas()
         import pandas as pd
 
@@ -134,20 +196,15 @@ class TableReader:
         return int(self._ends[number]) - self._source.block_rows[number]
 
     def _column(self, number: int, column: str) -> Column:
-        key = number, column
-        if key not in self._columns:
-            block = self._block(number)
+        opened = self._columns.setdefault(number, {})
+        if column not in opened:
+            block = self._blocks.get(number)
             if not isinstance(block, dict) and column not in block.column_names:
                 raise ConfigError(
                     f"{column_of(self._name, column)} is missing from block {number}; it has {block.column_names}."
                 )
-            self._columns[key] = open_column(block, column, column_of(self._name, column))
-        return self._columns[key]
-
-    def _block(self, number: int) -> Any:
-        if number not in self._blocks:
-            self._blocks[number] = self._fetch(self._source.blocks[number])
-        return self._blocks[number]
+            opened[column] = open_column(block, column, column_of(self._name, column))
+        return opened[column]
 
     def _as_arrow(self, column: str, array: NDArray[Any]) -> Any:
         try:
@@ -173,3 +230,11 @@ class ItemReader:
         if hasattr(self._dataset, "__getitems__"):  # torch's way to read a batch at once
             return list(self._dataset.__getitems__(wanted))
         return [self._dataset[row] for row in wanted]
+
+    def follow(self, deal: Deal, order: EpochOrder, start: int) -> Follower:
+        """As a `TableReader`'s."""
+        return Follower()
+
+    def close(self) -> None:
+        """Let go of the dataset, until it is needed again."""
+        self._dataset = None

@@ -11,6 +11,7 @@ from raysgd.data.batches import Batches, Reading, Rows
 from raysgd.data.cursor import Cursor
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
+from raysgd.data.plan import Source
 from raysgd.data.reader import ItemReader, TableReader
 from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
 from raysgd.errors import ConfigError
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 Format = Literal["numpy", "pandas", "pyarrow"]
 FORMATS = ("numpy", "pandas", "pyarrow")
+#: Lanes of shuffled files whose order must not depend on the number of workers. More would let more workers read apart
+#: from each other, and each worker of a few hold more blocks at a time.
+FIXED_LANES = 8
+#: ``batch_size`` and ``global_batch_size``, one of them None.
+_Sizes = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,16 +45,16 @@ class Shard:
     _name: str
     _rank: int
     _world_size: int
-    _num_rows: int
+    _source: Source
     _cursor: Cursor
     _reader: TableReader | ItemReader
     _reading: Reading
 
     def __len__(self) -> int:
-        return len(range(self._rank, self._num_rows, self._world_size))
+        return len(range(self._rank, self._source.num_rows, self._world_size))
 
     def __repr__(self) -> str:
-        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}, {len(self)} of {self._num_rows} rows)"
+        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}, {len(self)} of {self._source.num_rows} rows)"
 
     @property
     def epoch(self) -> int:
@@ -57,8 +63,9 @@ class Shard:
 
     def to_torch(
         self,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch_size: int | None = None,
         columns: Sequence[str] | None = None,
         dtypes: torch.dtype | Mapping[str, torch.dtype] | None = None,
         device: torch.device | str | None = None,
@@ -70,6 +77,7 @@ class Shard:
 
         Args:
             batch_size: Rows of a batch on this worker; ``batch_size * world_size`` rows are consumed in a step.
+            global_batch_size: Instead: rows consumed in a step, whatever the number of workers; each gets its part of them.
             columns: Which ones, and in which order; all by default.
             dtypes: For all columns, or by column. By default those of the data.
             device: Where tensors go; by default they stay in host memory.
@@ -86,16 +94,19 @@ class Shard:
         reader = self._reader
         if isinstance(reader, ItemReader):
             self._refuse_columns("to_torch", columns=columns, dtypes=dtypes)
-            return self._batches(ItemsToTorch(self._name, reader, device, collate_fn), batch_size, drop_last, shuffle)
+            read_items = ItemsToTorch(self._name, reader, device, collate_fn)
+            return self._batches(reader, read_items, (batch_size, global_batch_size), drop_last, shuffle)
         chosen = self._choose(reader, columns)
         check_dtypes(self._name, dtypes, chosen, collate_fn)
+        reader = reader.select(chosen)
         read = TableToTorch(self._name, reader, chosen, dtypes, device, collate_fn)
-        return self._batches(read, batch_size, drop_last, shuffle)
+        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle)
 
     def iter_batches(
         self,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch_size: int | None = None,
         format: Format = "numpy",
         columns: Sequence[str] | None = None,
         drop_last: bool = False,
@@ -106,7 +117,8 @@ class Shard:
         Without shuffling they refer to the dataset's own memory; NumPy arrays are then read-only.
 
         Args:
-            batch_size: Rows of a batch on this worker.
+            batch_size: Rows of a batch on this worker; ``batch_size * world_size`` rows are consumed in a step.
+            global_batch_size: Instead: rows consumed in a step, whatever the number of workers; each gets its part of them.
             format: ``"numpy"``, ``"pandas"`` or ``"pyarrow"``.
             columns: Which ones, and in which order; all by default.
             drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
@@ -115,7 +127,8 @@ class Shard:
         Raises:
             ConfigError: As in `to_torch`; a map-style dataset has no columns, and is read by `to_torch` or `iter_rows`.
         """
-        return self._batches(self._read_as(format, columns), batch_size, drop_last, shuffle)
+        reader, read = self._read_as(format, columns)
+        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle)
 
     def iter_rows(self, *, shuffle: Shuffle = False) -> Rows:
         """Single rows: dicts by column, or the items of a map-style dataset.
@@ -123,7 +136,8 @@ class Shard:
         A worker may get one row less than another: for loops with collectives take batches.
         """
         _check_shuffle(shuffle)
-        return Rows(self._cursor, self._deal(1, False), shuffle, self._read_rows, self._reading)
+        deal, lanes = self._deal((1, None), False), self._lanes((1, None), shuffle)
+        return Rows(self._cursor, deal, shuffle, lanes, self._read_rows, self._reader.follow, self._reading)
 
     def first_batch(
         self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
@@ -132,25 +146,49 @@ class Shard:
 
         The batch a loop will begin with is that of its own reader: ``shard.to_torch(...).first_batch()``.
         """
-        return self._batches(self._read_as(format, columns), batch_size, False, False).first_batch()
+        reader, read = self._read_as(format, columns)
+        return self._batches(reader, read, (batch_size, None), False, False).first_batch()
 
     def _batches(
-        self, read: Callable[[Indices], Any], batch_size: int, drop_last: bool, shuffle: Shuffle
+        self,
+        reader: TableReader | ItemReader,
+        read: Callable[[Indices], Any],
+        sizes: _Sizes,
+        drop_last: bool,
+        shuffle: Shuffle,
     ) -> Batches[Any]:
-        check_count("batch_size", batch_size, minimum=1)
         _check_shuffle(shuffle)
-        return Batches(self._cursor, self._deal(batch_size, drop_last), shuffle, read, self._reading)
+        deal, lanes = self._deal(sizes, drop_last), self._lanes(sizes, shuffle)
+        return Batches(self._cursor, deal, shuffle, lanes, read, reader.follow, self._reading)
 
-    def _deal(self, batch_size: int, drop_last: bool) -> Deal:
+    def _deal(self, sizes: _Sizes, drop_last: bool) -> Deal:
+        of_each, of_all = sizes
+        if of_all is not None:
+            if of_each is not None:
+                raise ConfigError(
+                    f"batch_size={of_each!r} and global_batch_size={of_all!r}: give batch_size for the rows of each worker's "
+                    "batch, or global_batch_size for those of all workers together."
+                )
+            check_count("global_batch_size", of_all, minimum=1)
+        else:
+            check_count("batch_size", of_each, minimum=1)
         return Deal(
-            num_rows=self._num_rows,
-            global_batch=batch_size * self._world_size,
+            num_rows=self._source.num_rows,
+            global_batch=(of_each or 0) * self._world_size if of_all is None else of_all,
             rank=self._rank,
             world_size=self._world_size,
             drop_last=drop_last,
         )
 
-    def _read_as(self, format: str, columns: Sequence[str] | None) -> Callable[[Indices], Any]:
+    def _lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
+        """How many lanes an epoch has that begins now. Files are read by one worker each if there is a lane for each."""
+        if self._source.kind != "files":
+            return 1
+        if sizes[1] is None:
+            return self._world_size
+        return 1 if shuffle is False else max(1, min(FIXED_LANES, len(self._source.blocks) // 2))
+
+    def _read_as(self, format: str, columns: Sequence[str] | None) -> tuple[TableReader, Callable[[Indices], Any]]:
         check_choice("format", format, FORMATS)
         reader = self._reader
         if isinstance(reader, ItemReader):
@@ -159,8 +197,9 @@ class Shard:
                 "iter_rows()."
             )
         chosen = self._choose(reader, columns)
+        reader = reader.select(chosen)
         read = {"numpy": reader.arrays, "pandas": reader.frame, "pyarrow": reader.table}[format]
-        return lambda rows: read(rows, chosen)
+        return reader, lambda rows: read(rows, chosen)
 
     def _read_rows(self, rows: Indices) -> Iterator[Any]:
         reader = self._reader

@@ -20,9 +20,10 @@ from raysgd.errors import ConfigError, SerializationError
 Put = Callable[[Any], Any]
 
 _ALLOWED = (
-    "a pyarrow Table or RecordBatch, a pandas DataFrame, a dict of equally long NumPy arrays or torch tensors, a list of "
-    "dicts, a map-style torch Dataset or anything else with __len__ and __getitem__, a ray.data.Dataset; a dict of such "
-    "by name; or for cross-validation a tuple of such or of (train, validation) pairs"
+    "a path or URI or a list of them, a pyarrow Dataset, Table or RecordBatch, a pandas DataFrame, a dict of equally long "
+    "NumPy arrays or torch tensors, a list of dicts, a map-style torch Dataset or anything else with __len__ and "
+    "__getitem__, a ray.data.Dataset; a dict of such by name; or for cross-validation a tuple of such or of (train, "
+    "validation) pairs"
 )
 
 
@@ -87,6 +88,16 @@ class _Resolver:
         return self.done[id(given)][1]
 
     def _resolve(self, name: str, given: Any) -> Source:
+        if _is_paths(given):
+            from raysgd.data.files import source_of_paths
+
+            return source_of_paths(name, given)
+        if _is(given, "pyarrow", "FileSystemDataset") or _is(given, "pyarrow", "UnionDataset"):
+            from raysgd.data.files import source_of_dataset
+
+            return source_of_dataset(name, given)
+        if _is(given, "pyarrow", "InMemoryDataset"):
+            return self._store("arrow", arrow_blocks(name, given.to_table()))
         if _is(given, "ray.data", "Dataset"):
             return _from_ray(name, given)
         if _is(given, "pyarrow", "Table") or _is(given, "pyarrow", "RecordBatch"):
@@ -131,16 +142,12 @@ def _from_ray(name: str, dataset: Any) -> Source:
 
 def _check_items(name: str, given: Any) -> None:
     what = f"dataset {name!r} is of type {type(given).__name__}"
-    if isinstance(given, (str, bytes, PathLike)):
-        raise ConfigError(
-            f"{what}; paths are not read yet. Open it: pyarrow.parquet.read_table or ray.data.read_parquet."
-        )
     if _is_array(given):
         raise ConfigError(f"{what}, which gives its column no name; give {{'x': array}}.")
     if _is(given, "torch", "IterableDataset"):
         raise ConfigError(f"{what}, an iterable torch Dataset, which cannot be split; give a map-style one.")
     is_readable = all(hasattr(type(given), method) for method in ("__len__", "__getitem__"))
-    if not is_readable or isinstance(given, (Mapping, tuple)):
+    if not is_readable or isinstance(given, (Mapping, tuple, bytes)):
         raise ConfigError(f"{what}, which cannot be read. Give {_ALLOWED}.")
 
 
@@ -155,6 +162,11 @@ def _is_columns(given: Mapping[Any, Any]) -> bool:
             "the columns of one dataset, or datasets only, by name."
         )
     return bool(arrays)
+
+
+def _is_paths(given: Any) -> bool:
+    paths = given if isinstance(given, list) and given else [given]
+    return all(isinstance(path, (str, PathLike)) for path in paths)
 
 
 def _is_array(value: Any) -> bool:

@@ -62,6 +62,8 @@ class Datasets:
     def close(self) -> None:
         """Let go of the rows and of all references to them."""
         self._plan = NO_DATASETS
+        if self._context is not None:
+            self._context.close()
         self._context = None
 
     def _open(self) -> DataContext:

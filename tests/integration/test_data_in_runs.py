@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
 import pytest
 import ray
 
 import raysgd
-from raysgd.errors import CheckpointError, ConfigError, SerializationError
+from raysgd.errors import CheckpointError, ConfigError, DataError, SerializationError
 from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 
@@ -112,6 +115,44 @@ def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
 def test_all_ranks_together_see_each_row_once(trainer: raysgd.Trainer, make: Any) -> None:
     first, second = trainer.run(rows_of_this_rank, {}, dataset=make(), callbacks=quiet(), returns="all")
     assert (first, second) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+
+
+def test_files_are_read_by_the_workers_and_each_row_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    for number in range(5):
+        pq.write_table(pa.table(numbers(2, 2 * number)), tmp_path / f"{number}.parquet")
+    for given in (tmp_path, str(tmp_path), pyarrow.dataset.dataset(tmp_path)):
+        returned = trainer.run(rows_of_this_rank, {}, dataset=given, callbacks=quiet(), returns="all")
+        assert returned == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_run_over_files_goes_on_in_the_middle_with_another_number_of_workers(
+    trainer: raysgd.Trainer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pq.write_table(pa.table(numbers(23)), folder / "a.parquet", row_group_size=4)
+    config = {"shuffle": "window"}
+    given = {"dataset": folder, "callbacks": quiet(), "returns": "all"}
+    first = trainer.run(read_and_save, config | {"stop_after": 3}, **given)
+    checkpoint = last_of(trainer)
+    for num_workers in (1, 3):
+        with make_trainer(tmp_path / "runs", num_workers) as other:
+            second = other.run(read_and_save, config, checkpoint=checkpoint, **given)
+        assert sorted(seen_by(first) + seen_by(second)) == list(range(23))
+
+
+def test_a_file_that_vanishes_ends_the_run_with_its_name(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    pq.write_table(pa.table(numbers()), tmp_path / "gone.parquet")
+    config = {"file": str(tmp_path / "gone.parquet")}
+
+    def train_func(config: dict[str, Any]) -> None:
+        if raysgd.world_rank() == 0:
+            os.unlink(config["file"])
+        raysgd.barrier()
+        rows_of_this_rank({})
+
+    with pytest.raises(DataError, match=r"gone\.parquet cannot be read"):
+        trainer.run(train_func, config, dataset=config["file"], callbacks=quiet())
 
 
 def test_batches_as_tensors_and_a_tail_that_is_not_for_all(trainer: raysgd.Trainer) -> None:

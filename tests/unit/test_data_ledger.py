@@ -22,10 +22,13 @@ blocks = st.lists(st.integers(0, 40), max_size=8)
 shuffles = st.sampled_from(SHUFFLES)
 seeds = st.integers(0, 2**63)
 sizes = st.integers(1, 7)
+lane_counts = st.integers(1, 6)
 
 
-def order_of(block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle, window_rows: int = 16) -> EpochOrder:
-    return EpochOrder(block_rows, seed=seed, epoch=epoch, shuffle=shuffle, window_rows=window_rows)
+def order_of(
+    block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle, window_rows: int = 16, lanes: int = 1
+) -> EpochOrder:
+    return EpochOrder(block_rows, seed=seed, epoch=epoch, shuffle=shuffle, window_rows=window_rows, lanes=lanes)
 
 
 def all_rows(order: EpochOrder) -> list[int]:
@@ -47,26 +50,29 @@ def steps_of(group: list[Deal], order: EpochOrder, start: int) -> list[tuple[lis
     return found
 
 
-@given(blocks, seeds, st.integers(0, 5), shuffles)
+@given(blocks, seeds, st.integers(0, 5), shuffles, lane_counts)
 def test_an_order_has_every_row_once_and_any_part_can_be_asked_for(
-    block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle
+    block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle, lanes: int
 ) -> None:
-    order = order_of(block_rows, seed, epoch, shuffle)
+    order = order_of(block_rows, seed, epoch, shuffle, lanes=lanes)
     rows = all_rows(order)
     assert sorted(rows) == list(range(sum(block_rows)))
-    again = order_of(block_rows, seed, epoch, shuffle)
+    again = order_of(block_rows, seed, epoch, shuffle, lanes=lanes)
     places = np.arange(0, len(rows), 3)
     assert list(again.rows(places)) == rows[::3]
 
 
-@given(blocks, seeds, shuffles, st.integers(1, 12), st.data())
+@given(blocks, seeds, shuffles, st.integers(1, 40), lane_counts, sizes)
 def test_global_batches_do_not_depend_on_the_number_of_workers(
-    block_rows: list[int], seed: int, shuffle: Shuffle, per_worker: int, data: st.DataObject
+    block_rows: list[int], seed: int, shuffle: Shuffle, global_batch: int, lanes: int, world_size: int
 ) -> None:
-    order = order_of(block_rows, seed, 0, shuffle)
-    world_size = data.draw(sizes)
-    alone = steps_of(deals(order.num_rows, per_worker * world_size, 1), order, 0)
-    together = steps_of(deals(order.num_rows, per_worker, world_size), order, 0)
+    order = order_of(block_rows, seed, 0, shuffle, lanes=lanes)
+    alone = steps_of([Deal(num_rows=order.num_rows, global_batch=global_batch, rank=0, world_size=1)], order, 0)
+    group = [
+        Deal(num_rows=order.num_rows, global_batch=global_batch, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    together = steps_of(group, order, 0)
     assert [list(chain(*shares)) for shares, _ in together] == [share for (share,), _ in alone]
     assert [stop for _, stop in together] == [stop for _, stop in alone]
 
@@ -91,17 +97,22 @@ def test_steps_are_as_many_as_they_are_said_to_be_and_only_the_last_may_be_short
     seeds,
     shuffles,
     st.lists(st.tuples(sizes, st.integers(1, 9), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12),
+    st.booleans(),
 )
 def test_every_row_once_per_epoch_through_crashes_and_resizes(
-    block_rows: list[int], seed: int, shuffle: Shuffle, attempts: list[tuple[int, int, int, int]]
+    block_rows: list[int], seed: int, shuffle: Shuffle, attempts: list[tuple[int, int, int, int]], has_lanes: bool
 ) -> None:
-    """Each attempt has another world and batch size, saves after some steps, makes more, and crashes."""
+    """Each attempt has another world and batch size, saves after some steps, makes more, and crashes.
+
+    With lanes there is one for each worker of the group that an epoch began with.
+    """
     num_rows = sum(block_rows)
     saved: dict[str, Any] = Position().to_json()
     trained: Counter[tuple[int, int]] = Counter()
     for world_size, batch, kept, lost in attempts:
         cursor = Cursor("x", block_rows, seed, Position.from_json(json.loads(json.dumps(saved)), "x"))
-        for step, rows in enumerate(walk(cursor, deals(num_rows, batch, world_size), shuffle, kept + lost), 1):
+        group = deals(num_rows, batch, world_size)
+        for step, rows in enumerate(walk(cursor, group, shuffle, kept + lost, world_size if has_lanes else 1), 1):
             if step <= kept:
                 trained.update(rows)
                 saved = cursor.position.to_json()
@@ -112,12 +123,12 @@ def test_every_row_once_per_epoch_through_crashes_and_resizes(
     assert trained == Counter((epoch, row) for epoch in range(last_epoch + 1) for row in range(num_rows))
 
 
-def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int) -> Any:
+def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int, lanes: int = 1) -> Any:
     """So many steps of a group, over as many epochs as that takes: the ``(epoch, row)`` of all ranks."""
     done = 0
     while done < num_steps and group[0].num_rows:
         epoch = cursor.epoch
-        under_way = cursor.begin(shuffle)
+        under_way = cursor.begin(shuffle, lanes)
         for shares, stop in steps_of(group, under_way.order, under_way.start):
             under_way.consume(stop)
             yield [(epoch, row) for share in shares for row in share]
@@ -127,9 +138,54 @@ def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int) ->
         under_way.end()
 
 
-@given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 100), seeds, shuffles)
-def test_a_position_survives_json(epoch: int, consumed: int, left: int, seed: int, shuffle: Shuffle) -> None:
-    position = Position(epoch=epoch, consumed=consumed, num_rows=consumed + left, seed=seed, shuffle=shuffle, layout=7)
+@given(blocks, seeds, shuffles, lane_counts, sizes, st.integers(1, 9))
+def test_a_block_is_needed_no_more_when_it_is_said(
+    block_rows: list[int], seed: int, shuffle: Shuffle, lanes: int, world_size: int, batch: int
+) -> None:
+    order = order_of(block_rows, seed, 0, shuffle, lanes=lanes)
+    until = order.needed_until(block_rows)
+    ends = np.cumsum(block_rows)
+    start = 0
+    for shares, stop in steps_of(deals(order.num_rows, batch, world_size), order, 0):
+        for row in chain(*shares):
+            assert until[np.searchsorted(ends, row, side="right")] > start
+        start = stop
+
+
+def test_without_shuffling_and_with_a_lane_for_each_worker_blocks_are_let_go_one_after_the_other() -> None:
+    block_rows = [10] * 8
+    for shuffle in (False, "window"):
+        order = order_of(block_rows, 0, 0, shuffle, window_rows=10, lanes=2)
+        assert sorted(order.needed_until(block_rows)) == [19, 20, 39, 40, 59, 60, 79, 80]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_a_lane_for_each_worker_no_block_is_read_by_two(world_size: int) -> None:
+    block_rows = [60] * 8
+    for shuffle in (False, "window"):
+        order = order_of(block_rows, 3, 1, shuffle, lanes=world_size)
+        steps = steps_of(deals(order.num_rows, 7, world_size), order, 0)
+        assert len(steps) == -(-480 // (7 * world_size))
+        full = [shares for shares, _ in steps[:-1]]
+        read = [{row // 60 for shares in full for row in shares[rank]} for rank in range(world_size)]
+        assert sum(map(len, read)) == len(set().union(*read)) == 8
+
+
+def test_without_shuffling_a_worker_reads_its_lane_in_order_as_ranges() -> None:
+    order = order_of([60] * 4, 0, 0, False, lanes=2)
+    for deal, first in zip(deals(240, 7, 2), (0, 120), strict=True):
+        rows = [rows for steps in deal.steps(order, 0) for rows, _ in steps]
+        assert all(isinstance(each, range) for each in rows[:-1])
+        assert list(chain(*rows[:-1])) == list(range(first, first + 119))  # the short last step has rows of both
+
+
+@given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 100), seeds, shuffles, lane_counts)
+def test_a_position_survives_json(
+    epoch: int, consumed: int, left: int, seed: int, shuffle: Shuffle, lanes: int
+) -> None:
+    position = Position(
+        epoch=epoch, consumed=consumed, num_rows=consumed + left, seed=seed, shuffle=shuffle, layout=7, lanes=lanes
+    )
     restored = Position.from_json(json.loads(json.dumps(position.to_json())), "x")
     assert restored == position if consumed else restored == Position(epoch=epoch)
 
@@ -139,6 +195,7 @@ def test_a_position_survives_json(epoch: int, consumed: int, left: int, seed: in
     [
         None, {}, {"epoch": 1}, {"epoch": -1, "consumed": 0}, {"epoch": True, "consumed": 0}, {"epoch": 0, "consumed": 1.5},
         {"epoch": 0, "consumed": 5}, {"epoch": 0, "consumed": 5, "num_rows": 4}, {"epoch": 0, "consumed": 0, "more": 1},
+        {"epoch": 0, "consumed": 0, "lanes": 0},
     ],
 )  # fmt: skip
 def test_what_is_no_position_is_refused(value: Any) -> None:

@@ -116,7 +116,7 @@ def test_nothing_is_a_plan_without_datasets() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (3, r"'dataset' is of type int, which cannot be read\. Give a pyarrow Table"),
+        (3, r"'dataset' is of type int, which cannot be read\. Give a path or URI"),
         ({"train": 3}, "'train' is of type int"),
         ({}, "names no dataset"),
         ((), "has no fold"),
@@ -136,8 +136,9 @@ def test_nothing_is_a_plan_without_datasets() -> None:
         (pd.DataFrame({"x": [1, "a"]}), "column 'x' of dataset 'dataset' cannot be an Arrow column"),
         ([{"x": 1}, {"y": 1}], r"row 1 of dataset 'dataset' has the keys \['y'\], row 0 \['x'\]"),
         (X, r"ndarray, which gives its column no name"),
-        ("a.parquet", "paths are not read yet.*read_parquet"),
-        (Path("a.parquet"), "paths are not read yet"),
+        ("a.parquet", "no file or folder a.parquet"),
+        (Path("a.parquet"), "no file or folder a.parquet"),
+        (b"a.parquet", "is of type bytes, which cannot be read"),
         (Stream(), "iterable torch Dataset, which cannot be split"),
     ],
 )  # fmt: skip

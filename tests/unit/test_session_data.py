@@ -235,7 +235,7 @@ def test_local_data_goes_on_where_its_checkpoint_was_taken(tmp_path: Path) -> No
 
 
 def test_local_refuses_what_is_no_dataset() -> None:
-    with pytest.raises(ConfigError, match="paths are not read yet"), raysgd.local(dataset="rows.parquet"):
+    with pytest.raises(ConfigError, match=r"no file or folder rows\.parquet"), raysgd.local(dataset="rows.parquet"):
         pass
     assert raysgd.get_datasets() == {}, "a session was left behind"
 

@@ -1,0 +1,420 @@
+"""Datasets that are files: which rows they have, who reads what of them, and what is said of files that cannot be read."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset as ds
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from raysgd.data import DataContext, DatasetPlan, file_blocks, files, loading, resolve_datasets
+from raysgd.errors import ConfigError, DataError
+
+
+def contexts(dataset: Any, world_size: int = 1, *, positions: Any = None) -> list[DataContext]:
+    """What the workers have of a plan that travelled to them; nothing is put anywhere."""
+
+    def put(block: Any) -> Any:
+        raise AssertionError("rows of files do not travel")
+
+    plan: DatasetPlan = pickle.loads(pickle.dumps(resolve_datasets(dataset, put)))
+    return [DataContext(plan, rank, world_size, 0, positions, fetch=lambda ref: ref) for rank in range(world_size)]
+
+
+def rows(dataset: Any) -> list[Any]:
+    (context,) = contexts(dataset)
+    return list(context.get().get_split().iter_rows())
+
+
+def write(folder: Path, num_files: int = 4, rows_each: int = 100, row_group: int = 25) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number in range(num_files):
+        x = np.arange(number * rows_each, (number + 1) * rows_each)
+        pq.write_table(pa.table({"x": x, "y": x * 0.5}), folder / f"{number:03}.parquet", row_group_size=row_group)
+    return folder
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row group is a block of its own."""
+    monkeypatch.setattr(files, "PART_BYTES", 1)
+
+
+TABLE = pa.table({"x": np.arange(7), "s": [str(i) * i for i in range(7)]})
+EXPECTED = [{"x": i, "s": str(i) * i} for i in range(7)]
+
+
+def as_parquet(path: Path) -> Path:
+    pq.write_table(TABLE, path / "a.parquet", row_group_size=3)
+    return path / "a.parquet"
+
+
+def as_ipc(path: Path) -> Path:
+    with pa.OSFile(str(path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+    return path / "a.arrow"
+
+
+def as_feather(path: Path) -> Path:
+    pa.feather.write_feather(TABLE, path / "a.feather", compression="lz4")
+    return path / "a.feather"
+
+
+def as_csv(path: Path) -> Path:
+    pa.csv.write_csv(TABLE.set_column(1, "s", [[f"-{i}" for i in range(7)]]), path / "a.csv")
+    return path / "a.csv"
+
+
+def as_json(path: Path) -> Path:
+    TABLE.to_pandas().to_json(path / "a.jsonl", orient="records", lines=True)
+    return path / "a.jsonl"
+
+
+def as_json_gz(path: Path) -> Path:
+    TABLE.to_pandas().to_json(path / "a.jsonl.gz", orient="records", lines=True)
+    return path / "a.jsonl.gz"
+
+
+@pytest.mark.parametrize("make", [as_parquet, as_ipc, as_feather, as_csv, as_json, as_json_gz])
+def test_a_file_of_each_format(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    expected = [{**row, "s": f"-{row['x']}"} for row in EXPECTED] if make is as_csv else EXPECTED
+    path = make(tmp_path)
+    for given_ in (path, str(path), path.as_uri(), [path], ds.dataset(path, format=files._format_of("", str(path)))):
+        found = [{"x": int(row["x"]), "s": str(row["s"])} for row in rows(given_)]
+        assert [row["x"] for row in found] == [row["x"] for row in expected]
+        if make is not as_csv:
+            assert found == expected
+
+
+def test_a_folder_is_all_files_below_it_but_hidden_ones(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "a" / "more", 1)
+    (tmp_path / "a" / "_SUCCESS").touch()
+    (tmp_path / "a" / ".crc").mkdir()
+    (tmp_path / "a" / ".crc" / "x.parquet").write_text("not one")
+    assert len(rows(tmp_path / "a")) == 500
+    assert [row["x"] for row in rows(sorted((tmp_path / "a").glob("*.parquet"))[1:3])] == list(range(100, 300))
+
+
+def test_folders_named_by_a_value_are_a_column(tmp_path: Path) -> None:
+    for year in (2024, 2025):
+        write(tmp_path / f"year={year}", 1, 10)
+    found = rows(tmp_path)
+    assert Counter(int(row["year"]) for row in found) == {2024: 10, 2025: 10}
+
+
+def test_a_filter_of_a_pyarrow_dataset_is_applied_where_files_are_read(tmp_path: Path, small_parts: None) -> None:
+    dataset = ds.dataset(write(tmp_path / "a")).filter((ds.field("x") >= 90) & (ds.field("y") < 105))
+    (context,) = contexts(dataset)
+    assert context.get().num_rows == 120
+    assert [int(row["x"]) for row in context.get().get_split().iter_rows()] == list(range(90, 210))
+
+
+def test_a_pyarrow_dataset_in_memory_is_a_table() -> None:
+    plan = resolve_datasets(ds.dataset(TABLE), lambda block: block)
+    assert plan.sources["dataset"].kind == "arrow" and plan.sources["dataset"].num_rows == 7
+
+
+def test_a_filesystem_that_is_not_local(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2)
+    below = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    assert len(rows(ds.dataset("a", filesystem=below, format="parquet"))) == 200
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("shuffle", [False, "window", "full"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_row_once_in_each_epoch_for_any_number_of_workers(tmp_path: Path, shuffle: Any, world_size: int) -> None:
+    group = contexts(write(tmp_path / "a"), world_size)
+    splits = [context.get().get_split() for context in group]
+    orders = []
+    for _ in range(2):
+        batches = [split.to_torch(batch_size=30, shuffle=shuffle) for split in splits]
+        steps = list(zip(*batches, strict=True))
+        x = torch.cat([batch["x"] for batch in chain(*steps)])
+        y = torch.cat([batch["y"] for batch in chain(*steps)])
+        assert sorted(x.tolist()) == list(range(400)) and torch.equal(y, x * 0.5)
+        orders.append(x.tolist())
+    assert (orders[0] == orders[1]) == (shuffle is False)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_without_shuffling_one_worker_reads_them_as_they_come(tmp_path: Path) -> None:
+    (context,) = contexts(write(tmp_path / "a"))
+    x = np.concatenate([batch["x"] for batch in context.get().get_split().iter_batches(33)])
+    assert x.tolist() == list(range(400))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("shuffle", [False, "window", "full"])
+def test_global_batches_are_the_same_for_any_number_of_workers(tmp_path: Path, shuffle: Any) -> None:
+    def sequence(world_size: int) -> list[list[int]]:
+        splits = [context.get().get_split() for context in contexts(tmp_path / "a", world_size)]
+        read = [split.to_torch(global_batch_size=48, shuffle=shuffle) for split in splits]
+        return [list(chain(*(batch["x"].tolist() for batch in step))) for step in zip(*read, strict=True)]
+
+    write(tmp_path / "a")
+    first = sequence(1)
+    assert [len(batch) for batch in first] == [48] * 8 + [16]
+    assert sequence(2) == sequence(3) == sequence(5) == first
+
+
+@pytest.mark.usefixtures("small_parts")
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([False, "window", "full"]),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=5),
+)
+def test_another_group_goes_on_at_exactly_the_same_row(
+    tmp_path_factory: pytest.TempPathFactory, shuffle: Any, attempts: list[tuple[int, int, int]]
+) -> None:
+    folder = write(tmp_path_factory.getbasetemp() / "shared", 2)
+    positions: Any = None
+    seen: list[int] = []
+    for world_size, batch_size, num_steps in [*attempts, (2, 50, 10)]:
+        group = contexts(folder, world_size, positions=positions)
+        if group[0].get().position.epoch:
+            break
+        read = [context.get().get_split().to_torch(batch_size, shuffle=shuffle) for context in group]
+        for _, batches in zip(range(num_steps), zip(*read, strict=True), strict=False):
+            seen += chain(*(batch["x"].tolist() for batch in batches))
+            positions = group[0].positions()
+    assert sorted(seen) == list(range(200))
+
+
+def loads_of(group: list[DataContext], monkeypatch: pytest.MonkeyPatch) -> list[Counter[int]]:
+    """How often each worker will have read each block."""
+    counts: list[Counter[int]] = []
+    for context in group:
+        count: Counter[int] = Counter()
+        blocks = context.get()._reader._files  # type: ignore[union-attr]
+        load = blocks.load
+
+        def counted(number: int, columns: Any, load: Any = load, count: Any = count) -> Any:
+            count[number] += 1
+            return load(number, columns)
+
+        monkeypatch.setattr(blocks, "load", counted)
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("shuffle", [False, "window"])
+def test_each_block_is_read_once_and_by_the_worker_that_needs_it(
+    tmp_path: Path, shuffle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = contexts(write(tmp_path / "a"), 2)
+    counts = loads_of(group, monkeypatch)
+    read = [context.get().get_split().to_torch(20, shuffle=shuffle) for context in group]
+    for _ in zip(*read, strict=True):
+        pass
+    assert [sorted(count.values()) for count in counts] == [[1] * 8, [1] * 8]
+    assert not set(counts[0]) & set(counts[1])
+    for _ in zip(*read, strict=True):  # they fit into memory
+        pass
+    assert shuffle or sum(map(Counter.total, counts)) == 16
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_larger_than_memory_is_let_go_and_read_once_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "AHEAD_BYTES", 3 * 25 * 16)
+    (context,) = contexts(write(tmp_path / "a"))
+    (count,) = loads_of([context], monkeypatch)
+    shard = context.get().get_split()
+    held = []
+    reader = context.get()._reader.select(["x", "y"])  # type: ignore[union-attr]
+    for batch in shard.to_torch(5):
+        held.append(len(reader._blocks._loaded))
+        del batch
+    assert max(held) <= 5
+    assert set(count.values()) == {1} and len(count) == 16
+
+
+def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    (context,) = contexts(write(tmp_path / "a"))
+    dataset = context.get()
+    batch = next(iter(dataset.get_split().to_torch(10, columns=["y"])))
+    assert list(batch) == ["y"]
+    reader = dataset._reader.select(["y"])  # type: ignore[union-attr]
+    assert reader._blocks.get(0).column_names == ["y"]
+    assert dataset.schema.names == ["x", "y"]
+
+
+def test_row_groups_that_are_small_are_read_together(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2, 100, row_group=1)
+    source = resolve_datasets(tmp_path / "a", lambda block: block).sources["dataset"]
+    assert source.block_rows == (100, 100)
+
+
+def test_files_without_rows_and_no_rows_at_all(tmp_path: Path) -> None:
+    empty = TABLE.slice(0, 0)
+    for number, table in enumerate([empty, TABLE, empty]):
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    assert len(rows(tmp_path)) == 7
+    assert rows(tmp_path / "0.parquet") == []
+    (context,) = contexts(tmp_path / "0.parquet")
+    assert list(context.get().get_split().to_torch(3)) == []
+
+
+def test_fewer_rows_than_workers(tmp_path: Path) -> None:
+    pq.write_table(TABLE.slice(0, 2), tmp_path / "a.parquet")
+    group = contexts(tmp_path / "a.parquet", 4)
+    steps = list(zip(*(context.get().get_split().to_torch(1, columns=["x"]) for context in group), strict=True))
+    assert [[batch["x"].tolist() for batch in step] for step in steps] == [[[0], [1], [], []]]
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "decimal": pa.array([Decimal("1.5"), Decimal("2.25")]),
+    "timestamp": pa.array([pd.Timestamp("2026-01-01"), pd.Timestamp("2026-01-02")]),
+    "dictionary": pa.array(["a", "b"]).dictionary_encode(),
+    "numbers by dictionary": pa.array([7, 8]).dictionary_encode(),
+    "fixed": pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2),
+    "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8.0).reshape(2, 2, 2)),
+    "ragged": pa.array([[1], [2, 3]]),
+    "text": pa.array(["x", "yz"]),
+    "nulls": pa.array([1, None]),
+    "binary": pa.array([b"x", b"yz"]),
+    "bool": pa.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_files_are_as_those_of_tables(name: str, tmp_path: Path) -> None:
+    table = pa.table({"c": COLUMNS[name]})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    def outcomes(dataset: Any) -> list[str]:
+        plan = resolve_datasets(dataset, lambda block: block)
+        found = []
+        for how in ("to_torch", "iter_batches"):
+            context = DataContext(plan, 0, 1, 0, fetch=lambda ref: ref)
+            try:
+                found.append(str([batch["c"] for batch in getattr(context.get().get_split(), how)(2)]))
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+    assert outcomes(tmp_path / "a.parquet") == outcomes(table)
+
+
+# -- what cannot be read ---------------------------------------------------------------------------------------------
+
+
+def no_path(path: Path) -> Any:
+    return path / "nowhere"
+
+
+def empty_folder(path: Path) -> Any:
+    (path / "empty").mkdir()
+    return path / "empty"
+
+
+def unknown_ending(path: Path) -> Any:
+    (path / "a.txt").touch()
+    return path / "a.txt"
+
+
+def several_formats(path: Path) -> Any:
+    return [as_parquet(path), as_csv(path)]
+
+
+def corrupt(path: Path) -> Any:
+    as_parquet(path)
+    (path / "b.parquet").write_bytes(b"PAR1 this is none PAR1")
+    return path
+
+
+def lacks_a_column(path: Path) -> Any:
+    as_parquet(path)
+    pq.write_table(TABLE.drop_columns("s"), path / "b.parquet")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (no_path, r"no file or folder .*nowhere"),
+        (empty_folder, r"the folder .*empty has no files"),
+        (unknown_ending, r"what format .*a\.txt has cannot be told.*\.parquet"),
+        (several_formats, r"several formats, .*a\.parquet and .*a\.csv"),
+        (corrupt, r"b\.parquet cannot be read"),
+        (lacks_a_column, r"b\.parquet has no column 's'"),
+        (lambda path: "nosuch://bucket/key", r"nosuch://bucket/key cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_said_before_the_run(make: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve_datasets(make(tmp_path), lambda block: block)
+
+
+def vanish(path: Path) -> None:
+    path.unlink()
+
+
+def shrink(path: Path) -> None:
+    pq.write_table(pq.read_table(path).slice(0, 90), path, row_group_size=100)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("change", "said"), [(vanish, "cannot be read"), (shrink, "has changed"), (damage, "read")])
+def test_a_file_that_changes_after_the_run_began_is_named(change: Any, said: str, tmp_path: Path) -> None:
+    (context,) = contexts(write(tmp_path / "a", 2, 100, row_group=100))
+    change(tmp_path / "a" / "001.parquet")
+    x: list[int] = []
+    batches = context.get().get_split().to_torch(50)
+    with pytest.raises(DataError, match=rf"001\.parquet.*{said}"):
+        x.extend(chain.from_iterable(batch["x"].tolist() for batch in batches))
+    assert x == list(range(100))
+    assert context.get().position.consumed == 100
+
+
+def test_a_column_that_is_not_there(tmp_path: Path) -> None:
+    (context,) = contexts(write(tmp_path / "a"))
+    with pytest.raises(ConfigError, match=r"no column 'z'; it has 'x', 'y'"):
+        context.get().get_split().to_torch(2, columns=["x", "z"])
+
+
+def test_threads_that_read_end_with_the_session(tmp_path: Path) -> None:
+    import threading
+
+    (context,) = contexts(write(tmp_path / "a"))
+    batches = iter(context.get().get_split().to_torch(2))
+    next(batches)
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith("raysgd-data")]
+    assert readers
+    context.close()
+    for thread in readers:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_plan_of_many_files_is_small(tmp_path: Path) -> None:
+    source = resolve_datasets(write(tmp_path / "a", 20), lambda block: block)
+    assert len(pickle.dumps(source)) < 20 * 200 + 4000
+    assert file_blocks.Opening is not None
