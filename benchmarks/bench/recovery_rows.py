@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.rows import Limit, Row, fill_rows
 from bench.systems import VARIANTS
-from bench.table import comparison, machine_line, number, spread
+from bench.table import comparison, machine_line, missed, number, spread
 
 _SPARE, _NEW, _ELASTIC = VARIANTS
 _KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
@@ -71,13 +71,23 @@ group has done its first step, with the checkpoint loaded. What is told are medi
 """
 
 
+#: Why a target is missed, by the row's key.
+_WHY_MISSED = {
+    "node_frozen": (
+        "Silence is certain when the heartbeat timeout is over; then a process starts on another node, which takes as long "
+        "as the row above shows, most of it importing torch. With a spare there it would be ready."
+    ),
+    "shrink": "Two survivors and Ray form a new group, and build their DDP models anew, on two cores.",
+}
+
+
 def render_page(document: Mapping[str, Any]) -> str:
     """The Markdown of the page."""
     rows = fill_rows(document, ROWS)
     parts = [_HEAD]
     if any(measure["quick"] for measure in document["measures"].values()):
         parts.append("**A quick run: few repetitions. These figures say that it works and no more.**\n")
-    parts += [comparison(rows), "![The figures of the table](recovery.svg)\n"]
+    parts += [comparison(rows), "![The figures of the table](recovery.svg)\n", missed(rows, _WHY_MISSED)]
     parts.append(_METHOD.format(machine=machine_line(document["machine"]), tries=num_tries(document)))
     if failed := list_failures(document):
         parts.append("## What failed\n\n" + "\n".join(f"- {line}" for line in failed) + "\n")

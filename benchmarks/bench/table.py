@@ -37,6 +37,19 @@ synced and committed, Ray Train's, which syncs nothing, when its controller has 
 """
 
 
+#: Why a target is missed, by the row's key, as far as it is known.
+_WHY_MISSED = {
+    "overhead": (
+        "The two workers keep both cores busy, so what a report costs anywhere is taken from them: sending it, making a round "
+        "of it, the journal, the driver's loop and the loggers, in four processes that are woken up for it."
+    ),
+    "ddp_conv": (
+        "Ray's own processes run on the two cores that train, which torchrun's need not share with anything. Ray Train's step, "
+        "on the same cluster, tells how much that is."
+    ),
+}
+
+
 def render_page(document: Mapping[str, Any]) -> str:
     """The Markdown of the page."""
     rows = fill_rows(document)
@@ -44,7 +57,7 @@ def render_page(document: Mapping[str, Any]) -> str:
     if any(measure["quick"] for measure in document["measures"].values()):
         parts.append("**A quick run: tiny sizes, one repetition. These figures say that it works and no more.**\n")
     if rows:
-        parts += [comparison(rows), "![The figures of the table](results.svg)\n"]
+        parts += [comparison(rows), "![The figures of the table](results.svg)\n", missed(rows, _WHY_MISSED)]
     parts.append(_METHOD.format(machine=machine_line(document["machine"])))
     if document.get("scale"):
         parts.append(_scale(document["scale"]))
@@ -73,6 +86,22 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     return _table(head, lines)
+
+
+def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
+    """What was to be reached and was not, a line each; nothing where all was.
+
+    Args:
+        rows: Of the table.
+        why: Reasons, by the keys of the rows.
+    """
+    lines = []
+    for row in rows:
+        if row["met"] is False:
+            value = _show(row["cells"].get("raysgd"), row["unit"])
+            reason = why.get(row["key"], "No reason is known.")
+            lines.append(f"- **{row['title']}**: {value} ({row['target']}). {reason}")
+    return "## What is missed\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -130,6 +130,17 @@ def test_a_missed_target_stands_out() -> None:
     assert "| 4x | ≤ 0.3 s | **no** |" in line
 
 
+def test_what_is_missed_is_told_with_the_reason() -> None:
+    def page(percent: float) -> str:
+        return table.render_page(make_document("overhead", {"raysgd": {"percent": [percent]}}))
+
+    assert "- **cost in a 10 ms step that reports every 10th**: 1.5 % (≤ 1 %). The two workers keep both" in page(1.5)
+    assert "What is missed" not in page(0.5)
+    missed = table.missed([fill(RATE, raysgd=[99_000.0])], {})
+    assert missed.endswith("No reason is known.\n")
+    assert set(table._WHY_MISSED) <= {row.key for row in rows.ROWS}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(0.0017234, "0.00172"), (1876543, "1,880,000"), (99.96, "100"), (0, "0"), (2e-6, "0.000002")],
