@@ -14,7 +14,7 @@ CORE = [
     "numpy>=1.26",
     "pandas>=2.2.3",
     "rich>=13.7",
-    "psutil>=5.9",
+    "psutil>=6",
     "cloudpickle>=3.0",
     "orjson>=3.10",
 ]

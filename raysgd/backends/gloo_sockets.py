@@ -13,7 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
 
 #: Host and port.
 Address = tuple[str, int]
@@ -21,7 +24,7 @@ Address = tuple[str, int]
 
 def listeners() -> set[Address]:
     """The addresses at which this process listens for TCP connections."""
-    return {_address(each.getsockname()) for each in _tcp_sockets() if _listens(each)}
+    return {_address(each.laddr) for each in _connections() if each.status == psutil.CONN_LISTEN}
 
 
 def cut(own: Iterable[Address], of_peers: Iterable[Address]) -> int:
@@ -31,31 +34,35 @@ def cut(own: Iterable[Address], of_peers: Iterable[Address]) -> int:
     """
     coming_in, going_out = set(own), set(of_peers)
     count = 0
-    for each in _tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            if _listens(each):
-                continue
-            if _address(each.getsockname()) in coming_in or _address(each.getpeername()) in going_out:
-                each.shutdown(socket.SHUT_RDWR)
-                count += 1
+    if not coming_in and not going_out:
+        return count
+    for each in _connections():
+        if each.raddr and (_address(each.laddr) in coming_in or _address(each.raddr) in going_out):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                count += _shut_down(each)
     return count
 
 
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """A socket object, for as long as it is looked at, for each TCP socket of this process."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # Linux has it
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:  # its own file: the number may be used anew meanwhile
-                is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-                if is_internet and each.type == socket.SOCK_STREAM:
-                    yield each
+def _connections() -> list[Any]:
+    """Of this process, as the kernel lists them. A socket object is not made to look at one: that may change its mode."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return list(psutil.Process().net_connections("tcp"))
+    return []
 
 
-def _listens(each: socket.socket) -> bool:
-    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _shut_down(connection: Any) -> bool:
+    number = os.dup(connection.fd)
+    try:
+        found = socket.socket(fileno=number)
+    except OSError:  # another file has its number by now
+        os.close(number)
+        raise
+    with found:
+        if _address(found.getpeername()) != _address(connection.raddr):
+            return False
+        found.shutdown(socket.SHUT_RDWR)
+        return True
 
 
-def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
+def _address(name: Any) -> Address:
     return name[0], name[1]

@@ -7,6 +7,7 @@ for ever, unless that module was imported before the first group was made. So `l
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.config.checks import check_amount, check_choice
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, RaySGDError
 
 _COLLECTIVE_ERRORS = (
     "gloo",
@@ -128,13 +129,16 @@ class TorchBackend(Backend):
     def abort(self) -> None:
         import torch.distributed as dist
 
-        gloo_sockets.cut(self._gloo.own, self._gloo.of_peers)
+        with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
+            gloo_sockets.cut(self._gloo.own, self._gloo.of_peers)
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
     def is_collective_error(self, error: BaseException) -> bool:
         import torch.distributed as dist
 
+        if isinstance(error, RaySGDError):  # whose text may be that of a storage, say
+            return False
         if isinstance(error, dist.DistError):
             return True
         text = str(error).lower()

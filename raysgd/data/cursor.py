@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysgd.data.ledger import EpochOrder, Shuffle, layout
+from raysgd.data.plan import WINDOW_ROWS
 from raysgd.data.position import Position
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 
@@ -22,13 +23,22 @@ class Cursor:
         block_rows: Rows in each of its blocks.
         seed: For the order of the epochs that begin here. One that was begun before keeps the seed it was begun with.
         position: Where to go on.
+        window_rows: Of the order; see `EpochOrder`.
 
     Raises:
         CheckpointError: The position is inside an epoch of another number of rows.
     """
 
-    def __init__(self, name: str, block_rows: Sequence[int], seed: int, position: Position) -> None:
+    def __init__(
+        self,
+        name: str,
+        block_rows: Sequence[int],
+        seed: int,
+        position: Position,
+        window_rows: int = WINDOW_ROWS,
+    ) -> None:
         self.name = name
+        self._window_rows = window_rows
         self._block_rows = block_rows
         self._num_rows = sum(block_rows)
         self._seed = seed
@@ -67,6 +77,7 @@ class Cursor:
             epoch=at.epoch,
             shuffle=shuffle,
             lanes=at.lanes if at.consumed else lanes,
+            window_rows=self._window_rows,
         )
 
     def begin(self, shuffle: Shuffle, lanes: int = 1) -> Pass:
@@ -82,7 +93,7 @@ class Cursor:
         if self._live is not None:
             self._live.end()
         at = self._position
-        if at.consumed and (at.shuffle, at.layout) != (shuffle, layout(self._block_rows, shuffle)):
+        if at.consumed and (at.shuffle, at.layout) != (shuffle, self._layout(shuffle)):
             raise ConfigError(
                 f"dataset {self.name!r} goes on inside an epoch ({at}) whose order is that of shuffle={at.shuffle!r}"
                 + (" over other blocks of rows" if at.shuffle == shuffle else f", not of shuffle={shuffle!r}")
@@ -90,6 +101,9 @@ class Cursor:
             )
         self._live = Pass(self, self.order(shuffle, lanes))
         return self._live
+
+    def _layout(self, shuffle: Shuffle) -> int:
+        return layout(self._block_rows, shuffle, self._window_rows)
 
     def _move(self, consumed: int, order: EpochOrder) -> None:
         at = self._position
@@ -99,7 +113,7 @@ class Cursor:
             num_rows=self._num_rows,
             seed=at.seed if at.consumed else self._seed,
             shuffle=order.shuffle,
-            layout=at.layout if at.consumed else layout(self._block_rows, order.shuffle),
+            layout=at.layout if at.consumed else self._layout(order.shuffle),
             lanes=order.lanes,
         )
 

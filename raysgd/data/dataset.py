@@ -90,7 +90,7 @@ class WorkerDataset:
             cursor.restore(position)
 
     def _cursor_at(self, position: Position) -> Cursor:
-        return Cursor(self.name, self._source.block_rows, self._seed, position)
+        return Cursor(self.name, self._source.block_rows, self._seed, position, self._source.window_rows)
 
 
 def _reader_of(name: str, source: Source, fetch: Fetch) -> TableReader | ItemReader:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 
 from raysgd.data.plan import FilePart, Source
 from raysgd.errors import DataError
@@ -75,6 +76,8 @@ class FileBlocks:
         path = self._paths[part.file]
         try:
             table = self._read(part, path, columns)
+            if any(column.num_chunks != 1 for column in table.columns):
+                table = table.combine_chunks()
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise DataError(f"dataset {self._name!r}: {path} cannot be read: {_first_line(error)}") from error
         if table.num_rows != self._block_rows[number]:
@@ -82,11 +85,12 @@ class FileBlocks:
                 f"dataset {self._name!r}: {path} has changed since the run began: a part of it had "
                 f"{self._block_rows[number]} rows and has {table.num_rows} now. Write new data to new files."
             )
-        return table if all(column.num_chunks == 1 for column in table.columns) else table.combine_chunks()
+        return table
 
     def _read(self, part: FilePart, path: str, columns: Sequence[str]) -> Any:
         fragment = self._fragment(part.file, path)
         if part.row_groups is not None:
+            self._check_columns(fragment, columns)
             fragment = fragment.subset(row_group_ids=list(part.row_groups))
         opening = self._opening
         return fragment.to_table(
@@ -95,6 +99,13 @@ class FileBlocks:
             filter=opening.filter,
             batch_size=2**31 - 1 if part.row_groups is not None else 2**17,
         )
+
+    def _check_columns(self, fragment: Any, columns: Sequence[str]) -> None:
+        """What a file does not have any more would come as nulls."""
+        there = {*fragment.physical_schema.names, *ds.get_partition_keys(fragment.partition_expression)}
+        for column in columns:
+            if column not in there:
+                raise ValueError(f"it has no column {column!r} any more")
 
     def _fragment(self, number: int, path: str) -> Any:
         fragment = self._fragments.pop(number, None)

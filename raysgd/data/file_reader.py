@@ -38,6 +38,10 @@ class FileReader(TableReader):
     def follow(self, deal: Deal, order: EpochOrder, start: int) -> Lookahead:
         return Lookahead(self._loaded, self._source.block_rows, deal, order, start, self._forget)
 
+    def sample_row(self) -> int:
+        held = self._loaded.held
+        return self._start(held[-1]) if held else 0
+
     def close(self) -> None:
         for reader in self._selected.values():
             reader._let_go()

@@ -10,15 +10,18 @@ import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd._util.wording import with_article
 from raysgd.data.file_blocks import Opening
-from raysgd.data.plan import FilePart, Files, Source
+from raysgd.data.plan import WINDOW_ROWS, FilePart, Files, Source
 from raysgd.errors import ConfigError
 
 #: Row groups of a file that follow each other are read together up to about this much.
 PART_BYTES = 32 * 2**20
+#: A window is of fewer rows where they would take more than this.
+WINDOW_BYTES = 64 * 2**20
+_MIN_WINDOW_ROWS = 256
 #: Files whose metadata are read at a time: storage far away answers late.
 _READERS = 32
 
@@ -35,13 +38,17 @@ _FORMATS = {
 }
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
-_Part = tuple[FilePart, int]
+
+class _Part(NamedTuple):
+    part: FilePart
+    num_rows: int
+    num_bytes: int
 
 
 def source_of_paths(name: str, given: Any) -> Source:
     """The files at a path or URI, or at a list of them; of folders all files below that do not begin with ``.`` or ``_``.
 
-    Parts of paths of the form ``key=value`` are columns.
+    Below one folder, parts of paths of the form ``key=value`` are columns.
 
     Raises:
         ConfigError: There is nothing, or what there is cannot be read as one dataset.
@@ -50,14 +57,23 @@ def source_of_paths(name: str, given: Any) -> Source:
     import pyarrow.dataset as ds
 
     paths = [os.fspath(path) for path in (given if isinstance(given, list) else [given])]
-    filesystem, files = _find(name, paths)
+    filesystem, files, folder = _find(name, paths)
     formats = {path: _format_of(name, path) for path in files}
     if len(set(formats.values())) > 1:
         first = files[0]
         other = next(path for path in files if formats[path] != formats[first])
         raise ConfigError(f"dataset {name!r} has files of several formats, {first} and {other}; give those of one.")
+    options = ds.FileSystemFactoryOptions(
+        partition_base_dir=folder, partitioning=ds.HivePartitioning.discover() if folder else None
+    )
+    kinds = {
+        "parquet": ds.ParquetFileFormat,
+        "ipc": ds.IpcFileFormat,
+        "csv": ds.CsvFileFormat,
+        "json": ds.JsonFileFormat,
+    }
     try:
-        dataset = ds.dataset(files, filesystem=filesystem, format=formats[files[0]], partitioning="hive")
+        dataset = ds.FileSystemDatasetFactory(filesystem, files, kinds[formats[files[0]]](), options).finish()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(name, files[0], error) from error
     return source_of_dataset(name, dataset)
@@ -67,20 +83,22 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
     """The files of a `pyarrow.dataset.Dataset`.
 
     Raises:
-        ConfigError: A file cannot be read, or lacks a column.
+        ConfigError: A file cannot be read, or has other columns.
     """
     schema = dataset.schema
     condition = dataset._scan_options.get("filter")  # where dataset.filter(...) keeps it; pyarrow has no way to ask
     plain = dataset.replace_schema(schema)  # a copy
     plain._scan_options = {}  # one that is filtered gives no fragments
     fragments = list(plain.get_fragments())
+    for fragment in fragments:
+        if not hasattr(fragment, "path"):
+            raise ConfigError(f"dataset {name!r} is a union of files and of tables in memory; give one or the other.")
+
+    def parts_of(number: int) -> list[_Part]:
+        return _parts_of(name, number, fragments[number], schema, condition)
+
     with ThreadPoolExecutor(min(_READERS, max(1, len(fragments)))) as pool:
-        parts = list(
-            pool.map(
-                lambda number: _parts_of(name, number, fragments[number], schema, condition), range(len(fragments))
-            )
-        )
-    counted = [(part, rows) for part, rows in chain.from_iterable(parts) if rows]
+        parts = [part for part in chain.from_iterable(pool.map(parts_of, range(len(fragments)))) if part.num_rows]
     formats: list[tuple[Any, Any]] = []
     format_of = [_index(formats, (fragment.format, fragment.filesystem)) for fragment in fragments]
     partitions = [fragment.partition_expression for fragment in fragments]
@@ -93,39 +111,61 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
     )
     return Source(
         "files",
-        tuple(part for part, _ in counted),
-        tuple(rows for _, rows in counted),
+        tuple(part.part for part in parts),
+        tuple(part.num_rows for part in parts),
         Files(tuple(fragment.path for fragment in fragments), pickle.dumps(opening)),
+        window_rows=_window_rows(parts),
     )
 
 
-def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str]]:
+def _window_rows(parts: Sequence[_Part]) -> int:
+    """A worker holds what a window is in: fewer rows of those that are large."""
+    per_row = max(1, sum(part.num_bytes for part in parts)) / max(1, sum(part.num_rows for part in parts))
+    return max(_MIN_WINDOW_ROWS, min(WINDOW_ROWS, int(WINDOW_BYTES / per_row)))
+
+
+def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
+    """The storage, the files on it, and the folder, where one was given."""
     from pyarrow import fs
 
     filesystem: Any = None
     files: list[str] = []
+    folder: str | None = None
     for given in paths:
+        if not given:
+            raise ConfigError(f"dataset {name!r} has an empty path.")
         try:
             found, path = fs.FileSystem.from_uri(given) if "://" in given else (fs.LocalFileSystem(), _local(given))
-            info = found.get_file_info(path)
+            inside = _files_at(name, given, found, path)
         except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise _unreadable(name, given, error) from error
         if filesystem is not None and found != filesystem:
             raise ConfigError(
                 f"dataset {name!r} has paths on several storages, {paths[0]} and {given}; give those of one."
             )
         filesystem = found
-        if info.type == fs.FileType.NotFound:
-            raise ConfigError(f"dataset {name!r}: there is no file or folder {given}.")
-        if info.type == fs.FileType.File:
-            files.append(path)
-            continue
-        below = found.get_file_info(fs.FileSelector(path, recursive=True))
-        inside = sorted(each.path for each in below if each.is_file and not _is_hidden(each.path, path))
-        if not inside:
-            raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it.")
         files += inside
-    return filesystem, files
+        folder = path if len(paths) == 1 and inside != [path] else None
+    return filesystem, files, folder
+
+
+def _files_at(name: str, given: str, filesystem: Any, path: str) -> list[str]:
+    from pyarrow import fs
+
+    info = filesystem.get_file_info(path)
+    if info.type == fs.FileType.NotFound:
+        raise ConfigError(f"dataset {name!r}: there is no file or folder {given}.")
+    if info.type == fs.FileType.File:
+        return [path]
+    if info.type != fs.FileType.Directory:
+        raise ConfigError(f"dataset {name!r}: {given} is neither a file nor a folder.")
+    below = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    inside = sorted(each.path for each in below if each.is_file and not _is_hidden(each.path, path))
+    if not inside:
+        raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it.")
+    return inside
 
 
 def _local(path: str) -> str:
@@ -152,39 +192,73 @@ def _parts_of(name: str, number: int, fragment: Any, schema: Any, condition: Any
     import pyarrow as pa
 
     try:
-        if not hasattr(fragment, "row_groups"):
-            return [(FilePart(number), fragment.count_rows(filter=condition))]
         _check_columns(name, fragment, schema)
-        return list(_row_groups(number, fragment, condition))
+        if not hasattr(fragment, "row_groups"):
+            size = fragment.filesystem.get_file_info(fragment.path).size or 0
+            return [_Part(FilePart(number), _count(fragment, schema, condition), size)]
+        return list(_row_groups(number, fragment, schema, condition))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(name, fragment.path, error) from error
 
 
-def _row_groups(number: int, fragment: Any, condition: Any) -> Iterator[_Part]:
+def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iterator[_Part]:
+    width = sum(_width(field.type) for field in schema)
     group: list[int] = []
     rows = size = 0
     for each in fragment.row_groups:
-        if group and size + each.total_byte_size > PART_BYTES:
-            yield FilePart(number, tuple(group)), rows
+        decoded = max(each.total_byte_size, each.num_rows * width)  # what is encoded may be a hundredth
+        if group and size + decoded > PART_BYTES:
+            yield _Part(FilePart(number, tuple(group)), rows, size)
             group, rows, size = [], 0, 0
         group.append(each.id)
-        size += each.total_byte_size
+        size += decoded
         rows += (
-            each.num_rows
-            if condition is None
-            else fragment.subset(row_group_ids=[each.id]).count_rows(filter=condition)
+            each.num_rows if condition is None else _count(fragment.subset(row_group_ids=[each.id]), schema, condition)
         )
     if group:
-        yield FilePart(number, tuple(group)), rows
+        yield _Part(FilePart(number, tuple(group)), rows, size)
+
+
+def _count(fragment: Any, schema: Any, condition: Any) -> int:
+    """Rows that are read of it; the dataset's schema has columns that are in paths alone."""
+    if condition is None:
+        return int(fragment.count_rows())
+    return int(fragment.scanner(schema=schema, filter=condition).count_rows())
+
+
+def _width(kind: Any) -> float:
+    """Bytes of a value, about."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind):
+        return float(kind.list_size * _width(kind.value_type))
+    try:
+        return float(kind.bit_width) / 8
+    except ValueError:
+        return 16.0
 
 
 def _check_columns(name: str, fragment: Any, schema: Any) -> None:
+    """That a file has the columns of the first one, of types that can become theirs."""
+    import pyarrow as pa
     import pyarrow.dataset as ds
 
-    there = {*fragment.physical_schema.names, *ds.get_partition_keys(fragment.partition_expression)}
-    for column in schema.names:
-        if column not in there:
-            raise ConfigError(f"dataset {name!r}: {fragment.path} has no column {column!r}, which other files have.")
+    there = fragment.physical_schema
+    in_path = ds.get_partition_keys(fragment.partition_expression)
+    for field in schema:
+        if field.name in in_path:
+            continue
+        if field.name not in there.names:
+            raise ConfigError(
+                f"dataset {name!r}: {fragment.path} has no column {field.name!r}, which other files have."
+            )
+        kinds = [there.field(field.name).type, field.type]
+        is_open = any(pa.types.is_null(kind) or pa.types.is_dictionary(kind) for kind in kinds)
+        if not is_open and pa.types.is_primitive(kinds[0]) != pa.types.is_primitive(kinds[1]):
+            raise ConfigError(
+                f"dataset {name!r}: column {field.name!r} of {fragment.path} is of type {kinds[0]}, in other files of "
+                f"{kinds[1]}; write it as one type."
+            )
 
 
 def _unreadable(name: str, path: str, error: BaseException) -> ConfigError:

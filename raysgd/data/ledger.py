@@ -17,22 +17,35 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.mixing import permutation
+from raysgd.data.plan import WINDOW_ROWS
 
 Shuffle = Literal[False, "window", "full"]
 SHUFFLES: tuple[Shuffle, ...] = (False, "window", "full")
 #: Indices in the order in which they are wanted; a range, of step 1, where they follow each other: a slice.
 Indices: TypeAlias = range | NDArray[np.int64]
 
-#: Rows that are mixed with each other under ``shuffle="window"``.
-WINDOW_ROWS = 65_536
 #: Places are turned into rows about this many at a time, which spreads NumPy's cost per call over many batches.
 LOOKAHEAD_ROWS = 8_192
+
+
+class BlockSpans(NamedTuple):
+    """Blocks in the order in which they are needed.
+
+    Attributes:
+        blocks: Their numbers.
+        first: The place from which on rows of each may come.
+        until: The place from which on none does.
+    """
+
+    blocks: NDArray[np.int64]
+    first: NDArray[np.int64]
+    until: NDArray[np.int64]
 
 
 class EpochOrder:
@@ -41,7 +54,7 @@ class EpochOrder:
     - ``False``: as they come, in each lane.
     - ``"full"``: any row may come at any place.
     - ``"window"``: the blocks in a random order, and in what they make up together, cut into lanes, the rows of each window
-      of `WINDOW_ROWS` mixed. A worker then needs few blocks at a time.
+      of ``window_rows`` mixed. A worker then needs few blocks at a time.
 
     Args:
         block_rows: Rows in each block.
@@ -94,29 +107,37 @@ class EpochOrder:
         places: NDArray[np.int64] = start + skipped[lane] + number * self.lanes
         return places
 
-    def needed_until(self, block_rows: Sequence[int]) -> NDArray[np.int64]:
-        """For each block a place from which on none of its rows comes; where it has rows of several lanes, the end.
+    def spans(self, block_rows: Sequence[int], lanes: range) -> BlockSpans:
+        """Where in the order the rows of these lanes lie, block by block.
 
         Args:
             block_rows: What the order was made of.
+            lanes: Whose rows are asked for.
         """
         rows = np.asarray(block_rows, np.int64)
-        until = np.full(len(rows), self.num_rows)
         if self.shuffle == "full" or not self.num_rows:
-            return until
-        if self.shuffle == "window":
-            chosen, ends = self._chosen, self._block_ends
-        else:
-            chosen, ends = np.arange(len(rows)), np.cumsum(rows)
-        lane_starts = self._lane_starts(np.arange(self.lanes + 1))
-        first = np.searchsorted(lane_starts, ends - rows[chosen], side="right") - 1
-        last = np.searchsorted(lane_starts, ends - 1, side="right") - 1
-        at = ends - 1 - lane_starts[last]
-        if self.shuffle == "window":
-            in_lane = lane_starts[last + 1] - lane_starts[last]
-            at = np.minimum((at // self._window_rows + 1) * self._window_rows, in_lane) - 1
-        until[chosen] = np.where(first == last, at * self.lanes + last + 1, self.num_rows)
-        return until
+            full = np.flatnonzero(rows)
+            return BlockSpans(full, np.zeros(len(full), np.int64), np.full(len(full), self.num_rows))
+        chosen = self._chosen if self.shuffle == "window" else np.arange(len(rows))
+        ends = np.cumsum(rows[chosen])
+        starts = ends - rows[chosen]
+        first, until = np.full(len(rows), self.num_rows), np.zeros(len(rows), np.int64)
+        for lane in lanes:
+            lane_start, lane_stop = self._lane_starts(np.array([lane, lane + 1])).tolist()
+            here = range(
+                int(np.searchsorted(ends, lane_start, "right")), int(np.searchsorted(starts, lane_stop, "left"))
+            )
+            begin = np.maximum(starts[here.start : here.stop], lane_start) - lane_start
+            last = np.minimum(ends[here.start : here.stop], lane_stop) - 1 - lane_start
+            if self.shuffle == "window":
+                begin = begin // self._window_rows * self._window_rows
+                last = np.minimum((last // self._window_rows + 1) * self._window_rows, lane_stop - lane_start) - 1
+            blocks = chosen[here.start : here.stop]
+            first[blocks] = np.minimum(first[blocks], begin * self.lanes + lane)
+            until[blocks] = np.maximum(until[blocks], last * self.lanes + lane + 1)
+        found = np.flatnonzero((until > 0) & (rows > 0))
+        found = found[np.argsort(first[found], kind="stable")]
+        return BlockSpans(found, first[found], until[found])
 
     def _lane_starts(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where these lanes begin when they are laid end to end; the first ones are a row longer than the last."""
@@ -134,10 +155,11 @@ class EpochOrder:
         self._to_row = (np.cumsum(block_rows) - block_rows)[chosen] - starts
 
     def _within_windows(self, lanes: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-        windows = at // self._window_rows
+        keys = at // self._window_rows * self.lanes + lanes
         mixed = np.empty_like(at)
-        for lane, window in sorted(set(zip(lanes.tolist(), windows.tolist(), strict=True))):
-            here = (windows == window) & (lanes == lane)
+        for one in np.unique(keys).tolist():
+            here = keys == one
+            window, lane = divmod(one, self.lanes)
             lane_start, lane_stop = self._lane_starts(np.array([lane, lane + 1])).tolist()
             start = window * self._window_rows
             size = min(self._window_rows, lane_stop - lane_start - start)
@@ -151,9 +173,9 @@ class EpochOrder:
         return moved
 
 
-def layout(block_rows: Sequence[int], shuffle: Shuffle) -> int:
+def layout(block_rows: Sequence[int], shuffle: Shuffle, window_rows: int = WINDOW_ROWS) -> int:
     """A number that tells whether two lists of blocks of equally many rows in all have the same order."""
-    return zlib.crc32(repr((WINDOW_ROWS, tuple(block_rows))).encode()) if shuffle == "window" else 0
+    return zlib.crc32(repr((window_rows, tuple(block_rows))).encode()) if shuffle == "window" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +204,17 @@ class Deal:
     def rows(self, order: EpochOrder, start: int) -> Indices:
         """The rows of this rank in that step."""
         return self._rows_of(order, [start])[0]
+
+    def lanes_of(self, lanes: int) -> range:
+        """The lanes, of so many, whose rows this rank takes; perhaps one more at either end. But for the last, short step."""
+        first = self.global_batch * self.rank // self.world_size
+        last = self.global_batch * (self.rank + 1) // self.world_size
+        each, rest = divmod(self.global_batch, lanes)
+        if not rest:
+            return range(first // each, -(-last // each))
+        return range(
+            max(0, first * lanes // self.global_batch - 1), min(lanes, -(-last * lanes // self.global_batch) + 1)
+        )
 
     @property
     def num_steps(self) -> int:

@@ -11,6 +11,9 @@ from typing import Any, Literal, NamedTuple
 #: Name of a dataset that was given without one.
 LONE = "dataset"
 
+#: Rows that are mixed with each other under ``shuffle="window"``, unless they are large.
+WINDOW_ROWS = 65_536
+
 Kind = Literal["arrow", "arrays", "items", "files"]
 
 
@@ -44,12 +47,14 @@ class Source:
         blocks: What ``put`` returned for each block, or each block's `FilePart`.
         block_rows: Rows in each block.
         files: Of a dataset that is made of files.
+        window_rows: Rows that are mixed with each other under ``shuffle="window"``.
     """
 
     kind: Kind
     blocks: tuple[Any, ...] = field(repr=False)
     block_rows: tuple[int, ...] = field(repr=False)
     files: Files | None = None
+    window_rows: int = WINDOW_ROWS
 
     @property
     def num_rows(self) -> int:

@@ -115,10 +115,13 @@ class TableReader:
         self._columns.clear()
         self._blocks.close()
 
-    def _forget(self, numbers: Iterable[int]) -> None:
-        """These blocks are not held any more."""
-        for number in numbers:
-            self._columns.pop(number, None)
+    def sample_row(self) -> int:
+        """A row that can be had without waiting, where there is one; the dataset has rows."""
+        return 0
+
+    def _forget(self, number: int) -> None:
+        """This block is not held any more."""
+        self._columns.pop(number, None)
 
     def arrays(self, rows: Indices, columns: Sequence[str], *, dense: bool = False) -> Arrays:
         """A NumPy array for each column. A range of rows of one block is a read-only view. ``dense``: see `Column`."""
@@ -172,7 +175,10 @@ class TableReader:
             raise ConfigError(f"{column_of(self._name, column)} has rows of {told} in one batch; give all the same.")
 
     def _pieces(self, rows: Indices) -> list[_Piece]:
-        if len(self._ends) <= 1 or not len(rows):
+        if not len(rows):
+            sample = int(np.searchsorted(self._ends, self.sample_row(), side="right")) if len(self._ends) else 0
+            return [(sample, rows, None)]
+        if len(self._ends) <= 1:
             return [(0, rows, None)]
         if isinstance(rows, range):
             return self._spans(rows)
@@ -234,6 +240,10 @@ class ItemReader:
     def follow(self, deal: Deal, order: EpochOrder, start: int) -> Follower:
         """As a `TableReader`'s."""
         return Follower()
+
+    def sample_row(self) -> int:
+        """As a `TableReader`'s."""
+        return 0
 
     def close(self) -> None:
         """Let go of the dataset, until it is needed again."""

@@ -181,7 +181,7 @@ class Shard:
         )
 
     def _lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
-        """How many lanes an epoch has that begins now. Files are read by one worker each if there is a lane for each."""
+        """How many lanes an epoch has that begins now. Where there is one for each worker, each reads its own files."""
         if self._source.kind != "files":
             return 1
         if sizes[1] is None:

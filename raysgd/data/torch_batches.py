@@ -37,7 +37,7 @@ class TableToTorch:
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return _empty(self, self.name)
+            return _empty(self, self.name, self.reader.sample_row())
         if self.collate_fn is None:
             arrays = self.reader.arrays(rows, self.columns, dense=True)
             return {column: self._tensor(column, array) for column, array in arrays.items()}
@@ -79,7 +79,7 @@ class ItemsToTorch:
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return _empty(self, self.name)
+            return _empty(self, self.name, self.reader.sample_row())
         items = self.reader.items(rows)
         batch = self._default(items) if self.collate_fn is None else self.collate_fn(items)
         return to_device(batch, self.device)
@@ -99,9 +99,9 @@ def _owned(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.flags.writeable else array.copy()
 
 
-def _empty(read: Callable[[Indices], Any], name: str) -> Any:
-    """A batch for a step in which this rank has no row; never made by giving user code nothing."""
-    return without_rows(read(range(1)), read(np.zeros(2, np.int64)), name)
+def _empty(read: Callable[[Indices], Any], name: str, row: int) -> Any:
+    """A batch for a step in which this rank has no row; never made by giving user code nothing, but this row."""
+    return without_rows(read(range(row, row + 1)), read(np.full(2, row, np.int64)), name)
 
 
 def check_dtypes(name: str, dtypes: Any, columns: list[str], collate_fn: Collate | None) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError
 
 from raysgd.workers.memory_watch import MemoryWatch
 from raysgd.workers.out_of_memory import MemoryEvidence
@@ -85,7 +84,8 @@ class NodeAgent:
                     self._is_fetching = False
                     return
             if wanted:
-                with contextlib.suppress(RayError):
+                # Whatever it raises, as when Ray ends, is no reason to never fetch again.
+                with contextlib.suppress(Exception):
                     ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_S, fetch_local=True)
             self._held = wanted
 

@@ -220,7 +220,7 @@ def test_an_unknown_name_is_told_with_the_known_ones(trainer: raysgd.Trainer) ->
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        ("rows.parquet", ConfigError, "paths are not read yet"),
+        ("rows.parquet", ConfigError, "no file or folder"),
         (iter([1]), ConfigError, "cannot be read"),
         (np.arange(3), ConfigError, "gives its column no name"),
     ],

@@ -119,6 +119,19 @@ def test_folders_named_by_a_value_are_a_column(tmp_path: Path) -> None:
     assert Counter(int(row["year"]) for row in found) == {2024: 10, 2025: 10}
 
 
+def test_a_filter_may_be_on_what_paths_say(tmp_path: Path) -> None:
+    for year in (2024, 2025):
+        write(tmp_path / f"year={year}", 1, 10)
+    dataset = ds.dataset(tmp_path, partitioning="hive").filter(ds.field("year") == 2025)
+    assert [int(row["year"]) for row in rows(dataset)] == [2025] * 10
+
+
+def test_folders_above_the_one_that_is_given_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run=5").mkdir()
+    (context,) = contexts(write(tmp_path / "run=5" / "train", 1))
+    assert context.get().schema.names == ["x", "y"]
+
+
 def test_a_filter_of_a_pyarrow_dataset_is_applied_where_files_are_read(tmp_path: Path, small_parts: None) -> None:
     dataset = ds.dataset(write(tmp_path / "a")).filter((ds.field("x") >= 90) & (ds.field("y") < 105))
     (context,) = contexts(dataset)
@@ -243,7 +256,7 @@ def test_what_is_larger_than_memory_is_let_go_and_read_once_each_epoch(
     held = []
     reader = context.get()._reader.select(["x", "y"])  # type: ignore[union-attr]
     for batch in shard.to_torch(5):
-        held.append(len(reader._blocks._loaded))
+        held.append(len(reader._blocks.held))
         del batch
     assert max(held) <= 5
     assert set(count.values()) == {1} and len(count) == 16
@@ -263,6 +276,61 @@ def test_row_groups_that_are_small_are_read_together(tmp_path: Path) -> None:
     write(tmp_path / "a", 2, 100, row_group=1)
     source = resolve_datasets(tmp_path / "a", lambda block: block).sources["dataset"]
     assert source.block_rows == (100, 100)
+
+
+def test_row_groups_that_are_small_on_disk_alone_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": np.zeros(4_000_000, np.int64)}), path, row_group_size=1_000_000)
+    assert path.stat().st_size < 100_000
+    source = resolve_datasets(path, lambda block: block).sources["dataset"]
+    assert source.block_rows == (4_000_000,)  # 32 MB
+    pq.write_table(pa.table({"x": np.zeros(8_000_000, np.int64)}), path, row_group_size=1_000_000)
+    assert resolve_datasets(path, lambda block: block).sources["dataset"].block_rows == (4_000_000, 4_000_000)
+
+
+def test_a_window_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve_datasets(write(tmp_path / "a"), lambda block: block).sources["dataset"]
+    assert source.window_rows == 65_536
+    monkeypatch.setattr(files, "WINDOW_BYTES", 16 * 1000)
+    source = resolve_datasets(tmp_path / "a", lambda block: block).sources["dataset"]
+    assert 256 <= source.window_rows <= 1000
+
+
+def test_what_is_held_stays_within_bounds_from_epoch_to_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 1)
+    monkeypatch.setattr(files, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(loading, "AHEAD_BYTES", 8 * 25 * 16)
+    group = contexts(write(tmp_path / "a", 10), 2)
+    batches = [context.get().get_split().to_torch(5, shuffle="window") for context in group]
+    readers = [context.get()._reader.select(["x", "y"]) for context in group]  # type: ignore[union-attr]
+    held = []
+    for _ in range(4):
+        for _ in zip(*batches, strict=True):
+            held += [len(reader._blocks.held) for reader in readers]
+    assert max(held) <= 8 + 256 // 25 + 2  # a window is of 256 rows at least
+
+
+def test_an_empty_share_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        pq.write_table(pa.table({"x": np.arange(5)}), tmp_path / f"{number}.parquet")
+    group = contexts(tmp_path, 2)
+    counts = loads_of(group, monkeypatch)
+    for how in ("to_torch", "iter_batches"):
+        read = [getattr(context.get().get_split(), how)(4) for context in group]
+        sizes = [[len(batch["x"]) for batch in batches] for batches in zip(*read, strict=True)]
+        assert sizes == [[4, 4], [4, 4], [4, 0]]
+    assert set(counts[1]) == {2, 3}
+
+
+def test_many_small_files_begin_at_once(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.arange(3)}), tmp_path / "0.parquet")
+    for number in range(1, 1000):
+        (tmp_path / f"{number}.parquet").hardlink_to(tmp_path / "0.parquet")
+    (context,) = contexts(tmp_path)
+    batches = iter(context.get().get_split().iter_batches(3))
+    next(batches)
+    blocks = context.get()._reader.select(["x"])._blocks  # type: ignore[union-attr]
+    assert blocks.num_coming <= 8
 
 
 def test_files_without_rows_and_no_rows_at_all(tmp_path: Path) -> None:
@@ -351,6 +419,22 @@ def lacks_a_column(path: Path) -> Any:
     return path
 
 
+def lacks_one_in_a_csv(path: Path) -> Any:
+    (path / "a.csv").write_text("a,b\n1,2\n")
+    (path / "b.csv").write_text("a,c\n1,2\n")
+    return path
+
+
+def another_type(path: Path) -> Any:
+    pq.write_table(pa.table({"x": [1]}), path / "a.parquet")
+    pq.write_table(pa.table({"x": ["r"]}), path / "b.parquet")
+    return path
+
+
+def partly_in_memory(path: Path) -> Any:
+    return ds.dataset([ds.dataset(as_parquet(path)), ds.dataset(TABLE)])
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -360,6 +444,11 @@ def lacks_a_column(path: Path) -> Any:
         (several_formats, r"several formats, .*a\.parquet and .*a\.csv"),
         (corrupt, r"b\.parquet cannot be read"),
         (lacks_a_column, r"b\.parquet has no column 's'"),
+        (lacks_one_in_a_csv, r"b\.csv has no column 'b'"),
+        (another_type, r"column 'x' of .*b\.parquet is of type string, in other files of int64"),
+        (partly_in_memory, r"union of files and of tables"),
+        (lambda path: "", r"empty path"),
+        (lambda path: "/dev/null", r"/dev/null is neither a file nor a folder"),
         (lambda path: "nosuch://bucket/key", r"nosuch://bucket/key cannot be read"),
     ],
 )
@@ -382,7 +471,14 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("change", "said"), [(vanish, "cannot be read"), (shrink, "has changed"), (damage, "read")])
+def rename(path: Path) -> None:
+    pq.write_table(pq.read_table(path).rename_columns(["q", "y"]), path, row_group_size=100)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(vanish, "cannot be read"), (shrink, "has changed"), (damage, "read"), (rename, "no column 'x' any more")],
+)
 def test_a_file_that_changes_after_the_run_began_is_named(change: Any, said: str, tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a", 2, 100, row_group=100))
     change(tmp_path / "a" / "001.parquet")

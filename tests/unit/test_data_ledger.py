@@ -138,25 +138,36 @@ def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int, la
         under_way.end()
 
 
-@given(blocks, seeds, shuffles, lane_counts, sizes, st.integers(1, 9))
-def test_a_block_is_needed_no_more_when_it_is_said(
-    block_rows: list[int], seed: int, shuffle: Shuffle, lanes: int, world_size: int, batch: int
+@given(blocks, seeds, shuffles, lane_counts, sizes, st.integers(1, 40))
+def test_rows_of_a_block_come_where_it_is_said_and_of_the_lanes_that_are_said(
+    block_rows: list[int], seed: int, shuffle: Shuffle, lanes: int, world_size: int, global_batch: int
 ) -> None:
     order = order_of(block_rows, seed, 0, shuffle, lanes=lanes)
-    until = order.needed_until(block_rows)
     ends = np.cumsum(block_rows)
-    start = 0
-    for shares, stop in steps_of(deals(order.num_rows, batch, world_size), order, 0):
-        for row in chain(*shares):
-            assert until[np.searchsorted(ends, row, side="right")] > start
-        start = stop
+    for rank in range(world_size):
+        deal = Deal(num_rows=order.num_rows, global_batch=global_batch, rank=rank, world_size=world_size)
+        spans = order.spans(block_rows, deal.lanes_of(order.lanes))
+        assert list(spans.first) == sorted(spans.first)
+        said = {number: (first, until) for number, first, until in zip(*map(np.ndarray.tolist, spans), strict=True)}
+        start = 0
+        for steps in deal.steps(order, start):
+            for rows, stop in steps:
+                if stop - start == global_batch:  # the last step may be short, and of other lanes
+                    for number in np.searchsorted(ends, np.asarray(rows, np.int64), side="right").tolist():
+                        first, until = said[number]
+                        assert first < stop and until > start
+                start = stop
 
 
-def test_without_shuffling_and_with_a_lane_for_each_worker_blocks_are_let_go_one_after_the_other() -> None:
+def test_with_a_lane_for_each_worker_blocks_are_let_go_one_after_the_other() -> None:
     block_rows = [10] * 8
     for shuffle in (False, "window"):
         order = order_of(block_rows, 0, 0, shuffle, window_rows=10, lanes=2)
-        assert sorted(order.needed_until(block_rows)) == [19, 20, 39, 40, 59, 60, 79, 80]
+        for lane in range(2):
+            spans = order.spans(block_rows, range(lane, lane + 1))
+            assert len(set(spans.blocks)) == 4
+            assert spans.first.tolist() == [lane, 20 + lane, 40 + lane, 60 + lane]
+            assert spans.until.tolist() == [19 + lane, 39 + lane, 59 + lane, 79 + lane]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -57,6 +58,18 @@ def test_it_wakes_who_waits_for_a_peer_that_says_nothing() -> None:
         gloo_sockets.cut({listener.getsockname()}, set())
         assert server.recv(1) == b""
         assert client.fileno() >= 0
+
+
+def test_looking_changes_no_socket() -> None:
+    """A socket object that is made of a file sets its mode, where there is a default timeout."""
+    with connected() as (listener, server, client):
+        socket.setdefaulttimeout(30)
+        try:
+            assert listener.getsockname() in gloo_sockets.listeners()
+            gloo_sockets.cut({("192.0.2.1", 1)}, {("192.0.2.1", 2)})
+        finally:
+            socket.setdefaulttimeout(None)
+        assert all(os.get_blocking(each.fileno()) for each in (listener, server, client))
 
 
 def test_without_a_group_nothing_is_cut() -> None:
