@@ -154,6 +154,8 @@ def test_a_node_that_freezes(cluster: Cluster, tmp_path: Path) -> None:
             for process in frozen:
                 process.kill()
             cluster.remove_node(node, allow_graceful=False)
+            lost = node.node_id
+            assert until(lambda: lost not in [each["NodeID"] for each in ray.nodes() if each["Alive"]], PATIENCE_S)
     assert [(failure["ranks"], failure["action"]) for failure in failures] == [([rank], "retry 1")]
     assert after[1 - rank] == before[1 - rank]  # the survivor kept its process
     assert after[rank][0] not in (before[0][0], before[1][0])
