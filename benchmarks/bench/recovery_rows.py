@@ -11,6 +11,8 @@ from bench.table import comparison, machine_line, missed, number, spread
 
 _SPARE, _NEW, _ELASTIC = VARIANTS
 _KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
+_NODE_KILLED = "node killed to next step, heartbeat timeout 10 s"
+_NODE_FROZEN = "node frozen to next step, heartbeat timeout 10 s"
 _AGAIN = "one of 5 ranks killed, again and again"
 ROWS = (
     Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours=_SPARE),
@@ -23,8 +25,10 @@ ROWS = (
     Row("grow_look", "of it: until the room is taken", "resize", "grow_look_s", "s", (), ours=_ELASTIC),
     Row("grow_start", "of it: starting a process, while two train on", "resize", "grow_start_s", "s", (), ours=_ELASTIC),
     Row("grow_pause", "of it: pause from last step of two to first of three", "resize", "grow_pause_s", "s", (), ours=_ELASTIC),
-    Row("node_killed", "node killed to next step, heartbeat timeout 10 s", "node", "killed_s", "s", (Limit(12),), ours=_NEW),
-    Row("node_frozen", "node frozen to next step, heartbeat timeout 10 s", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_killed", f"{_NODE_KILLED}, in a new process", "node", "killed_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_frozen", f"{_NODE_FROZEN}, in a new process", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_killed_spare", f"{_NODE_KILLED}, with a spare on another", "node", "killed_s", "s", (Limit(12),), ours=_SPARE),
+    Row("node_frozen_spare", f"{_NODE_FROZEN}, with a spare on another", "node", "frozen_s", "s", (Limit(12),), ours=_SPARE),
     Row("again", f"{_AGAIN}: went on", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours=_NEW),
     Row("again_s", f"{_AGAIN}: to next step", "reliability", "seconds", "s", (), ours=_NEW),
     Row("again_max", f"{_AGAIN}: the slowest", "reliability", "seconds", "s", (), share=1.0, ours=_NEW),

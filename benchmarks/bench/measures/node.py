@@ -19,7 +19,7 @@ from bench.systems.fragile import FragileSystem
 
 NAME = "node"
 TITLE = "Node lost to next step"
-SYSTEMS = ("ray_train", "raysgd_replace")
+SYSTEMS = ("ray_train", "raysgd_replace", "raysgd_spare")
 QUICK_SYSTEMS = ("raysgd_replace",)
 UNITS = {"killed_s": "s", "frozen_s": "s"}
 IS_FRESH = True
@@ -31,7 +31,8 @@ _SIGNALS = {"killed_s": signal.SIGKILL, "frozen_s": signal.SIGSTOP}
 
 def params(system: str, quick: bool) -> dict[str, Any]:
     killed, frozen = (1, 0) if quick or system == "ray_train" else (2, 1)
-    return {"num_workers": 2, "limit_s": 150.0, "killed_s": killed, "frozen_s": frozen}
+    spares = 1 if system == "raysgd_spare" else 0
+    return {"num_workers": 2, "spares": spares, "limit_s": 150.0, "killed_s": killed, "frozen_s": frozen}
 
 
 def run(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
