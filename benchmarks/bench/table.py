@@ -39,6 +39,11 @@ synced and committed, Ray Train's, which syncs nothing, when its controller has 
 
 #: Why a target is missed, by the row's key, as far as it is known.
 _WHY_MISSED = {
+    "cold": (
+        "Processes of raysgd import what bare actors do not have, 0.08 s in the TrainerActor and 0.09 s in each worker, beside "
+        "torch on two cores; the run's folder, its journal and the nodes' agents are made meanwhile. Earlier runs of this "
+        "benchmark were within 1.2x."
+    ),
     "overhead": (
         "The two workers keep both cores busy, so what a report costs anywhere is taken from them: sending it, making a round "
         "of it, the journal, the driver's loop and the loggers, in four processes that are woken up for it."
