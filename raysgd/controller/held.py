@@ -21,6 +21,8 @@ from raysgd.workers.orders import HeldCheckpoint
 SETTLE_S = 5.0
 #: Seconds for a group to fetch a checkpoint from memory, beside a second for so many bytes.
 REACH_S = 3.0
+#: The same where it is on no storage: Ray may ask a node that is lost first, and another one 10 s later.
+REACH_ALONE_S = 15.0
 REACH_BYTES_PER_S = 50e6
 
 
@@ -105,12 +107,19 @@ class HeldParts:
         parts = self._parts[manifest.number]
         return HeldCheckpoint(manifest, {rank: parts[rank]} if manifest.all_ranks else parts)
 
-    async def is_reachable(self, manifest: Manifest) -> bool:
-        """Whether the group that is ready can read a checkpoint."""
+    async def is_reachable(self, manifest: Manifest, *, is_alone: bool = False) -> bool:
+        """Whether the group that is ready can read a checkpoint.
+
+        Args:
+            manifest: Of the checkpoint.
+            is_alone: It is in memory only: what was done since the one before would be lost with it.
+        """
         parts = self._parts.get(manifest.number)
         if not parts:
             return False
-        timeout_s = REACH_S + self._num_bytes.get(manifest.number, 0) / REACH_BYTES_PER_S
+        timeout_s = (REACH_ALONE_S if is_alone else REACH_S) + self._num_bytes.get(
+            manifest.number, 0
+        ) / REACH_BYTES_PER_S
         return await self._memory.reach(parts, is_own=manifest.all_ranks, timeout_s=timeout_s)
 
     async def store(self, manifest: Manifest) -> dict[int, list[FileEntry]]:

@@ -274,7 +274,8 @@ class Run:
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
-            while (held := self._machine.desk.newest_held) and not await self._held.is_reachable(held):
+            desk = self._machine.desk
+            while (held := desk.newest_held) and not await self._held.is_reachable(held, is_alone=desk.has_unstored):
                 self._feed(c.HeldLost(held.number))
         except WorkerDiedError as error:
             told, announced = str(error), was_told_to_end(str(error))
@@ -357,11 +358,10 @@ class Run:
 
     async def _store_held(self, manifest: Manifest) -> None:
         try:
-            parts = await self._held.store(manifest)
+            said: c.Input = c.HeldStored(dataclasses.replace(manifest, parts=await self._held.store(manifest)))
         except Exception as error:
-            self._feed(c.HeldNotStored(manifest.number, f"{type(error).__name__}: {error}"))
-        else:
-            self._feed(c.HeldStored(dataclasses.replace(manifest, parts=parts)))
+            said = c.HeldNotStored(manifest.number, f"{type(error).__name__}: {error}")
+        self._feed(said)
 
     async def _commit(self, command: c.Commit) -> None:
         manifest = command.manifest

@@ -201,6 +201,7 @@ class Memory:
         self.copied: list[dict[int, Any]] = []
         self.stored: list[tuple[int, Any, str, str]] = []
         self.reached: list[tuple[dict[int, Any], bool]] = []
+        self.waited_s: list[float] = []
 
     async def payloads(self, rank: int, attempt: int) -> AsyncIterator[Any]:
         queue = self.queues.setdefault(rank, asyncio.Queue())
@@ -209,6 +210,7 @@ class Memory:
 
     async def reach(self, parts: Mapping[int, Any], *, is_own: bool, timeout_s: float) -> bool:
         self.reached.append((dict(parts), is_own))
+        self.waited_s.append(timeout_s)
         return True
 
     async def store(self, rank: int, part: Any, folder: str, prefix: str) -> list[FileEntry]:
@@ -290,6 +292,9 @@ def test_each_rank_gets_its_own_part_of_one_that_all_saved() -> None:
         assert [parts_of(held, whole, rank) for rank in range(2)] == [{0: "ref0"}, {1: "ref1"}]
         assert await held.parts.is_reachable(whole)
         assert held.memory.reached == [({0: "ref0", 1: "ref1"}, True)]
+        assert await held.parts.is_reachable(whole, is_alone=True)
+        stored_too, alone = held.memory.waited_s
+        assert stored_too < 4 and alone > 10, "what is on no storage is waited for until Ray has asked another node"
         held.parts.close()
 
     asyncio.run(scenario())
