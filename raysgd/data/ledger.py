@@ -207,6 +207,8 @@ class Deal:
 
     def lanes_of(self, lanes: int) -> range:
         """The lanes, of so many, whose rows this rank takes; perhaps one more at either end. But for the last, short step."""
+        if self.global_batch < lanes:
+            return range(lanes)  # a step is of some lanes only, of others each time
         first = self.global_batch * self.rank // self.world_size
         last = self.global_batch * (self.rank + 1) // self.world_size
         each, rest = divmod(self.global_batch, lanes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raysgd.data import check_agreement
@@ -139,6 +139,7 @@ def walk(cursor: Cursor, group: list[Deal], shuffle: Shuffle, num_steps: int, la
 
 
 @given(blocks, seeds, shuffles, lane_counts, sizes, st.integers(1, 40))
+@example([3], 0, False, 6, 2, 2)  # fewer rows in a step than lanes
 def test_rows_of_a_block_come_where_it_is_said_and_of_the_lanes_that_are_said(
     block_rows: list[int], seed: int, shuffle: Shuffle, lanes: int, world_size: int, global_batch: int
 ) -> None:
