@@ -124,7 +124,9 @@ class _Record:
         """What is to be told of it now."""
         if len(self.wide) < NUM_WINDOWS:
             return None
-        excess = {phase: fmean(gap.by_phase[phase] for gap in self.wide) for phase in self.wide[-1].by_phase}
+        # Where waiting may go unseen, a window tells of the data alone.
+        known = [phase for phase in self.wide[-1].by_phase if all(phase in gap.by_phase for gap in self.wide)]
+        excess = {phase: fmean(gap.by_phase[phase] for gap in self.wide) for phase in known}
         phase = max(excess, key=lambda name: excess[name])
         if phase in self.told:
             return None

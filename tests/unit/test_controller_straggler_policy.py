@@ -142,6 +142,16 @@ def test_it_does_not_matter_which_rank_it_is(given_steps: tuple[list[list[Step]]
             )
 
 
+@pytest.mark.parametrize("is_unseen_last", [True, False])
+def test_windows_in_which_waiting_is_seen_and_others_in_which_it_is_not_make_a_row(is_unseen_last: bool) -> None:
+    seen = [Step(0.1, 0.6), Step(0.1, 0.1)]
+    unseen = [Step(0.1, 0.3), Step(0.3, 0.1)]  # as long as each other: one may wait in a collective
+    ranks = Ranks(2)
+    first, last = (seen, unseen) if is_unseen_last else (unseen, seen)
+    assert ranks.windows(first, NUM_WINDOWS - 1) == []
+    assert ranks.windows(last, 1) == [(0, "data")]
+
+
 SLOW = together(Step(0.1), Step(0.3), Step(0.1))
 FAST = together(Step(0.1), Step(0.1), Step(0.1))
 HALF = together(Step(0.1), Step(0.14), Step(0.1))
