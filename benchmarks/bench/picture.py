@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ _COLORS = {
     "bare": "#a3a9b5",
     "torchrun": "#7d8597",
     "dd": "#7d8597",
+    "pyarrow": "#7d8597",
     "raysgd": "#3b6ea5",
 }
 _COLUMNS = 3
+#: Characters of a line of a title, above one of the columns.
+_TITLE_WIDTH = 44
 #: So that a target's line does not run through a figure.
 _BACKDROP = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
@@ -81,7 +85,8 @@ def _draw_row(axis: Any, row: Mapping[str, Any]) -> None:
     axis.set_yticks(range(len(names)), [TITLES[name] for name in names])
     axis.minorticks_off()
     arrow = "less is better" if row["better"] == "less" else "more is better"
-    axis.set_title(f"{row['title'].replace('`', '')}\n{row['unit']}, {arrow}", fontsize=9, loc="left")
+    title = textwrap.fill(row["title"].replace("`", ""), _TITLE_WIDTH)
+    axis.set_title(f"{title}\n{row['unit']}, {arrow}", fontsize=9, loc="left")
 
 
 def _draw_scale(points: Sequence[Mapping[str, Any]], path: Path) -> Path:

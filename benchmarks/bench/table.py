@@ -8,7 +8,7 @@ from typing import Any
 from bench.rows import fill_rows
 from bench.systems import TITLES
 
-_PEERS = ("bare", "torchrun", "dd")
+_PEERS = ("bare", "torchrun", "dd", "pyarrow")
 
 _HEAD = """\
 # Benchmarks

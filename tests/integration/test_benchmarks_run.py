@@ -60,3 +60,11 @@ def test_recovery_of_a_group_with_a_spare(tmp_path: Path) -> None:
     assert row["cells"]["raysgd"]["n"] == 2 and row["cells"]["raysgd"]["value"] > 0
     assert "failed" not in row["cells"]["raysgd"], document
     assert (tmp_path / "recovery.md").exists()
+
+
+@pytest.mark.timeout(220)
+def test_feeding_from_files(tmp_path: Path) -> None:
+    document = run("ingest.py", "--only", "ingest_files", output=tmp_path, file="ingest.json")
+    (row,) = document["rows"]
+    assert row["cells"].keys() == {"pyarrow", "raysgd"}
+    assert all(cell["value"] > 0 for cell in row["cells"].values()), row

@@ -13,6 +13,7 @@ TITLES = {
     "bare": "bare actors",
     "torchrun": "torchrun",
     "dd": "dd",
+    "pyarrow": "plain pyarrow",
     "raysgd": "raysgd",
 }
 

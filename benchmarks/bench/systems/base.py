@@ -50,6 +50,7 @@ class System:
         *,
         on_report: OnReport | None = None,
         on_checkpoint: OnCheckpoint | None = None,
+        dataset: Any = None,
     ) -> None:
         """Run ``train_func`` on two workers with a gloo group; returns when the system says that it is done.
 

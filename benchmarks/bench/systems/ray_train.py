@@ -46,6 +46,7 @@ class RayTrainSystem(RaySystem):
         *,
         on_report: OnReport | None = None,
         on_checkpoint: OnCheckpoint | None = None,
+        dataset: Any = None,
     ) -> None:
         number = next(self._numbers)
         arrivals = self.folder / f"arrivals-{number}.jsonl"
@@ -54,6 +55,7 @@ class RayTrainSystem(RaySystem):
             train_func,
             train_loop_config=self._full(config),
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+            datasets=None if dataset is None else {"train": dataset},
             run_config=RunConfig(
                 name=f"run-{number}",
                 storage_path=str(self.folder / "runs"),

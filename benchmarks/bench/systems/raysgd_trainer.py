@@ -44,6 +44,7 @@ class RaysgdSystem(RaySystem):
         *,
         on_report: OnReport | None = None,
         on_checkpoint: OnCheckpoint | None = None,
+        dataset: Any = None,
     ) -> None:
         callbacks: list[raysgd.Callback] = [raysgd.callbacks.ProgressCallback(mode="off")]
         if on_checkpoint is not None:
@@ -56,7 +57,7 @@ class RaysgdSystem(RaySystem):
             )
         full = self._full(config)
         self.called = time.time()
-        stream = self._trainer.run_generator(train_func, full, callbacks=callbacks)
+        stream = self._trainer.run_generator(train_func, full, dataset=dataset, callbacks=callbacks)
         if on_report is not None:
             for result in stream:
                 on_report(time.time(), result.workers)
