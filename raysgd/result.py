@@ -10,6 +10,8 @@ from typing import Any
 AUTOMATIC_KEYS = frozenset(
     {"training_iteration", "timestamp", "time_this_iter_s", "time_total_s", "world_size", "attempt"}
 )
+#: The metric raysgd adds where train_func reads a dataset; a user's of this name is refused too.
+DATA_WAIT_FRACTION = "data_wait_fraction"
 
 
 class Result(dict[str, Any]):

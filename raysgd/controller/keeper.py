@@ -8,7 +8,8 @@ from typing import Any
 import ray
 
 from raysgd.controller.lifeline import end_with
-from raysgd.data.plan import DatasetPlan
+from raysgd.data.plan import DatasetPlan, Source
+from raysgd.errors import ConfigError
 from raysgd.workers.orders import Blob
 
 
@@ -41,7 +42,11 @@ class DataKeeper:
             return copies.get(ref, ref)
 
         sources = {
-            name: replace(source, blocks=tuple(map(own, source.blocks)))
+            name: replace(
+                source,
+                blocks=_own_stream(source) or tuple(map(own, source.blocks)),
+                choice=source.choice and replace(source.choice, folds=own(source.choice.folds)),
+            )
             for name, source in given.datasets.sources.items()
         }
         self._kept = Kept(replace(given.datasets, sources=sources), own(given.initial_state))
@@ -50,3 +55,22 @@ class DataKeeper:
     def kept(self) -> Kept | None:
         """What it has."""
         return self._kept
+
+
+def _own_stream(source: Source) -> tuple[Any, ...]:
+    """The same stream, with a host that ends with this process; nothing where the source is no stream.
+
+    Raises:
+        ConfigError: Rows of the driver's are part of it.
+    """
+    if source.kind != "stream":
+        return ()
+    from raysgd.workers.data_streams import start_host
+
+    dataset = ray.get(source.blocks[0].host.dataset.remote())
+    if not dataset.has_serializable_lineage():
+        raise ConfigError(
+            "a detached run outlives its driver, and its dataset is made of rows that the driver holds, as by from_items or "
+            "from_pandas: execute it, ds.materialize(), or have Ray read it from storage."
+        )
+    return (start_host(dataset),)

@@ -1,8 +1,9 @@
 """Data: what was given to ``run(dataset=...)``, split among the workers, each row once per epoch through any failure.
 
 `source` describes datasets on the driver, `plan` is what travels, `ledger` the order of rows and who takes which,
-`dataset` and `shard` what a worker reads. `position` is what a checkpoint carries. Nothing here imports Ray: blocks are
-stored and fetched through callables.
+`dataset` and `shard` what a worker reads. `position` is what a checkpoint carries. Rows come from memory (`reader`), from
+files (`files`, `file_reader`), or from a dataset that is executed meanwhile (`stream`, `stream_reader`). Nothing here
+imports Ray: blocks are stored and fetched through callables.
 
 Names resolve on first use: the TrainerActor takes `DatasetPlan` and `check_agreement` from here without loading NumPy.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysgd.data.batches import Batches, Rows
     from raysgd.data.dataset import DataContext, WorkerDataset
+    from raysgd.data.folds import to_cv
     from raysgd.data.plan import DatasetPlan
     from raysgd.data.position import check_agreement
     from raysgd.data.shard import Shard
@@ -29,6 +31,7 @@ _HOME_OF = {
     "WorkerDataset": "dataset",
     "check_agreement": "position",
     "resolve_datasets": "source",
+    "to_cv": "folds",
 }
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "WorkerDataset",
     "check_agreement",
     "resolve_datasets",
+    "to_cv",
 ]
 
 

@@ -6,22 +6,27 @@ group never speak to each other for it; they are at the same place because they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from raysgd.data.ahead import Making
 from raysgd.data.cursor import Cursor, Pass
-from raysgd.data.ledger import Deal, EpochOrder, Indices, Shuffle
+from raysgd.data.device_copies import CudaCopies
+from raysgd.data.ledger import Deal, Indices, Shuffle, as_array
 from raysgd.data.reader import Follower
 from raysgd.errors import ConfigError
 
 T = TypeVar("T")
 Row = dict[str, Any] | Any
 #: Makes ready for a pass; what it returns is told where the pass is.
-Follow = Callable[[Deal, EpochOrder, int], Follower]
+Follow = Callable[[Deal, Any, int], Follower]
+#: The same for a look at the first rows.
+Peek = Callable[[Deal, Any], Follower]
 #: Called before a batch is read; it is read within what this returns.
 Reading = Callable[[], AbstractContextManager[Any]]
 
@@ -44,25 +49,51 @@ class Batches(Generic[T]):
     _lanes: int
     _read: Callable[[Indices], T]
     _follow: Follow
+    _peek: Peek
     _reading: Reading
+    _making: Making
+    _ahead: int = 0
+    _copies: CudaCopies | None = None
 
     def __iter__(self) -> Iterator[T]:
         with (
             _walk(self._cursor, self._shuffle, self._lanes) as walk,
             closing(self._follow(self._deal, walk.order, walk.start)) as follower,
         ):
-            place = walk.start
-            for steps in self._deal.steps(walk.order, walk.start):
-                for rows, stop in steps:
+            if self._copies is not None:
+                self._copies.choose()
+            made, place = self._made(follower, walk.start), walk.start
+            with _ending(self._making.ahead(made, self._ahead) if self._ahead else made, follower) as batches:
+                while self._deal.may_go_on(place):
                     with _abandoning(walk), self._reading():
-                        follower.at(place)
-                        place = stop
-                        batch = self._read(rows)
-                        walk.consume(stop)
+                        step = next(batches, None)
+                        if step is not None:
+                            batch, place = step
+                            if self._copies is not None:
+                                batch = self._copies.finish(batch)
+                            walk.consume(place)
+                    if step is None:
+                        return
+                    step = None  # a batch the loop is done with is not held here
                     yield batch
+                    del batch
                     walk.check_live()
 
+    def _made(self, follower: Follower, place: int) -> Generator[tuple[Any, int], None, None]:
+        """Batches, and where their steps end. What they are read with is shared with other loops."""
+        for rows, stop in chain.from_iterable(follower.steps()):
+            with self._making.lock:
+                follower.at(place)
+                batch: Any = self._read(rows)
+            if self._copies is not None:
+                batch = self._copies.begin(batch)
+            place = stop
+            yield batch, stop
+            del batch
+
     def __len__(self) -> int:
+        if not self._deal.is_sized:
+            raise no_length(self._cursor.name)
         return self._deal.num_steps
 
     @property
@@ -76,9 +107,17 @@ class Batches(Generic[T]):
         Raises:
             ConfigError: The dataset has no rows.
         """
-        if not self._deal.num_rows:
-            raise ConfigError(f"dataset {self._cursor.name!r} has no rows, and so no first batch.")
-        return self._read(self._deal.rows(self._cursor.order(self._shuffle, self._lanes), 0))
+        order = self._cursor.order(self._shuffle, self._lanes)
+        deal = replace(self._deal, drop_last=False)
+        with self._making.lock, closing(self._peek(deal, order)) as follower:
+            rows = follower.first()
+            if rows is not None:
+                batch = self._read(rows)
+                if self._copies is not None:
+                    self._copies.choose()
+                    batch = self._copies.finish(self._copies.begin(batch))
+                return batch
+        raise ConfigError(f"dataset {self._cursor.name!r} has no rows, and so no first batch.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,35 +131,64 @@ class Rows:
     _read: Callable[[Indices], Iterator[Any]]
     _follow: Follow
     _reading: Reading
+    _making: Making
 
     def __iter__(self) -> Iterator[Any]:
         with (
             _walk(self._cursor, self._shuffle, self._lanes) as walk,
             closing(self._follow(self._deal, walk.order, walk.start)) as follower,
         ):
-            place = walk.start
-            for steps in self._deal.steps(walk.order, walk.start):
-                follower.at(place)
-                place = steps[-1][1]
-                values: Iterator[Any] | None = None
-                for rows, stop in steps:
-                    if len(rows):
-                        with _abandoning(walk), self._reading():
-                            if values is None:
-                                values = self._read(np.concatenate([np.asarray(part, np.int64) for part, _ in steps]))
-                            row = next(values)
-                            walk.consume(stop)
-                        yield row
-                        walk.check_live()
-                    walk.consume(stop)
+            made, place = self._made(follower, walk.start), walk.start
+            while self._deal.may_go_on(place):
+                with _abandoning(walk), self._reading():
+                    step = next(made, None)
+                    if step is not None:
+                        place = step[1]
+                        walk.consume(place)
+                if step is None:
+                    return
+                yield from step[0]
+                walk.check_live()
+
+    def _made(self, follower: Follower, place: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+        """A row for each step, or none, and where the step ends. Rows are read some thousand at a time."""
+        for steps in follower.steps():
+            values: Iterator[Any] = iter(())
+            for number, (rows, stop) in enumerate(steps):
+                if not number:
+                    with self._making.lock:
+                        follower.at(place)
+                        values = self._read(np.concatenate([as_array(part) for part, _ in steps]))
+                    place = steps[-1][1]
+                yield ((next(values),) if len(rows) else ()), stop
 
     def __len__(self) -> int:
+        if not self._deal.is_sized:
+            raise no_length(self._cursor.name)
         return len(range(self._deal.rank, self._deal.num_rows, self._deal.world_size))
 
     @property
     def epoch(self) -> int:
         """The epoch that is under way, or that the next ``iter()`` begins; from 0."""
         return self._cursor.epoch
+
+
+@contextmanager
+def _ending(batches: Any, follower: Follower) -> Iterator[Any]:
+    """Ends what makes them, which may be waiting for something of the pass."""
+    try:
+        yield batches
+    finally:
+        follower.stop()
+        batches.close()
+
+
+def no_length(name: str) -> TypeError:
+    """What is raised where a dataset's length is asked for that nobody knows."""
+    return TypeError(
+        f"dataset {name!r} is executed while it is read: how many rows it has is not known before. Count in the loop, or give "
+        "ds.materialize()."
+    )
 
 
 @contextmanager

@@ -44,6 +44,18 @@ def table_of_frame(name: str, frame: Any) -> Any:
     return pa.Table.from_arrays(columns, names=names)
 
 
+def table_of_hugging_face(dataset: Any) -> Any:
+    """A `datasets.Dataset` as a Table, which refers to the files that it lies in; its own array types as lists."""
+    import pyarrow as pa
+
+    table = dataset.with_format("arrow", columns=dataset.format["columns"])[:]
+    for position, column in enumerate(table.columns):
+        if isinstance(column.type, pa.ExtensionType):
+            stored = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            table = table.set_column(position, table.column_names[position], stored)
+    return table
+
+
 def blocks_of_arrays(name: str, given: Mapping[Any, Any]) -> list[tuple[Arrays, int]]:
     """A dict of arrays or tensors, cut along their first axis."""
     _check_names(name, list(given))

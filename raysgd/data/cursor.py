@@ -8,10 +8,12 @@ rest of that epoch first. Used from the training thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from raysgd.data.ledger import EpochOrder, Shuffle, layout
-from raysgd.data.plan import WINDOW_ROWS
+from raysgd.data.plan import UNKNOWN_ROWS, WINDOW_ROWS
 from raysgd.data.position import Position
+from raysgd.data.stream_order import StreamOrder
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 
 
@@ -43,22 +45,29 @@ class Cursor:
         self._num_rows = sum(block_rows)
         self._seed = seed
         self._live: Pass | None = None
+        self._num_restores = self._num_retries = 0
         self.restore(position)
 
     def check(self, position: Position) -> None:
         """Raise a CheckpointError if this dataset cannot go on at ``position``."""
         if position.consumed and position.num_rows != self._num_rows:
-            raise CheckpointError(
-                f"the checkpoint stands in the middle of dataset {self.name!r} ({position} of {position.num_rows}), which "
-                f"has {self._num_rows} rows now. Give the same dataset to go on with, or start from the checkpoint's state "
-                "alone: run(checkpoint=checkpoint.load())."
-            )
+            raise self.another_dataset(position, f"has {self._num_rows} rows")
+
+    def another_dataset(self, position: Position, now: str) -> CheckpointError:
+        """What is raised where training cannot go on at a position; ``now`` tells what the dataset is now."""
+        of = f" of {position.num_rows}" if position.num_rows != UNKNOWN_ROWS else ""
+        return CheckpointError(
+            f"the checkpoint stands in the middle of dataset {self.name!r} ({position}{of}), which {now} now. Give the same "
+            "dataset to go on with, or start from the checkpoint's state alone: run(checkpoint=checkpoint.load())."
+        )
 
     def restore(self, position: Position) -> None:
         """Go on at ``position``; a pass that is under way is over."""
         self.check(position)
         self._position = position
         self._live = None
+        self._num_restores += 1
+        self._num_retries = 0
 
     @property
     def position(self) -> Position:
@@ -68,7 +77,7 @@ class Cursor:
     def epoch(self) -> int:
         return self._position.epoch
 
-    def order(self, shuffle: Shuffle, lanes: int = 1) -> EpochOrder:
+    def order(self, shuffle: Shuffle, lanes: int = 1) -> Any:
         """The order of the current epoch; one that was begun keeps the number of lanes, and the seed, it began with."""
         at = self._position
         return EpochOrder(
@@ -93,7 +102,7 @@ class Cursor:
         if self._live is not None:
             self._live.end()
         at = self._position
-        if at.consumed and (at.shuffle, at.layout) != (shuffle, self._layout(shuffle)):
+        if at.consumed and not self._goes_on(shuffle):
             raise ConfigError(
                 f"dataset {self.name!r} goes on inside an epoch ({at}) whose order is that of shuffle={at.shuffle!r}"
                 + (" over other blocks of rows" if at.shuffle == shuffle else f", not of shuffle={shuffle!r}")
@@ -102,10 +111,18 @@ class Cursor:
         self._live = Pass(self, self.order(shuffle, lanes))
         return self._live
 
+    def _goes_on(self, shuffle: Shuffle) -> bool:
+        """Whether an epoch that was begun can go on in this order."""
+        return (self._position.shuffle, self._position.layout) == (shuffle, self._layout(shuffle))
+
     def _layout(self, shuffle: Shuffle) -> int:
         return layout(self._block_rows, shuffle, self._window_rows)
 
-    def _move(self, consumed: int, order: EpochOrder) -> None:
+    def _layout_of(self, order: Any) -> int:
+        """What a position says of an order that it is the first one in."""
+        return self._layout(order.shuffle)
+
+    def _move(self, consumed: int, order: Any) -> None:
         at = self._position
         self._position = Position(
             epoch=at.epoch,
@@ -113,7 +130,7 @@ class Cursor:
             num_rows=self._num_rows,
             seed=at.seed if at.consumed else self._seed,
             shuffle=order.shuffle,
-            layout=at.layout if at.consumed else self._layout(order.shuffle),
+            layout=at.layout if at.consumed else self._layout_of(order),
             lanes=order.lanes,
         )
 
@@ -121,12 +138,44 @@ class Cursor:
         self._live = None
         if ends_epoch:
             self._position = Position(epoch=self.epoch + 1)
+            self._num_retries = 0
+        else:
+            self._num_retries += 1
+
+
+class StreamCursor(Cursor):
+    """The position in a dataset that is executed while it is read: nobody knows how many rows it has."""
+
+    def __init__(self, name: str, seed: int, position: Position) -> None:
+        super().__init__(name, (), seed, position)
+        self._num_rows = UNKNOWN_ROWS
+
+    def check(self, position: Position) -> None:
+        if position.consumed and position.num_rows != UNKNOWN_ROWS:
+            raise self.another_dataset(position, "is executed while it is read")
+
+    def order(self, shuffle: Shuffle, lanes: int = 1) -> StreamOrder:
+        at = self._position
+        return StreamOrder(
+            seed=at.seed if at.consumed else self._seed,
+            epoch=at.epoch,
+            shuffle=shuffle,
+            lanes=at.lanes if at.consumed else lanes,
+            stretch_rows=at.layout if at.consumed else 0,
+            serial=(self._num_restores, self._num_retries),
+        )
+
+    def _goes_on(self, shuffle: Shuffle) -> bool:
+        return bool(self._position.shuffle == shuffle)
+
+    def _layout_of(self, order: StreamOrder) -> int:
+        return order.stretch_rows
 
 
 class Pass:
     """One walk through what is left of an epoch. It ends by itself when another begins."""
 
-    def __init__(self, cursor: Cursor, order: EpochOrder) -> None:
+    def __init__(self, cursor: Cursor, order: Any) -> None:
         self._cursor = cursor
         self.start = cursor.position.consumed
         self.order = order

@@ -8,14 +8,15 @@ from typing import Any
 
 from raysgd.config.checks import check_count
 from raysgd.data.batches import Reading
-from raysgd.data.cursor import Cursor
+from raysgd.data.cursor import Cursor, StreamCursor
 from raysgd.data.file_blocks import FileBlocks
 from raysgd.data.file_reader import FileReader
 from raysgd.data.names import nearest
-from raysgd.data.plan import LONE, DatasetPlan, Source
+from raysgd.data.plan import LONE, UNKNOWN_ROWS, DatasetPlan, Source
 from raysgd.data.position import Position
-from raysgd.data.reader import Fetch, ItemReader, StoredBlocks, TableReader
+from raysgd.data.reader import ChosenRows, Fetch, ItemReader, StoredBlocks, TableReader
 from raysgd.data.shard import Shard
+from raysgd.data.stream_reader import StreamReader
 from raysgd.errors import ConfigError
 
 
@@ -34,6 +35,8 @@ class WorkerDataset:
         rank: int,
         world_size: int,
         seed: int,
+        attempt: int,
+        is_deterministic: bool,
         fetch: Fetch,
         reading: Reading,
     ) -> None:
@@ -42,15 +45,16 @@ class WorkerDataset:
         self._rank = rank
         self._world_size = world_size
         self._reading = reading
-        self._reader = _reader_of(name, source, fetch)
+        self._is_deterministic = is_deterministic
         self._seed = seed
         self._start = Position()
         self._cursors = {rank: self._cursor_at(self._start)}
+        self._reader = self._open(fetch, attempt)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the whole dataset."""
-        return self._source.num_rows
+    def num_rows(self) -> int | None:
+        """Rows of the whole dataset; None of one that is executed while it is read."""
+        return None if self._source.num_rows == UNKNOWN_ROWS else self._source.num_rows
 
     @property
     def schema(self) -> Any:
@@ -73,7 +77,16 @@ class WorkerDataset:
             raise ConfigError(f"get_shard({rank}): there are {self._world_size} workers; give a rank below that.")
         if rank not in self._cursors:
             self._cursors[rank] = self._cursor_at(self._start)
-        return Shard(self.name, rank, self._world_size, self._source, self._cursors[rank], self._reader, self._reading)
+        return Shard(
+            self.name,
+            rank,
+            self._world_size,
+            self._source,
+            self._cursors[rank],
+            self._reader,
+            self._reading,
+            self._is_deterministic,
+        )
 
     def close(self) -> None:
         """Let go of the rows."""
@@ -90,15 +103,22 @@ class WorkerDataset:
             cursor.restore(position)
 
     def _cursor_at(self, position: Position) -> Cursor:
+        if self._source.kind == "stream":
+            return StreamCursor(self.name, self._seed, position)
         return Cursor(self.name, self._source.block_rows, self._seed, position, self._source.window_rows)
 
-
-def _reader_of(name: str, source: Source, fetch: Fetch) -> TableReader | ItemReader:
-    if source.kind == "items":
-        return ItemReader(source, fetch)
-    if source.kind == "files":
-        return FileReader(name, source, FileBlocks(name, source))
-    return TableReader(name, source, StoredBlocks(source, fetch))
+    def _open(self, fetch: Fetch, attempt: int) -> TableReader | ItemReader:
+        name, source = self.name, self._source
+        chosen = None if source.choice is None else ChosenRows(source.choice, fetch)
+        if source.kind == "items":
+            return ItemReader(source, fetch, chosen)
+        if source.kind == "files":
+            return FileReader(name, source, FileBlocks(name, source), chosen=chosen)
+        if source.kind == "stream":
+            cursor = self._cursors[self._rank]
+            assert isinstance(cursor, StreamCursor)
+            return StreamReader(name, source, cursor, self._rank, attempt)
+        return TableReader(name, source, StoredBlocks(source, fetch), chosen=chosen)
 
 
 class DataContext:
@@ -114,6 +134,8 @@ class DataContext:
         fetch: Gives what ``put`` stored: `ray.get`; the identity in a world of one.
         reading: Called before each batch, which is then read within what it returns; what it raises ends the loop, and
             consumes nothing.
+        attempt: Its number, greater than that of any before.
+        is_deterministic: Whether a run is to be repeatable bit by bit.
 
     Raises:
         CheckpointError: A position lies inside an epoch of another number of rows, or is none.
@@ -129,11 +151,21 @@ class DataContext:
         *,
         fetch: Fetch,
         reading: Reading = nullcontext,
+        attempt: int = 0,
+        is_deterministic: bool = False,
     ) -> None:
         self._folds = plan.folds
         self._datasets = {
             name: WorkerDataset(
-                name, source, rank=rank, world_size=world_size, seed=seed or 0, fetch=fetch, reading=reading
+                name,
+                source,
+                rank=rank,
+                world_size=world_size,
+                seed=seed or 0,
+                attempt=attempt,
+                is_deterministic=is_deterministic,
+                fetch=fetch,
+                reading=reading,
             )
             for name, source in plan.sources.items()
         }

@@ -57,7 +57,7 @@ class FileBlocks:
         assert source.files is not None
         self._name = name
         self._parts: tuple[FilePart, ...] = source.blocks
-        self._block_rows = source.block_rows
+        self._block_rows = source.stored_rows
         self._paths = source.files.paths
         self._opening: Opening = pickle.loads(source.files.opening)
         self._fragments: OrderedDict[int, Any] = OrderedDict()

@@ -17,13 +17,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.mixing import permutation
-from raysgd.data.plan import WINDOW_ROWS
+from raysgd.data.plan import UNKNOWN_ROWS, WINDOW_ROWS
 
 Shuffle = Literal[False, "window", "full"]
 SHUFFLES: tuple[Shuffle, ...] = (False, "window", "full")
@@ -32,6 +32,21 @@ Indices: TypeAlias = range | NDArray[np.int64]
 
 #: Places are turned into rows about this many at a time, which spreads NumPy's cost per call over many batches.
 LOOKAHEAD_ROWS = 8_192
+#: Runs of places in one window each that are looked at one by one; where there are more, those of a window are gathered.
+_MAX_RUNS = 16
+
+
+class Order(Protocol):
+    """What is asked of an order when its rows are dealt; see `EpochOrder`."""
+
+    shuffle: Shuffle
+    lanes: int
+
+    def rows(self, places: Indices) -> Indices: ...
+
+    def step(self, start: int, stop: int, first: int, last: int) -> Indices: ...
+
+    def phase(self, start: int, size: int) -> Any: ...
 
 
 class BlockSpans(NamedTuple):
@@ -63,6 +78,7 @@ class EpochOrder:
         shuffle: See above.
         window_rows: Rows in a window.
         lanes: How many. With ``"full"`` they change nothing: there is one.
+        part: Of an order that is made in parts, the number of this one.
     """
 
     def __init__(
@@ -74,11 +90,12 @@ class EpochOrder:
         shuffle: Shuffle = False,
         window_rows: int = WINDOW_ROWS,
         lanes: int = 1,
+        part: int | None = None,
     ) -> None:
         self.num_rows = sum(block_rows)
         self.shuffle = shuffle
         self.lanes = 1 if shuffle == "full" else lanes
-        self._key = (int(seed), int(epoch))
+        self._key = (int(seed), int(epoch), *(() if part is None else (part,)))
         self._window_rows = window_rows
         if shuffle == "window" and self.num_rows:
             self._lay_out(np.asarray(block_rows, np.int64))
@@ -87,25 +104,23 @@ class EpochOrder:
         """The rows at these places."""
         if not len(places) or (self.shuffle is False and self.lanes == 1):
             return places
-        at = np.asarray(places, np.int64)
+        at = as_array(places)
         if self.shuffle == "full":
             return permutation(self.num_rows, "full", *self._key)(at)
-        lanes, at = at % self.lanes, at // self.lanes
+        lanes: Any = 0
+        if self.lanes > 1:
+            lanes, at = at % self.lanes, at // self.lanes
         if self.shuffle == "window":
-            return self._through_blocks(self._within_windows(lanes, at))
+            return self._within_windows(lanes, at)
         return self._lane_starts(lanes) + at
 
     def step(self, start: int, stop: int, first: int, last: int) -> Indices:
         """Places ``start`` to ``stop`` sorted by lane, and of those the ``first`` to the ``last``."""
-        if self.lanes == 1:
-            return range(start + first, start + last)
-        skipped = (np.arange(self.lanes) - start) % self.lanes  # places before the first one of each lane
-        ends = np.cumsum(np.maximum(stop - start - skipped + self.lanes - 1, 0) // self.lanes)
-        wanted = np.arange(first, last)
-        lane = np.searchsorted(ends, wanted, side="right")
-        number = wanted - np.concatenate([[0], ends])[lane]
-        places: NDArray[np.int64] = start + skipped[lane] + number * self.lanes
-        return places
+        return sorted_by_lane(self.lanes, start, stop, first, last)
+
+    def phase(self, start: int, size: int) -> Any:
+        """Steps of one size and phase take places that are equally far from their start."""
+        return start % self.lanes
 
     def spans(self, block_rows: Sequence[int], lanes: range) -> BlockSpans:
         """Where in the order the rows of these lanes lie, block by block.
@@ -154,23 +169,51 @@ class EpochOrder:
         self._block_ends = ends
         self._to_row = (np.cumsum(block_rows) - block_rows)[chosen] - starts
 
-    def _within_windows(self, lanes: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _within_windows(self, lanes: Any, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows at these places of these lanes."""
         keys = at // self._window_rows * self.lanes + lanes
         mixed = np.empty_like(at)
-        for one in np.unique(keys).tolist():
-            here = keys == one
-            window, lane = divmod(one, self.lanes)
+        for here in _alike(keys):
+            window, lane = divmod(int(keys[here][0]), self.lanes)
             lane_start, lane_stop = self._lane_starts(np.array([lane, lane + 1])).tolist()
             start = window * self._window_rows
             size = min(self._window_rows, lane_stop - lane_start - start)
             key = (window,) if self.lanes == 1 else (lane, window)
-            mixed[here] = lane_start + start + permutation(size, "window", *self._key, *key)(at[here] - start)
+            begin = lane_start + start
+            places = permutation(size, "window", *self._key, *key)(at[here] - start)
+            mixed[here] = self._through_blocks(places + begin, begin, begin + size)
         return mixed
 
-    def _through_blocks(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        blocks = np.searchsorted(self._block_ends, places, side="right")
-        moved: NDArray[np.int64] = places + self._to_row[blocks]
-        return moved
+    def _through_blocks(self, places: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+        """Rows by places in the blocks as they are laid out; ``start`` to ``stop`` is where all of them lie."""
+        first, last = np.searchsorted(self._block_ends, [start, stop - 1], side="right").tolist()
+        if first == last:
+            places += self._to_row[first]
+        else:
+            places += self._to_row[first + np.searchsorted(self._block_ends[first:last], places, side="right")]
+        return places
+
+
+def _alike(keys: NDArray[np.int64]) -> list[Any]:
+    """Where each of the keys stands: slices where equal ones follow each other, or arrays of indices."""
+    cuts = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+    if len(cuts) < _MAX_RUNS:
+        return [slice(first, last) for first, last in pairwise([0, *cuts.tolist(), len(keys)])]
+    by_key = np.argsort(keys, kind="stable")
+    return np.split(by_key, np.flatnonzero(np.diff(keys[by_key])) + 1)
+
+
+def sorted_by_lane(lanes: int, start: int, stop: int, first: int, last: int) -> Indices:
+    """Places ``start`` to ``stop`` sorted by lane, p modulo ``lanes``, and of those the ``first`` to the ``last``."""
+    if lanes == 1:
+        return range(start + first, start + last)
+    skipped = (np.arange(lanes) - start) % lanes  # places before the first one of each lane
+    ends = np.cumsum(np.maximum(stop - start - skipped + lanes - 1, 0) // lanes)
+    wanted = np.arange(first, last)
+    lane = np.searchsorted(ends, wanted, side="right")
+    number = wanted - np.concatenate([[0], ends])[lane]
+    places: NDArray[np.int64] = start + skipped[lane] + number * lanes
+    return places
 
 
 def layout(block_rows: Sequence[int], shuffle: Shuffle, window_rows: int = WINDOW_ROWS) -> int:
@@ -185,6 +228,9 @@ class Deal:
     Rank r takes the r-th of ``world_size`` equal slices of a global batch, whose rows are sorted by lane. The last one may
     be short: then ranks get what there is, in rank order, and the last of them perhaps nothing; with ``drop_last`` it is
     left out.
+
+    Attributes:
+        num_rows: Of the order; `UNKNOWN_ROWS` of a stream, for whose parts deals are made as they come.
     """
 
     num_rows: int
@@ -192,6 +238,15 @@ class Deal:
     rank: int
     world_size: int
     drop_last: bool = False
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether it is known how many rows there are."""
+        return self.num_rows != UNKNOWN_ROWS
+
+    def may_go_on(self, start: int) -> bool:
+        """Whether a step may begin at this place; of a stream that shows when it is asked for."""
+        return not self.is_sized or self.has_step(start)
 
     def has_step(self, start: int) -> bool:
         """Whether a step begins at this place."""
@@ -201,7 +256,7 @@ class Deal:
         """Where the step that begins at ``start`` ends."""
         return min(start + self.global_batch, self.num_rows)
 
-    def rows(self, order: EpochOrder, start: int) -> Indices:
+    def rows(self, order: Order, start: int) -> Indices:
         """The rows of this rank in that step."""
         return self._rows_of(order, [start])[0]
 
@@ -224,7 +279,7 @@ class Deal:
         whole, rest = divmod(self.num_rows, self.global_batch)
         return whole + bool(rest and not self.drop_last)
 
-    def steps(self, order: EpochOrder, start: int) -> Iterator[list[tuple[Indices, int]]]:
+    def steps(self, order: Order, start: int) -> Iterator[list[tuple[Indices, int]]]:
         """The steps from ``start`` on, as ``(this rank's rows, where the step ends)``, some thousand rows at a time."""
         at_once = max(1, LOOKAHEAD_ROWS * self.world_size // self.global_batch)
         while self.has_step(start):
@@ -234,17 +289,17 @@ class Deal:
                 start = self.stop(start)
             yield list(zip(self._rows_of(order, starts), [*starts[1:], start], strict=True))
 
-    def _rows_of(self, order: EpochOrder, starts: list[int]) -> Sequence[Indices]:
+    def _rows_of(self, order: Order, starts: list[int]) -> Sequence[Indices]:
         """The rows of this rank in the steps that begin at these places."""
         shares = self._shares(order, starts)
         if order.shuffle is False and order.lanes == 1:
             return shares
-        rows = np.asarray(order.rows(np.concatenate([np.asarray(share, np.int64) for share in shares])))
+        rows = np.asarray(order.rows(np.concatenate([as_array(share) for share in shares])))
         ends = np.cumsum([0, *map(len, shares)]).tolist()
         parts = [rows[first:last] for first, last in pairwise(ends)]
-        return [_as_range(part) for part in parts] if order.shuffle is False else parts
+        return [as_range(part) for part in parts] if order.shuffle is False else parts
 
-    def _shares(self, order: EpochOrder, starts: list[int]) -> list[Indices]:
+    def _shares(self, order: Order, starts: list[int]) -> list[Indices]:
         """The places of this rank in the steps that begin at these places."""
         first = self.global_batch * self.rank // self.world_size
         last = self.global_batch * (self.rank + 1) // self.world_size
@@ -255,14 +310,19 @@ class Deal:
             if order.lanes == 1:
                 shares.append(range(start + min(first, size), start + min(last, size)))
                 continue
-            key = size, start % order.lanes
+            key = size, order.phase(start, size)
             if key not in known:
-                known[key] = np.asarray(order.step(start, start + size, min(first, size), min(last, size))) - start
+                known[key] = as_array(order.step(start, start + size, min(first, size), min(last, size))) - start
             shares.append(known[key] + start)
         return shares
 
 
-def _as_range(rows: NDArray[np.int64]) -> Indices:
+def as_array(rows: Indices) -> NDArray[np.int64]:
+    """The same as an array; NumPy would look at each number of a range."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+def as_range(rows: NDArray[np.int64]) -> Indices:
     """A range where ascending rows follow each other."""
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
         return range(int(rows[0]), int(rows[-1]) + 1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from raysgd.data.ledger import Deal, EpochOrder
 from raysgd.data.reader import Follower
@@ -20,6 +20,17 @@ AHEAD_BYTES = 256 * 2**20
 _LOADERS = 2
 #: Blocks that may be on their way.
 _MAX_COMING = 8
+#: Seconds that the loop waits in one piece: nothing can end a thread that waits for another.
+_POLL_S = 0.5
+
+T = TypeVar("T")
+
+
+def result_of(coming: Future[T]) -> T:
+    """What a thread makes; waits for it, where this one can be interrupted."""
+    while not wait([coming], timeout=_POLL_S).done:
+        pass
+    return coming.result()
 
 
 class LoadedBlocks:
@@ -49,7 +60,7 @@ class LoadedBlocks:
         """
         if number not in self._held:
             coming = self._coming.pop(number, None)
-            block = self._load(number) if coming is None else coming.result()
+            block = self._load(number) if coming is None else result_of(coming)
             self._held[number] = block
             self.num_bytes += block.nbytes
             self.num_taken += 1
@@ -118,6 +129,7 @@ class Lookahead(Follower):
         start: int,
         forget: Callable[[int], None],
     ) -> None:
+        super().__init__(deal, order, start)
         self._blocks = blocks
         self._forget = forget
         spans = order.spans(block_rows, deal.lanes_of(order.lanes))

@@ -30,7 +30,7 @@ class Permutation:
 
     def __init__(self, size: int, key: tuple[object, ...]) -> None:
         bits = max(2, (size - 1).bit_length())
-        word: Any = np.uint32 if bits <= 32 else np.uint64
+        word: Any = np.uint16 if bits <= 16 else np.uint32 if bits <= 32 else np.uint64  # small ones are quicker
         mask = (1 << bits) - 1
         self._size, self._word = size, word
         self._mask, self._shift = word(mask), word((bits + 1) // 2)

@@ -14,7 +14,10 @@ LONE = "dataset"
 #: Rows that are mixed with each other under ``shuffle="window"``, unless they are large.
 WINDOW_ROWS = 65_536
 
-Kind = Literal["arrow", "arrays", "items", "files"]
+#: The number of rows of a dataset that is executed while it is read.
+UNKNOWN_ROWS = -1
+
+Kind = Literal["arrow", "arrays", "items", "files", "stream"]
 
 
 class FilePart(NamedTuple):
@@ -38,16 +41,36 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Some rows of a dataset, for cross-validation: those of one fold, or all but those.
+
+    Attributes:
+        folds: What ``put`` returned for the fold of each row of the whole dataset, uint16.
+        fold: Which one.
+        is_rest: All rows but those of the fold.
+        block_rows: Rows in each block, chosen or not.
+    """
+
+    folds: Any = field(repr=False)
+    fold: int
+    is_rest: bool
+    block_rows: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Source:
     """One dataset.
 
     Attributes:
         kind: What a block is: ``arrow``, a pyarrow Table; ``arrays``, a dict of equally long NumPy arrays; ``items``, an
-            object with ``__len__`` and ``__getitem__``, which is always one block; ``files``, a part of a file.
-        blocks: What ``put`` returned for each block, or each block's `FilePart`.
-        block_rows: Rows in each block.
+            object with ``__len__`` and ``__getitem__``, which is always one block; ``files``, a part of a file; ``stream``,
+            what is executed while it is read.
+        blocks: What ``put`` returned for each block, or each block's `FilePart`; of a stream the
+            `raysgd.data.stream.Stream`.
+        block_rows: Rows in each block; where there is a choice, of those that are chosen.
         files: Of a dataset that is made of files.
         window_rows: Rows that are mixed with each other under ``shuffle="window"``.
+        choice: Which rows it has, where it is a part of a dataset.
     """
 
     kind: Kind
@@ -55,10 +78,17 @@ class Source:
     block_rows: tuple[int, ...] = field(repr=False)
     files: Files | None = None
     window_rows: int = WINDOW_ROWS
+    choice: Choice | None = None
+
+    @property
+    def stored_rows(self) -> tuple[int, ...]:
+        """Rows that each block holds."""
+        return self.block_rows if self.choice is None else self.choice.block_rows
 
     @property
     def num_rows(self) -> int:
-        return sum(self.block_rows)
+        """Rows in all; `UNKNOWN_ROWS` where that shows when it is read."""
+        return UNKNOWN_ROWS if self.kind == "stream" else sum(self.block_rows)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raysgd.data.plan import UNKNOWN_ROWS
 from raysgd.errors import CheckpointError
 
 
@@ -19,7 +20,8 @@ class Position:
     Attributes:
         epoch: From 0.
         consumed: Rows handed to loop bodies in this epoch.
-        num_rows, seed, shuffle, layout, lanes: The order they are counted in; of no meaning while ``consumed`` is 0.
+        num_rows, seed, shuffle, layout, lanes: The order they are counted in; of no meaning while ``consumed`` is 0. Of a
+            stream ``num_rows`` is `UNKNOWN_ROWS`, and ``layout`` the rows of a stretch.
     """
 
     epoch: int = 0
@@ -49,6 +51,10 @@ class Position:
     def __str__(self) -> str:
         return f"epoch {self.epoch}, {self.consumed} rows consumed"
 
+    def told(self) -> str:
+        """All that the ranks of a group must agree on."""
+        return f"{self} of an order of {self.lanes} lanes ({self.layout})" if self.consumed else str(self)
+
 
 _NUMBERS = ("epoch", "consumed", "num_rows", "seed", "layout", "lanes")
 
@@ -62,7 +68,8 @@ def _is_position(value: Any) -> bool:
         or min(value["epoch"], value["consumed"], value.get("lanes", 1) - 1) < 0
     ):
         return False
-    return bool(value["consumed"] <= value.get("num_rows", 0))
+    num_rows = value.get("num_rows", 0)
+    return bool(value["consumed"] <= num_rows or (num_rows == UNKNOWN_ROWS and value.get("layout", 0) > 0))
 
 
 def check_agreement(positions: Mapping[int, Mapping[str, Any]]) -> None:
@@ -75,12 +82,17 @@ def check_agreement(positions: Mapping[int, Mapping[str, Any]]) -> None:
         CheckpointError: They did not; it names the dataset and where each rank stood.
     """
     for name in sorted({name for of_rank in positions.values() for name in of_rank}):
+        at = {
+            rank: Position.from_json(of_rank[name], name) if name in of_rank else None
+            for rank, of_rank in sorted(positions.items())
+        }
+        is_same_place = len({str(position) for position in at.values()}) == 1
         ranks_at: dict[str, list[int]] = {}
-        for rank, of_rank in sorted(positions.items()):
-            at = str(Position.from_json(of_rank[name], name)) if name in of_rank else "without it"
-            ranks_at.setdefault(at, []).append(rank)
+        for rank, position in at.items():
+            where = "without it" if position is None else position.told() if is_same_place else str(position)
+            ranks_at.setdefault(where, []).append(rank)
         if len(ranks_at) > 1:
-            stood = "; ".join(f"{at} on {_listed(ranks)}" for at, ranks in ranks_at.items())
+            stood = "; ".join(f"{where} on {_listed(ranks)}" for where, ranks in ranks_at.items())
             raise CheckpointError(
                 f"save_checkpoint found the ranks at different places of dataset {name!r}: {stood}. Let every rank take "
                 "equally many batches of it between two saves; a share that is empty comes as a batch of 0 rows."

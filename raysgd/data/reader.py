@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from raysgd.data.ahead import Making
 from raysgd.data.columns import Column, open_column
-from raysgd.data.ledger import Deal, EpochOrder, Indices
+from raysgd.data.ledger import Deal, Indices, as_range
 from raysgd.data.names import column_of
-from raysgd.data.plan import Source
+from raysgd.data.parts import is_chosen
+from raysgd.data.plan import Choice, Source
 from raysgd.errors import ConfigError
 
 Fetch = Callable[[Any], Any]
@@ -21,11 +23,38 @@ Arrays = dict[str, NDArray[Any]]
 _Piece = tuple[int, Indices, NDArray[np.int64] | None]
 
 
+#: Some steps at a time, each as ``(this rank's rows, where the step ends)``.
+Steps = Iterator[list[tuple[Indices, int]]]
+
+
 class Follower:
-    """Told where a pass through an epoch is. This one needs nothing to be ready."""
+    """Goes through what is left of an epoch, and is told where the loop is. This one needs nothing to be ready.
+
+    Args:
+        deal: Which rows this rank takes.
+        order: Of the epoch.
+        start: Where in it.
+    """
+
+    def __init__(self, deal: Deal, order: Any, start: int) -> None:
+        self._deal = deal
+        self._order = order
+        self._start = start
+
+    def steps(self) -> Steps:
+        """The steps. May wait."""
+        return self._deal.steps(self._order, self._start)
+
+    def first(self) -> Indices | None:
+        """This rank's rows in the first step, to be read at once; None where there is no step."""
+        steps = next(iter(self.steps()), None)
+        return steps[0][0] if steps else None
 
     def at(self, place: int) -> None:
         """The pass has come to this place."""
+
+    def stop(self) -> None:
+        """Whoever waits for something of this pass need not any more. Called in any thread."""
 
     def close(self) -> None:
         """The pass is over."""
@@ -71,15 +100,21 @@ class TableReader:
         source: What is known of its blocks.
         blocks: The blocks.
         schema: Where it is known without a look at them.
+        chosen: Which rows they are, of a part of a dataset.
     """
 
-    def __init__(self, name: str, source: Source, blocks: Blocks, schema: Any = None) -> None:
+    def __init__(
+        self, name: str, source: Source, blocks: Blocks, schema: Any = None, chosen: ChosenRows | None = None
+    ) -> None:
         self._name = name
         self._source = source
         self._blocks = blocks
-        self._ends = np.cumsum(source.block_rows, dtype=np.int64)
+        self._ends = np.cumsum(source.stored_rows, dtype=np.int64)
+        self._starts = self._ends - np.asarray(source.stored_rows, np.int64)
+        self._chosen = chosen
         self._columns: dict[int, dict[str, Column]] = {}
         self._schema = schema
+        self.making = Making()
 
     @property
     def schema(self) -> Any:
@@ -103,12 +138,17 @@ class TableReader:
         """A reader that need not have any other columns."""
         return self
 
-    def follow(self, deal: Deal, order: EpochOrder, start: int) -> Follower:
+    def follow(self, deal: Deal, order: Any, start: int) -> Follower:
         """Be ready for a pass through an epoch."""
-        return Follower()
+        return Follower(deal, order, start)
+
+    def peek(self, deal: Deal, order: Any) -> Follower:
+        """Be ready for a look at the first rows of an epoch."""
+        return self.follow(deal, order, 0)
 
     def close(self) -> None:
-        """Let go of the blocks, until they are needed again."""
+        """Let go of the blocks, until they are needed again, and make no more batches ahead."""
+        self.making.stop()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -176,8 +216,9 @@ class TableReader:
 
     def _pieces(self, rows: Indices) -> list[_Piece]:
         if not len(rows):
-            sample = int(np.searchsorted(self._ends, self.sample_row(), side="right")) if len(self._ends) else 0
-            return [(sample, rows, None)]
+            sample = self._stored(range(self.sample_row(), self.sample_row() + 1))[0] if len(self._ends) else 0
+            return [(int(np.searchsorted(self._ends, sample, side="right")), rows, None)]
+        rows = self._stored(rows)
         if len(self._ends) <= 1:
             return [(0, rows, None)]
         if isinstance(rows, range):
@@ -190,6 +231,10 @@ class TableReader:
         at = [(number, np.flatnonzero(numbers == number)) for number in found]
         return [(number, wanted[places] - self._start(number), places) for number, places in at]
 
+    def _stored(self, rows: Indices) -> Indices:
+        """Where these rows are in the blocks."""
+        return rows if self._chosen is None else self._chosen(rows)
+
     def _spans(self, rows: range) -> list[_Piece]:
         first, last = np.searchsorted(self._ends, [rows.start, rows.stop - 1], side="right").tolist()
         spans: list[_Piece] = []
@@ -199,7 +244,7 @@ class TableReader:
         return spans
 
     def _start(self, number: int) -> int:
-        return int(self._ends[number]) - self._source.block_rows[number]
+        return int(self._starts[number])
 
     def _column(self, number: int, column: str) -> Column:
         opened = self._columns.setdefault(number, {})
@@ -221,30 +266,69 @@ class TableReader:
             raise ConfigError(f"{column_of(self._name, column)} cannot be an Arrow column: {error}") from error
 
 
+class ChosenRows:
+    """The rows of a part of a dataset, in the order of the whole.
+
+    Args:
+        choice: Which they are.
+        fetch: Gives what ``put`` stored.
+    """
+
+    def __init__(self, choice: Choice, fetch: Fetch) -> None:
+        self._choice = choice
+        self._fetch = fetch
+        self._rows: NDArray[np.int64] | None = None
+
+    def __call__(self, rows: Indices) -> Indices:
+        """Rows of the whole by rows of the part."""
+        found = self._all[rows.start : rows.stop] if isinstance(rows, range) else self._all[rows]
+        return as_range(found) if isinstance(rows, range) else found
+
+    def at_or_after(self, row: int) -> int:
+        """The first row of the part that is not before a row of the whole."""
+        return int(np.searchsorted(self._all, row))
+
+    @property
+    def _all(self) -> NDArray[np.int64]:
+        if self._rows is None:
+            choice = self._choice
+            self._rows = np.flatnonzero(is_chosen(self._fetch(choice.folds), choice.fold, choice.is_rest))
+        return self._rows
+
+
 class ItemReader:
     """Rows of a map-style dataset, which every worker holds and indexes."""
 
-    def __init__(self, source: Source, fetch: Fetch) -> None:
+    def __init__(self, source: Source, fetch: Fetch, chosen: ChosenRows | None = None) -> None:
         self._source = source
+        self._chosen = chosen
         self._fetch = fetch
         self._dataset: Any = None
+        self.making = Making()
 
     def items(self, rows: Iterable[int] | Indices) -> list[Any]:
         if self._dataset is None:
             self._dataset = self._fetch(self._source.blocks[0])
         wanted = [int(row) for row in rows]
+        if self._chosen is not None:
+            wanted = [int(row) for row in self._chosen(np.asarray(wanted, np.int64))]
         if hasattr(self._dataset, "__getitems__"):  # torch's way to read a batch at once
             return list(self._dataset.__getitems__(wanted))
         return [self._dataset[row] for row in wanted]
 
-    def follow(self, deal: Deal, order: EpochOrder, start: int) -> Follower:
+    def follow(self, deal: Deal, order: Any, start: int) -> Follower:
         """As a `TableReader`'s."""
-        return Follower()
+        return Follower(deal, order, start)
+
+    def peek(self, deal: Deal, order: Any) -> Follower:
+        """As a `TableReader`'s."""
+        return Follower(deal, order, 0)
 
     def sample_row(self) -> int:
         """As a `TableReader`'s."""
         return 0
 
     def close(self) -> None:
-        """Let go of the dataset, until it is needed again."""
+        """Let go of the dataset, until it is needed again, and make no more batches ahead."""
+        self.making.stop()
         self._dataset = None

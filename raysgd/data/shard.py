@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
-from raysgd.data.batches import Batches, Reading, Rows
+from raysgd.data.batches import Batches, Reading, Rows, no_length
 from raysgd.data.cursor import Cursor
+from raysgd.data.device_copies import CudaCopies
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
-from raysgd.data.plan import Source
+from raysgd.data.plan import UNKNOWN_ROWS, Source
 from raysgd.data.reader import ItemReader, TableReader
 from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
+from raysgd.data.trees import is_cuda, is_host
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,12 +51,20 @@ class Shard:
     _cursor: Cursor
     _reader: TableReader | ItemReader
     _reading: Reading
+    _is_deterministic: bool
 
     def __len__(self) -> int:
+        if not self._is_sized:
+            raise no_length(self._name)
         return len(range(self._rank, self._source.num_rows, self._world_size))
 
     def __repr__(self) -> str:
-        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}, {len(self)} of {self._source.num_rows} rows)"
+        rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
+        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}{rows})"
+
+    @property
+    def _is_sized(self) -> bool:
+        return self._source.num_rows != UNKNOWN_ROWS
 
     @property
     def epoch(self) -> int:
@@ -71,6 +81,7 @@ class Shard:
         device: torch.device | str | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
         shuffle: Shuffle = False,
     ) -> Batches[Any]:
         """Batches as dicts of tensors by column; of a map-style dataset what torch's `default_collate` makes.
@@ -80,27 +91,37 @@ class Shard:
             global_batch_size: Instead: rows consumed in a step, whatever the number of workers; each gets its part of them.
             columns: Which ones, and in which order; all by default.
             dtypes: For all columns, or by column. By default those of the data.
-            device: Where tensors go; by default they stay in host memory.
+            device: Where tensors go; by default they stay in host memory. With ``prefetch`` they are pinned, and copied to a
+                CUDA device beside what the loop computes there.
             drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
             collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows; its
                 tensors are put on ``device``. It is never called with nothing: where a worker has no rows in the last
                 step, the batch of another row is emptied.
+            prefetch: Batches made ahead of the loop, in a thread, where making them takes work: by ``collate_fn``, of a
+                map-style dataset's items, for a device that is not the CPU. At most about 256 MB of them. 0: each is made
+                when the loop asks for it, as it is in any case with ``Trainer(deterministic=True)``, whose random numbers
+                must be drawn in the order of the loop.
             shuffle: See the class.
 
         Raises:
             ConfigError: A column that is not there, or an argument out of range. While iterating: a column that torch
                 cannot hold, naming it: strings, ragged rows, nulls.
         """
-        reader = self._reader
+        check_count("prefetch", prefetch, minimum=0)
+        reader, sizes = self._reader, (batch_size, global_batch_size)
+        takes_work = collate_fn is not None or isinstance(reader, ItemReader) or not is_host(device)
+        ahead = prefetch if takes_work and not self._is_deterministic else 0
+        copies = CudaCopies(device) if ahead and is_cuda(device) else None
+        device = device if copies is None else None
         if isinstance(reader, ItemReader):
             self._refuse_columns("to_torch", columns=columns, dtypes=dtypes)
             read_items = ItemsToTorch(self._name, reader, device, collate_fn)
-            return self._batches(reader, read_items, (batch_size, global_batch_size), drop_last, shuffle)
+            return self._batches(reader, read_items, sizes, drop_last, shuffle, ahead, copies)
         chosen = self._choose(reader, columns)
         check_dtypes(self._name, dtypes, chosen, collate_fn)
         reader = reader.select(chosen)
         read = TableToTorch(self._name, reader, chosen, dtypes, device, collate_fn)
-        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle)
+        return self._batches(reader, read, sizes, drop_last, shuffle, ahead, copies)
 
     def iter_batches(
         self,
@@ -135,9 +156,11 @@ class Shard:
 
         A worker may get one row less than another: for loops with collectives take batches.
         """
-        _check_shuffle(shuffle)
+        self._check_shuffle(shuffle)
         deal, lanes = self._deal((1, None), False), self._lanes((1, None), shuffle)
-        return Rows(self._cursor, deal, shuffle, lanes, self._read_rows, self._reader.follow, self._reading)
+        return Rows(
+            self._cursor, deal, shuffle, lanes, self._read_rows, self._reader.follow, self._reading, self._reader.making
+        )
 
     def first_batch(
         self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
@@ -156,10 +179,24 @@ class Shard:
         sizes: _Sizes,
         drop_last: bool,
         shuffle: Shuffle,
+        ahead: int = 0,
+        copies: CudaCopies | None = None,
     ) -> Batches[Any]:
-        _check_shuffle(shuffle)
+        self._check_shuffle(shuffle)
         deal, lanes = self._deal(sizes, drop_last), self._lanes(sizes, shuffle)
-        return Batches(self._cursor, deal, shuffle, lanes, read, reader.follow, self._reading)
+        return Batches(
+            self._cursor,
+            deal,
+            shuffle,
+            lanes,
+            read,
+            reader.follow,
+            reader.peek,
+            self._reading,
+            reader.making,
+            ahead,
+            copies,
+        )
 
     def _deal(self, sizes: _Sizes, drop_last: bool) -> Deal:
         of_each, of_all = sizes
@@ -182,11 +219,13 @@ class Shard:
 
     def _lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
         """How many lanes an epoch has that begins now. Where there is one for each worker, each reads its own files."""
-        if self._source.kind != "files":
+        if self._source.kind not in ("files", "stream"):
             return 1
         if sizes[1] is None:
             return self._world_size
-        return 1 if shuffle is False else max(1, min(FIXED_LANES, len(self._source.blocks) // 2))
+        if shuffle is False:
+            return 1
+        return FIXED_LANES if not self._is_sized else max(1, min(FIXED_LANES, len(self._source.blocks) // 2))
 
     def _read_as(self, format: str, columns: Sequence[str] | None) -> tuple[TableReader, Callable[[Indices], Any]]:
         check_choice("format", format, FORMATS)
@@ -219,7 +258,11 @@ class Shard:
                     "choose in collate_fn, which gets a list of rows."
                 )
 
-
-def _check_shuffle(shuffle: Any) -> None:
-    if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):
-        raise ConfigError(f"shuffle={shuffle!r} is not known; give 'full', 'window' or False.")
+    def _check_shuffle(self, shuffle: Any) -> None:
+        if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):
+            raise ConfigError(f"shuffle={shuffle!r} is not known; give 'full', 'window' or False.")
+        if shuffle == "full" and not self._is_sized:
+            raise ConfigError(
+                f"shuffle='full' mixes all rows, and dataset {self._name!r} is executed while it is read; take 'window', have "
+                "Ray shuffle it (ds.random_shuffle(seed=...)), or hold it in memory: ds.materialize()."
+            )

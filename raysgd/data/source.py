@@ -7,42 +7,50 @@ a dataset that has nothing to do with it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 from raysgd._util.wording import with_article
-from raysgd.data.blocks import arrow_blocks, blocks_of_arrays, blocks_of_rows, table_of_frame
+from raysgd.data.blocks import arrow_blocks, blocks_of_arrays, blocks_of_rows, table_of_frame, table_of_hugging_face
+from raysgd.data.lazy import inline_stream
+from raysgd.data.parts import Part
 from raysgd.data.plan import LONE, DatasetPlan, Source
+from raysgd.data.stream import Stream
 from raysgd.errors import ConfigError, SerializationError
 
 Put = Callable[[Any], Any]
+#: Has a lazy `ray.data.Dataset` executed while it is read.
+Start = Callable[[Any], Stream]
 
 _ALLOWED = (
     "a path or URI or a list of them, a pyarrow Dataset, Table or RecordBatch, a pandas DataFrame, a dict of equally long "
-    "NumPy arrays or torch tensors, a list of dicts, a map-style torch Dataset or anything else with __len__ and "
-    "__getitem__, a ray.data.Dataset; a dict of such by name; or for cross-validation a tuple of such or of (train, "
-    "validation) pairs"
+    "NumPy arrays or torch tensors (dicts, lists and tuples of them inside it too), a list of dicts, a Hugging Face Dataset, "
+    "a map-style torch Dataset or anything else with __len__ and __getitem__, a ray.data.Dataset; a dict of such by name; or "
+    "for cross-validation a tuple of such or of (train, validation) pairs, as raysgd.data.to_cv makes them"
 )
 
 
-def resolve_datasets(given: Any, put: Put) -> DatasetPlan:
+def resolve_datasets(given: Any, put: Put, start: Start = inline_stream, session: Any = None) -> DatasetPlan:
     """Describe the datasets of a run.
 
-    The index of a DataFrame is left out: only its columns are data. A `ray.data.Dataset` is executed here, once, with
-    the order of its rows preserved. One object given in several places is stored once.
+    The index of a DataFrame is left out: only its columns are data. A `ray.data.Dataset` stays lazy: it is executed anew in
+    each epoch, with the order of its rows preserved; of one that is materialized the blocks are taken as they are. One
+    object given in several places is stored once.
 
     Args:
         given: One dataset, a dict of them by name, a tuple for cross-validation, or None for none.
         put: Stores one object for the workers and returns what they fetch it by: `ray.put`; the identity in a world of
             one.
+        start: Has a lazy `ray.data.Dataset` executed; by default who reads it does.
+        session: What ``put`` stores in: parts of a dataset that was stored in the same one are not stored again.
 
     Raises:
         ConfigError: It is nothing that can be a dataset; the message names it and what can.
         SerializationError: A map-style dataset does not pickle.
     """
-    resolver = _Resolver(put)
+    resolver = _Resolver(put, start, session)
     if given is None:
         return DatasetPlan()
     if isinstance(given, tuple):
@@ -55,6 +63,8 @@ def resolve_datasets(given: Any, put: Put) -> DatasetPlan:
 @dataclass
 class _Resolver:
     put: Put
+    start: Start
+    session: Any
     done: dict[int, tuple[Any, Source]] = field(default_factory=dict)  # holds the object, lest its id be used again
 
     def named(self, given: Mapping[Any, Any]) -> DatasetPlan:
@@ -87,25 +97,22 @@ class _Resolver:
             self.done[id(given)] = given, self._resolve(name, given)
         return self.done[id(given)][1]
 
+    def store(self, value: Any) -> Any:
+        return self.put(value)
+
     def _resolve(self, name: str, given: Any) -> Source:
-        if _is_paths(given):
-            from raysgd.data.files import source_of_paths
-
-            return source_of_paths(name, given)
-        if _is(given, "pyarrow", "FileSystemDataset") or _is(given, "pyarrow", "UnionDataset"):
-            from raysgd.data.files import source_of_dataset
-
-            return source_of_dataset(name, given)
-        if _is(given, "pyarrow", "InMemoryDataset"):
-            return self._store("arrow", arrow_blocks(name, given.to_table()))
-        if _is(given, "ray.data", "Dataset"):
+        if isinstance(given, Part):
+            return given.source(name, self)
+        if (files := _files(name, given)) is not None:
+            return files
+        if _is(given, "ray.data", "MaterializedDataset"):
             return _from_ray(name, given)
-        if _is(given, "pyarrow", "Table") or _is(given, "pyarrow", "RecordBatch"):
-            return self._store("arrow", arrow_blocks(name, given))
-        if _is(given, "pandas", "DataFrame"):
-            return self._store("arrow", arrow_blocks(name, table_of_frame(name, given)))
+        if _is(given, "ray.data", "Dataset"):
+            return Source("stream", (self.start(given),), ())
+        if (table := _table(name, given)) is not None:
+            return self._store("arrow", arrow_blocks(name, table))
         if isinstance(given, Mapping) and _is_columns(given):
-            return self._store("arrays", blocks_of_arrays(name, given))
+            return self._store("arrays", blocks_of_arrays(name, dict(_leaves(given))))
         if isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given):
             return self._store("arrays", blocks_of_rows(name, given))
         _check_items(name, given)
@@ -125,15 +132,47 @@ class _Resolver:
             ) from error
 
 
+def _files(name: str, given: Any) -> Source | None:
+    """Of paths and of pyarrow's datasets; None of anything else."""
+    from raysgd.data.files import source_of_dataset, source_of_paths
+
+    if _is_paths(given):
+        return source_of_paths(name, given)
+    if _is(given, "pyarrow", "FileSystemDataset") or _is(given, "pyarrow", "UnionDataset"):
+        return source_of_dataset(name, given)
+    return None
+
+
+def _table(name: str, given: Any) -> Any:
+    """What is, or refers to, columns in memory or in a cache on disk, as a Table or RecordBatch; None of anything else."""
+    if _is(given, "pyarrow", "Table") or _is(given, "pyarrow", "RecordBatch"):
+        return given
+    if _is(given, "pyarrow", "InMemoryDataset"):
+        return given.to_table()
+    if _is(given, "pandas", "DataFrame"):
+        return table_of_frame(name, given)
+    if _is(given, "datasets", "Dataset") and not _makes_rows(given):
+        return table_of_hugging_face(given)
+    return None
+
+
+def _makes_rows(dataset: Any) -> bool:
+    """Whether a Hugging Face dataset makes its rows when they are asked for: by a transform, or from encoded images, audio."""
+    return dataset.format["type"] == "custom" or any(map(_is_decoded, dataset.features.values()))
+
+
+def _is_decoded(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_is_decoded, feature.values()))
+    if isinstance(feature, (list, tuple)):
+        return any(map(_is_decoded, feature))
+    inside = getattr(feature, "feature", None)  # of a list
+    return hasattr(feature, "decode_example") or (inside is not None and _is_decoded(inside))
+
+
 def _from_ray(name: str, dataset: Any) -> Source:
-    options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        done = dataset.materialize()
-    finally:
-        options.preserve_order = before
-    rows = [entry.metadata.num_rows for bundle in done.iter_internal_ref_bundles() for entry in bundle.blocks]
-    refs = done.to_arrow_refs()
+    rows = [entry.metadata.num_rows for bundle in dataset.iter_internal_ref_bundles() for entry in bundle.blocks]
+    refs = dataset.to_arrow_refs()
     if len(refs) != len(rows):
         raise ConfigError(f"dataset {name!r}: Ray Data gave {len(refs)} blocks but the sizes of {len(rows)}.")
     full = [(ref, count) for ref, count in zip(refs, rows, strict=True) if count]
@@ -144,6 +183,8 @@ def _check_items(name: str, given: Any) -> None:
     what = f"dataset {name!r} is of type {type(given).__name__}"
     if _is_array(given):
         raise ConfigError(f"{what}, which gives its column no name; give {{'x': array}}.")
+    if _is(given, "datasets", "IterableDataset"):
+        raise ConfigError(f"{what}, a stream that cannot be split; give a Dataset, or the paths of its files.")
     if _is(given, "torch", "IterableDataset"):
         raise ConfigError(f"{what}, an iterable torch Dataset, which cannot be split; give a map-style one.")
     is_readable = all(hasattr(type(given), method) for method in ("__len__", "__getitem__"))
@@ -154,14 +195,34 @@ def _check_items(name: str, given: Any) -> None:
 def _is_columns(given: Mapping[Any, Any]) -> bool:
     """Whether a dict is one dataset, a column for each array, rather than several datasets by name."""
     arrays = [key for key, value in given.items() if _is_array(value)]
-    if arrays and len(arrays) < len(given):
-        other = next(key for key in given if key not in arrays)
+    others = [key for key, value in given.items() if not _is_tree(value)]
+    if arrays and others:
+        other = others[0]
         kind = with_article(type(given[other]).__name__)
         raise ConfigError(
             f"dataset has an array under {arrays[0]!r} and {kind} under {other!r}; give arrays only, "
             "the columns of one dataset, or datasets only, by name."
         )
     return bool(arrays)
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether it is an array, or a dict, list or tuple of nothing but such."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(_is_tree(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_is_tree(each) for each in value)
+    return _is_array(value)
+
+
+def _leaves(given: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The arrays of a tree by the names of their columns: ``boxes.xy`` for ``{"boxes": {"xy": array}}``."""
+    for key, value in given.items():
+        if _is_array(value):
+            yield key, value
+        else:
+            inside = value if isinstance(value, Mapping) else dict(enumerate(value))
+            yield from ((f"{key}.{name}", array) for name, array in _leaves(inside))
 
 
 def _is_paths(given: Any) -> bool:

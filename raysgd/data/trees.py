@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.errors import ConfigError
@@ -14,13 +14,38 @@ def to_device(batch: Any, device: Any) -> Any:
     """The batch with all that has a method ``to`` on ``device``; None leaves it where it is."""
     if device is None:
         return batch
-    if hasattr(batch, "to"):
+    if hasattr(batch, "to"):  # also of a container that knows how
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
         return _like(batch, [to_device(value, device) for value in batch])
     return batch
+
+
+def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with all that is in its dicts, lists and tuples changed; what has a method ``to`` is not looked into."""
+    if hasattr(batch, "to"):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_leaves(change, value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return _like(batch, [map_leaves(change, value) for value in batch])
+    return change(batch)
+
+
+def is_host(device: Any) -> bool:
+    """Whether batches stay in the host's memory."""
+    return device is None or _kind(device) == "cpu"
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether it is a CUDA device, as torch takes it: a `torch.device`, a name, or a number."""
+    return isinstance(device, int) or _kind(device) == "cuda"
+
+
+def _kind(device: Any) -> str:
+    return str(getattr(device, "type", device)).partition(":")[0]
 
 
 def without_rows(one: Any, two: Any, dataset: str) -> Any:

@@ -41,6 +41,7 @@ class Session(ABC):
         identity: Ranks and sizes.
         seed: The Trainer's seed, or None.
         deterministic: Whether bit-identical repetition was asked for.
+        attempt: Its number, from 1; 0 in single-machine use.
         in_worker: False in single-machine use.
         progress: What was called so far, and what the time went into.
     """
@@ -55,13 +56,22 @@ class Session(ABC):
         deterministic: bool = False,
         plan: DatasetPlan = NO_DATASETS,
         fetch: Callable[[Any], Any] = lambda block: block,
+        attempt: int = 0,
     ) -> None:
+        self.attempt = attempt
         self.progress = Progress()
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
         self._datasets = Datasets(
-            plan, identity.world_rank, identity.world_size, seed, fetch=fetch, reading=self._reading
+            plan,
+            identity.world_rank,
+            identity.world_size,
+            seed,
+            attempt=attempt,
+            is_deterministic=deterministic,
+            fetch=fetch,
+            reading=self._reading,
         )
 
     @property

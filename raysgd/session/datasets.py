@@ -28,6 +28,8 @@ class Datasets:
         world_size: int,
         seed: int | None,
         *,
+        attempt: int = 0,
+        is_deterministic: bool = False,
         fetch: Callable[[Any], Any],
         reading: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -35,6 +37,8 @@ class Datasets:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
+        self._attempt = attempt
+        self._is_deterministic = is_deterministic
         self._fetch = fetch
         self._reading = reading
         self._context: DataContext | None = None
@@ -76,6 +80,8 @@ class Datasets:
                     self._rank,
                     self._world_size,
                     self._seed,
+                    attempt=self._attempt,
+                    is_deterministic=self._is_deterministic,
                     fetch=self._fetch,
                     reading=self._reading,
                 )

@@ -12,6 +12,7 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.manifest import FileEntry, Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
+from raysgd.data.lazy import fetched
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError
 from raysgd.session import rank_state
@@ -25,7 +26,7 @@ class LocalSession(Session):
     """A world of one. ``report`` prints a line; checkpoints go to ``directory``, if there is one; data is that of ``plan``."""
 
     def __init__(self, directory: str | PathLike[str] | None = None, plan: DatasetPlan = NO_DATASETS) -> None:
-        super().__init__(Identity(), plan=plan, fetch=_fetch)
+        super().__init__(Identity(), plan=plan, fetch=fetched)
         self._store = None if directory is None else CheckpointStore(Storage.from_uri(directory))
         self._num_reports = 0
 
@@ -101,12 +102,6 @@ class LocalSession(Session):
                 rank_states={0: done.rank_state},
             )
         )
-
-
-def _fetch(block: Any) -> Any:
-    """Rows are at hand, but for those of a `ray.data.Dataset`, for which Ray is up."""
-    ray = sys.modules.get("ray")
-    return ray.get(block) if ray is not None and isinstance(block, ray.ObjectRef) else block
 
 
 def _short(value: Any) -> str:

@@ -13,11 +13,12 @@ from raysgd._util.fast_json import encode
 from raysgd._util.imported import imported
 from raysgd._util.wording import with_article
 from raysgd.errors import MetricError
-from raysgd.result import AUTOMATIC_KEYS
+from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION
 
 MAX_METRICS_BYTES = 1 << 20
 _SMALL = frozenset({float, bool, type(None)})
 _NAMES = frozenset({str})
+_TAKEN_KEYS = AUTOMATIC_KEYS | {DATA_WAIT_FRACTION}
 _MAX_DEPTH = 20
 _SMALL_INT = 1 << 63
 #: What Python reads of an int that was written in digits, 4300 of them, in bits.
@@ -54,8 +55,8 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             value, cost = _copy(str(key), value, 0)
             size += cost
         copied[key] = value
-    if not AUTOMATIC_KEYS.isdisjoint(copied):
-        taken = sorted(AUTOMATIC_KEYS.intersection(copied))
+    if not _TAKEN_KEYS.isdisjoint(copied):
+        taken = sorted(_TAKEN_KEYS.intersection(copied))
         raise MetricError(f"report() sets {', '.join(taken)} by itself; give your metric another name.", key=taken[0])
     if not {*map(type, copied)} <= _NAMES:
         key = next(key for key in copied if type(key) is not str)

@@ -115,10 +115,12 @@ class Progress:
         self._num_batches = 0
         self._steps = 0
         self._spent: tuple[int, float, float, float, float] = Spent()
+        self._asked = (self._entered_at, 0.0)
 
     def enter(self) -> None:
         """train_func is being entered, in this thread: what came before, as forming the group, was none of its time."""
         self._entered_at = self._marked_at = self._clock()
+        self._asked = (self._entered_at, 0.0)
         self.data.thread = self.checkpoint.thread = self.waiting.thread = get_ident()
 
     def mark(self, phase: str) -> None:
@@ -141,6 +143,19 @@ class Progress:
             total_s = now - self._entered_at
             # In one piece, so that who reads it meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
+
+    def data_wait_fraction(self) -> float | None:
+        """Of the time since this was asked before, or since train_func was entered, the part in which batches were waited for.
+
+        None before the first batch.
+        """
+        waited_s = self.data.seconds
+        if not waited_s:
+            return None
+        now = self._clock()
+        asked_at, waited_before_s = self._asked
+        self._asked = now, waited_s
+        return round((waited_s - waited_before_s) / max(now - asked_at, 1e-9), 4)
 
     def wrote(self) -> None:
         """Storage has taken a piece of a checkpoint, or was tried again; called from any thread."""

@@ -15,6 +15,7 @@ from raysgd.errors import (
     CheckpointNotFoundError,
     SessionError,
 )
+from raysgd.result import DATA_WAIT_FRACTION
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import LEFT_BEHIND
@@ -61,7 +62,6 @@ class WorkerSession(Session):
     """One attempt, seen from train_func. See `Session` for the threads that may call what.
 
     Attributes:
-        attempt: Its number.
         iterations_before: Rounds of the run before it.
     """
 
@@ -86,9 +86,8 @@ class WorkerSession(Session):
         attempt: int = 1,
         iterations_before: int = 0,
     ) -> None:
-        self.attempt = attempt
         self.iterations_before = iterations_before
-        super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch)
+        super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch, attempt=attempt)
         self._outbox = outbox
         self._writer = writer
         self._link = link
@@ -117,6 +116,8 @@ class WorkerSession(Session):
         if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
+        if (share := self.progress.data_wait_fraction()) is not None:
+            copied[DATA_WAIT_FRACTION] = share
         self._outbox.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
         self._num_reports += 1
         self.progress.mark("report")

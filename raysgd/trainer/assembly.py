@@ -155,7 +155,7 @@ def begin_run(
         config=shown,
         start=start,
         initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),  # may be large
-        datasets=resolve_data(dataset),
+        datasets=resolve_data(dataset, spec.scaling),
         returns=returns,
         reduce=reduce,
         seed=spec.seed,

@@ -7,10 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.result import DATA_WAIT_FRACTION
 from raysgd.trainer.runs import LoadedRun, load_run
 
 #: Metrics that differ between equal runs.
-_CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt"})
+_CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt", DATA_WAIT_FRACTION})
 
 Span = tuple[int, int] | None
 

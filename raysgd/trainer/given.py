@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -15,6 +15,10 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller.shelf import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from raysgd.config import ScalingConfig
+    from raysgd.data.stream import Stream
 
 
 def check_train_func(function: Any) -> Callable[..., Any]:
@@ -133,15 +137,55 @@ def resolve_start(checkpoint: Any) -> tuple[Start, Any]:
     return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
 
 
-def resolve_data(dataset: Any) -> DatasetPlan:
+def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
     """What ``run(dataset=...)`` means; its rows are put into the object store, where they stay as long as the plan.
 
     Raises:
-        ConfigError: It is nothing that can be a dataset.
+        ConfigError: It is nothing that can be a dataset; or it is to be executed while it is read, and the workers would
+            leave no CPU for that.
         SerializationError: A map-style dataset does not pickle.
     """
     if dataset is None:
         return NO_DATASETS
     from raysgd.data import resolve_datasets  # NumPy, for those who give data
 
-    return resolve_datasets(dataset, ray.put)
+    def start(lazy: Any) -> Stream:
+        from raysgd.workers.data_streams import start_host
+
+        check_room_beside(scaling)
+        return start_host(lazy)
+
+    here = ray.get_runtime_context()
+    return resolve_datasets(dataset, ray.put, start, session=(here.get_node_id(), here.get_job_id()))
+
+
+def check_room_beside(scaling: ScalingConfig) -> None:
+    """That workers, as many as can be, leave a CPU for the execution of a dataset: it would wait for one for ever.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    bundle = scaling.bundle()
+    each = bundle.get("CPU", 0.0)
+    free = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    fit = [_num_fitting(node["Resources"], bundle) for node in ray.nodes() if node["Alive"]]
+    workers = min(scaling.max_workers, sum(fit))
+    if not each or workers < scaling.min_workers:
+        return  # they take none; or are to wait for nodes that will come
+    # As many as can be on the fullest nodes: if there is no CPU left on any node then, there is none in any way.
+    left, unplaced = [], workers
+    for cpus, count in sorted(zip(free, fit, strict=True), key=lambda node: node[0] - node[1] * each):
+        here = min(count, unplaced)
+        unplaced -= here
+        left.append(cpus - here * each)
+    if max(left, default=0.0) < 1:
+        raise ConfigError(
+            f"the dataset is a lazy ray.data.Dataset, which Ray executes while the workers train, and they leave it no CPU: "
+            f"{workers:g} workers of {each:g} CPUs take {workers * each:g} of the {sum(free):g} that the cluster has. Give "
+            "fewer workers, or fewer CPUs each (cpus_per_worker=...), or execute it before: ds.materialize()."
+        )
+
+
+def _num_fitting(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How many workers a node has room for."""
+    return int(min((node.get(name, 0.0) // amount for name, amount in bundle.items() if amount), default=0))

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from raysgd.data import DataContext, DatasetPlan, resolve_datasets
+from raysgd.data import DataContext, DatasetPlan, resolve_datasets, to_cv
+from support.ray_data import ray_data_in_use
 
 pytestmark = pytest.mark.slow
 
@@ -18,15 +19,8 @@ RAY_INIT = {"num_cpus": 2}
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray_data(ray_cluster: dict[str, Any]) -> Iterator[None]:
-    """Ray Data with its own actors, which it keeps for the life of the cluster."""
-    import ray.data
-    from ray.util import list_named_actors
-
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    ray.data.range(2, override_num_blocks=1).materialize()
-    yield
-    for actor in list_named_actors(all_namespaces=True):
-        ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+    with ray_data_in_use():
+        yield
 
 
 def read(given: Any) -> dict[str, list[Any]]:
@@ -42,15 +36,26 @@ def read(given: Any) -> dict[str, list[Any]]:
     return {name: [value for batch in found for value in batch[name]] for name in found[0]}
 
 
+def _in_order(dataset: Any) -> Any:
+    """In memory; Ray Data keeps the order of rows only where it is told to."""
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    try:
+        return dataset.materialize()
+    finally:
+        options.preserve_order = False
+
+
 def add_columns(batch: dict[str, Any]) -> dict[str, Any]:
     return {"id": batch["id"], "square": batch["id"] ** 2, "pair": np.stack([batch["id"], -batch["id"]], 1)}
 
 
-def test_a_transformed_dataset_keeps_its_order() -> None:
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_a_transformed_dataset_keeps_its_order(is_lazy: bool) -> None:
     import ray
 
     dataset = ray.data.range(50, override_num_blocks=3).map_batches(add_columns).filter(lambda row: row["id"] < 33)
-    rows = read(dataset)
+    rows = read(dataset if is_lazy else _in_order(dataset))
     assert rows["id"] == list(range(33))
     assert rows["square"] == [n**2 for n in range(33)]
     assert rows["pair"] == [[n, -n] for n in range(33)]
@@ -64,7 +69,8 @@ def test_blocks_are_referred_to_and_their_sizes_known() -> None:
     (source,) = resolve_datasets({"train": ray.data.from_pandas(frames)}, ray.put).sources.values()
     assert source.block_rows == (2, 1)
     assert all(isinstance(block, ray.ObjectRef) for block in source.blocks)
-    (nothing,) = resolve_datasets(ray.data.range(9).filter(lambda row: False), ray.put).sources.values()
+    nobody = ray.data.range(9).filter(lambda row: False)
+    (nothing,) = resolve_datasets(nobody.materialize(), ray.put).sources.values()
     assert nothing.num_rows == 0
     empty = DataContext(DatasetPlan({"train": nothing}), 0, 1, 0, fetch=ray.get).get()
     assert list(empty.get_split().to_torch(2)) == [] and empty.schema.names == []
@@ -72,3 +78,11 @@ def test_blocks_are_referred_to_and_their_sizes_known() -> None:
 
 def test_arrays_travel_through_the_store() -> None:
     assert read({"x": np.arange(20.0)}) == {"x": [float(n) for n in range(20)]}
+
+
+def test_folds_of_a_dataset_in_the_store_by_a_column_of_it() -> None:
+    import ray
+
+    dataset = ray.data.range(40, override_num_blocks=3).map_batches(add_columns).materialize()
+    for train, validation in to_cv(dataset, 4, group="id"):
+        assert sorted(read(train)["id"] + read(validation)["id"]) == list(range(40))

@@ -151,3 +151,15 @@ def test_a_dataset_that_does_not_pickle_is_named() -> None:
     with pytest.raises(SerializationError, match="dataset 'train', a list, cannot be sent") as caught:
         resolve_datasets({"train": [lambda: 1]}, Store().put)
     assert caught.value.path == "dataset['train']"
+
+
+def test_arrays_in_dicts_lists_and_tuples_are_columns() -> None:
+    tree = {"image": np.arange(6).reshape(3, 2), "boxes": {"xy": np.arange(3), "size": [np.ones(3), np.zeros(3)]}}
+    rows = read(tree)
+    assert list(rows[1]) == ["image", "boxes.xy", "boxes.size.0", "boxes.size.1"]
+    assert (rows[1]["image"].tolist(), rows[1]["boxes.xy"], rows[1]["boxes.size.1"]) == ([2, 3], 1, 0.0)
+
+
+def test_several_datasets_by_name_are_no_tree() -> None:
+    plan = resolve_datasets({"train": {"x": np.ones(3)}, "test": {"x": np.ones(2)}}, Store().put)
+    assert {name: source.num_rows for name, source in plan.sources.items()} == {"train": 3, "test": 2}

@@ -116,7 +116,7 @@ def test_what_reads_batches_is_timed_and_what_uses_them_is_not(how: str) -> None
         shard = raysgd.get_dataset().get_split()
         dataset: Any = Slow()
         batches: Any = {
-            "to_torch": lambda: shard.to_torch(2),
+            "to_torch": lambda: shard.to_torch(2, prefetch=0),
             "iter_rows": shard.iter_rows,
             "loader": lambda: raysgd.torch.prepare_data_loader(DataLoader(dataset, batch_size=2)),
         }[how]()

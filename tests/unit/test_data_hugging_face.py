@@ -1,0 +1,81 @@
+"""Hugging Face datasets: their columns, what was selected of them, and transforms of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from raysgd.data import DataContext, Shard, resolve_datasets
+from raysgd.errors import ConfigError
+
+datasets.disable_progress_bars()
+ROWS = {"x": list(range(10)), "text": [f"row {n}" for n in range(10)], "pair": [[n, -n] for n in range(10)]}
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    """On disk, as one that was loaded."""
+    datasets.Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "saved"))
+    return datasets.load_from_disk(str(tmp_path / "saved"))
+
+
+def shard(given: Any, name: str | None = None) -> Shard:
+    plan = resolve_datasets(given, _same)
+    return DataContext(plan, 0, 1, 0, fetch=_same).get(name).get_split()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_columns_as_they_are(dataset: Any) -> None:
+    (batch,) = shard(dataset).iter_batches(10)
+    assert batch["x"].tolist() == ROWS["x"] and batch["text"].tolist() == ROWS["text"]
+    (tensors,) = shard(dataset).to_torch(10, columns=["x", "pair"])
+    assert tensors["pair"].tolist() == ROWS["pair"]
+
+
+def test_what_was_selected_shuffled_and_split(dataset: Any) -> None:
+    chosen = dataset.shuffle(seed=0).select(range(4))
+    assert [row["x"] for row in shard(chosen).iter_rows()] == chosen["x"][:]
+    parts = dataset.train_test_split(test_size=3, seed=1)
+    found = [row["x"] for name in ("train", "test") for row in shard(parts, name).iter_rows()]
+    assert sorted(found) == ROWS["x"]
+
+
+def test_array_types_of_its_own() -> None:
+    features = datasets.Features({"image": datasets.Array2D((2, 3), "float32"), "label": datasets.ClassLabel(2)})
+    images = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    dataset = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 0, 1]}, features)
+    (batch,) = shard(dataset).to_torch(4)
+    assert batch["image"].shape == (4, 2, 3) and batch["image"].tolist() == images.tolist()
+    assert batch["label"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_transform_of_its_own_makes_it_a_map_style_dataset(dataset: Any) -> None:
+    doubled = dataset.with_transform(lambda rows: {"twice": [2 * x for x in rows["x"]]})
+    assert [row["twice"] for row in shard(doubled).iter_rows()] == [2 * x for x in ROWS["x"]]
+
+
+def test_images_are_decoded_where_they_are_read() -> None:
+    from PIL import Image
+
+    images = [Image.new("RGB", (3, 2), (number, 0, 0)) for number in range(4)]
+    features = datasets.Features({"image": datasets.Image()})
+    dataset = datasets.Dataset.from_dict({"image": images}, features)
+    assert [row["image"].size for row in shard(dataset).iter_rows()] == [(3, 2)] * 4
+
+
+def test_columns_that_were_chosen(dataset: Any) -> None:
+    (batch,) = shard(dataset.with_format("numpy", columns=["x"])).iter_batches(10)
+    assert list(batch) == ["x"]
+
+
+def test_a_stream_is_refused() -> None:
+    stream = datasets.Dataset.from_dict(ROWS).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="a stream that cannot be split"):
+        resolve_datasets(stream, _same)
