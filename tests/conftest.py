@@ -69,6 +69,7 @@ def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> It
 
     failed_before = request.session.testsfailed
     yield CLUSTER.get(**getattr(request.module, "RAY_INIT", {}))
+    _end_actors_of_ray_data()
     left = ClusterState.empty().leftovers()
     if left or request.session.testsfailed > failed_before:
         CLUSTER.stop()
@@ -87,6 +88,18 @@ def _nothing_is_left_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[
     yield
     left = before.leftovers()
     assert not left, "the test left behind on the cluster: " + "; ".join(left)
+
+
+def _end_actors_of_ray_data() -> None:
+    """Ray Data keeps some for the life of the cluster, which is longer than the module's."""
+    import ray
+    from ray.util import list_named_actors
+
+    from raysgd.testing.cluster import OF_RAY_DATA
+
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["namespace"] in OF_RAY_DATA:
+            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
 
 def _stop_shared_cluster() -> None:

@@ -28,6 +28,10 @@ class LeakError(AssertionError):
         return "left behind on the cluster: " + "; ".join(self.leaks)
 
 
+#: Namespaces of actors that Ray Data starts for itself and keeps as long as the cluster lives.
+OF_RAY_DATA = frozenset({"AutoscalingCoordinator", "_dataset_stats_actor"})
+
+
 @dataclass(frozen=True)
 class ClusterState:
     """What holds resources of a cluster.
@@ -55,7 +59,9 @@ class ClusterState:
                 if group["state"] != "REMOVED"
             ),
             actors=frozenset(
-                f"{actor['namespace']}/{actor['name']}" for actor in list_named_actors(all_namespaces=True)
+                f"{actor['namespace']}/{actor['name']}"
+                for actor in list_named_actors(all_namespaces=True)
+                if actor["namespace"] not in OF_RAY_DATA
             ),
             free=_countable(ray.available_resources()),
         )

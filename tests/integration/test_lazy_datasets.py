@@ -21,7 +21,6 @@ import raysgd
 from raysgd.data import stream_order
 from raysgd.errors import ConfigError, DataError
 from support.poll import until
-from support.ray_data import ray_data_in_use
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_trainer]
@@ -32,14 +31,8 @@ NUM_ROWS = 1_000
 EPOCHS = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray_data(ray_cluster: Any) -> Iterator[None]:
-    with ray_data_in_use():
-        yield
-
-
 @pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory, _ray_data: None) -> Iterator[raysgd.Trainer]:
+def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
     with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
         yield trainer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,15 @@ import pandas as pd
 import pytest
 
 from raysgd.data import DataContext, DatasetPlan, resolve_datasets, to_cv
-from support.ray_data import ray_data_in_use
 
 pytestmark = pytest.mark.slow
 
 RAY_INIT = {"num_cpus": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray_data(ray_cluster: dict[str, Any]) -> Iterator[None]:
-    with ray_data_in_use():
-        yield
+@pytest.fixture(autouse=True)
+def _cluster(ray_cluster: Any) -> None:
+    """All tests need one."""
 
 
 def read(given: Any) -> dict[str, list[Any]]:
