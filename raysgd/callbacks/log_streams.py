@@ -21,7 +21,8 @@ class LogStreams:
         for name in ("stdout", "stderr"):
             old, new = getattr(sys, name), _Current(name)
             for handler in _stream_handlers():
-                if handler.stream is old:
+                # One that asks `sys` each time, as Python's handler of last resort, needs no move.
+                if handler.stream is old and not isinstance(getattr(type(handler), "stream", None), property):
                     handler.setStream(new)
                     self._moved.append((handler, old, new))
 

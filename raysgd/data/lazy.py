@@ -26,9 +26,10 @@ def execute(dataset: Any) -> Iterator[Produced]:
     with _ordered(dataset.context.execution_options):
         for bundle in dataset.iter_internal_ref_bundles():
             columns = tuple(bundle.schema.names) if bundle.schema is not None else ()
-            schema = (
-                bundle.schema if hasattr(bundle.schema, "remove_metadata") else None
-            )  # else one of Ray's, of frames
+            is_of_arrow = hasattr(
+                bundle.schema, "remove_metadata"
+            )  # blocks may be frames, whose schema is one of Ray's
+            schema = bundle.schema if is_of_arrow else None
             for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
                 whole = entry.metadata
                 rows = range(whole.num_rows) if part is None else range(part.start_offset, part.end_offset)

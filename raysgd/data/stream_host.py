@@ -17,6 +17,8 @@ from raysgd.data.stream import BlockIndex, First, Have, Known, PassKey, Produced
 
 #: What a reader is told whose pass was closed: nobody is there to be told, but a worker that is being ended.
 _TAKEN_OVER = "another attempt of the run reads it now"
+#: Seconds without a block after which it is looked for what the execution waits for.
+SAY_S = 20.0
 
 
 class StreamHost:
@@ -42,7 +44,7 @@ class StreamHost:
             one = self._pass(key)
             one.want(1)
             while not one.index.num_rows and not one.index.is_complete:
-                await one.changed()
+                await self._wait_for_news(one)
             self._first = self._first or one.index.first
             known = replace(one.index.known(0), block_rows=())
             if known.error is not None:
@@ -65,7 +67,7 @@ class StreamHost:
         one.join(rank, needed)
         one.want(upto)
         while one.index.num_rows < upto and not one.index.is_complete:
-            await one.changed()
+            await self._wait_for_news(one)
         self._first = self._first or one.index.first
         return replace(one.index.known(have.num_blocks), first=self._first)
 
@@ -85,9 +87,18 @@ class StreamHost:
             self._passes[key].leave(rank)
             self._close_unread(key)
 
+    def waits_long(self) -> None:
+        """Nothing has come for `SAY_S`, and somebody waits for it."""
+
     async def num_passes(self) -> int:
         """How many are under way."""
         return len(self._passes)
+
+    async def _wait_for_news(self, one: _Pass) -> None:
+        try:
+            await asyncio.wait_for(one.news.wait(), SAY_S)
+        except asyncio.TimeoutError:
+            self.waits_long()
 
     def _is_stale(self, key: PassKey) -> bool:
         return self._attempt is not None and key[0] < self._attempt
@@ -111,14 +122,18 @@ class StreamHost:
 
 
 class _Pass:
-    """One execution, in a thread, as far as its readers ask for. Used in the actor's event loop."""
+    """One execution, in a thread, as far as its readers ask for. Used in the actor's event loop.
+
+    Attributes:
+        news: Is set when a block comes, or the end; after that it is another.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.index = BlockIndex()
         self._dataset = dataset
         self._needed: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
         self._wanted = 0
         self._produced = 0
         self._is_closed = False
@@ -152,10 +167,6 @@ class _Pass:
             self._is_closed = True
             self._go_on.notify_all()
         self._finished(_TAKEN_OVER)
-
-    async def changed(self) -> None:
-        """Wait until a block came, or the last one."""
-        await self._news.wait()
 
     def _let_go(self) -> None:
         if self._needed:
@@ -191,5 +202,5 @@ class _Pass:
         self._wake()
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self.news.set()
+        self.news = asyncio.Event()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.data.lazy import table_of
 from raysgd.data.stream import Have, Known, PassKey, StreamGoneError, StreamLostError
-from raysgd.data.stream_host import StreamHost
+from raysgd.data.stream_host import SAY_S, StreamHost
+
+logger = logging.getLogger(__name__)
 
 #: Seconds in one call of `ray.get`, between which a thread can be told to end.
 _POLL_S = 0.5
@@ -44,6 +47,19 @@ class StreamActor(StreamHost):
         # Ray warns of calls that would block the event loop, also where another thread makes them, as the executor's do.
         ray._private.worker.blocking_get_inside_async_warned = True
         super().__init__(dataset)
+        self._has_said = False
+
+    def waits_long(self) -> None:
+        if self._has_said or ray.available_resources().get("CPU", 0.0) >= 1:
+            return
+        self._has_said = True
+        total = ray.cluster_resources().get("CPU", 0.0)
+        logger.warning(
+            "raysgd: Ray executes the dataset while the workers train, and has waited %.0f s for a CPU: all %g of the cluster "
+            "are taken, by the workers or by something else. Give fewer workers, or end what else takes them.",
+            SAY_S,
+            total,
+        )
 
     async def dataset(self) -> Any:
         """What it executes."""

@@ -18,8 +18,10 @@ import pytest
 import ray
 
 import raysgd
-from raysgd.data import stream_order
+from raysgd.controller.keeper import DataKeeper, Kept
+from raysgd.data import DataContext, stream_order
 from raysgd.errors import ConfigError, DataError
+from raysgd.trainer.given import resolve_data
 from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 
@@ -245,3 +247,28 @@ def both(config: dict[str, Any]) -> tuple[list[int], list[int]]:
     data = raysgd.get_datasets()
     train = [row["id"] for row in data["train"].get_split().iter_rows()]
     return train, [row["x"] for row in data["validation"].get_split().iter_rows()]
+
+
+class Nobody:
+    """Stands for a TrainerActor that lives on."""
+
+    def live_on(self) -> None:
+        time.sleep(3600)
+
+
+def test_what_a_detached_run_keeps_is_executed_without_its_driver(ray_cluster: Any) -> None:
+    controller = ray.remote(Nobody).options(num_cpus=0).remote()
+    keeper: Any = ray.remote(DataKeeper).options(num_cpus=0).remote(controller)
+    try:
+        given = resolve_data(lazy(50, 5), raysgd.ScalingConfig(1))
+        first = given.sources["dataset"].blocks[0].host
+        kept = ray.get(keeper.keep.remote(Kept(given))).datasets
+        ray.kill(first)
+        shard = DataContext(kept, 0, 1, 0, fetch=ray.get).get().get_split()
+        assert sorted(row["id"] for row in shard.iter_rows()) == list(range(50))
+        of_the_driver = ray.data.from_items([{"id": 1}]).map_batches(_with_square)
+        with pytest.raises(ConfigError, match="rows that the driver holds"):
+            ray.get(keeper.keep.remote(Kept(resolve_data(of_the_driver, raysgd.ScalingConfig(1)))))
+    finally:
+        ray.kill(keeper)
+        ray.kill(controller)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ class LazyRows:
         num_executions: How often it was executed.
     """
 
-    def __init__(self, cuts: Callable[[int], Sequence[int]], fails_at: int | None = None) -> None:
+    def __init__(self, cuts: Callable[[int], Iterable[int]], fails_at: int | None = None) -> None:
         self.context = SimpleNamespace(execution_options=SimpleNamespace(preserve_order=False))
         self.num_made = 0
         self.num_executions = 0

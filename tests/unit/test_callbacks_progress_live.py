@@ -183,12 +183,15 @@ def test_the_streams_and_log_handlers_are_put_back(tmp_path: Path) -> None:
     handler = logging.StreamHandler()
     logger = logging.getLogger("of.a.test")
     logger.addHandler(handler)
+    assert logging.lastResort is not None
+    logger.addHandler(logging.lastResort)  # as some libraries do; it has no stream of its own
     before = (sys.stdout, sys.stderr, handler.stream)
     try:
         drive(ProgressCallback(mode="live"), tmp_path, error=ValueError("x"))
         assert (sys.stdout, sys.stderr, handler.stream) == before
     finally:
         logger.removeHandler(handler)
+        logger.removeHandler(logging.lastResort)
 
 
 def test_a_mistake_in_drawing_does_not_stop_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

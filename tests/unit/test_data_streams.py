@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.data import DataContext, DatasetPlan, Shard, check_agreement, stream_order
+from raysgd.data import DataContext, DatasetPlan, Shard, check_agreement, stream_host, stream_order
 from raysgd.data.lazy import execute
 from raysgd.data.ledger import Deal, Shuffle
 from raysgd.data.plan import LONE, Source
@@ -493,6 +493,22 @@ def test_readers_that_were_told_of_another_execution_are_told_that_it_is_lost() 
             stream.extend((0, "a"), 0, 0, 20, Have(1, "another"), _never)
         assert stream.extend((1, "a"), 0, 0, 1, Have(), _never).error is None
         assert "another attempt" in (stream.extend((0, "a"), 0, 0, 1, Have(), _never).error or "")
+
+
+def test_an_execution_that_gives_nothing_for_long_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_host, "SAY_S", 0.02)
+    waited: list[int] = []
+    monkeypatch.setattr(stream_host.StreamHost, "waits_long", lambda self: waited.append(1))
+
+    def cuts(execution: int) -> Iterator[int]:
+        while len(waited) < 3:
+            time.sleep(0.01)
+        yield 5
+
+    with hosted(LazyRows(cuts)) as stream:
+        (context,) = contexts(stream, 1)
+        assert epoch_of(context.get().get_split().iter_batches(5)) == [[0, 1, 2, 3, 4]]
+    assert len(waited) >= 3
 
 
 def test_what_is_told_of_an_error_is_its_last_line() -> None:
