@@ -18,6 +18,7 @@ import pytest
 import ray
 
 import raysgd
+from raysgd.config import ScalingConfig
 from raysgd.controller.keeper import DataKeeper, Kept
 from raysgd.data import DataContext, stream_order
 from raysgd.errors import ConfigError, DataError
@@ -228,7 +229,11 @@ def test_a_dataset_larger_than_the_object_store_streams(trainer: raysgd.Trainer)
 def _spilled_bytes() -> int:
     from ray._private.internal_api import memory_summary
 
-    lines = [line for line in memory_summary(stats_only=True).splitlines() if line.startswith("Spilled")]
+    lines = [
+        line
+        for line in memory_summary(ray.get_runtime_context().gcs_address, stats_only=True).splitlines()
+        if line.startswith("Spilled")
+    ]
     return sum(int(line.split()[1]) for line in lines)
 
 
@@ -260,7 +265,7 @@ def test_what_a_detached_run_keeps_is_executed_without_its_driver(ray_cluster: A
     controller = ray.remote(Nobody).options(num_cpus=0).remote()
     keeper: Any = ray.remote(DataKeeper).options(num_cpus=0).remote(controller)
     try:
-        given = resolve_data(lazy(50, 5), raysgd.ScalingConfig(1))
+        given = resolve_data(lazy(50, 5), ScalingConfig(num_workers=1))
         first = given.sources["dataset"].blocks[0].host
         kept = ray.get(keeper.keep.remote(Kept(given))).datasets
         ray.kill(first)
@@ -268,7 +273,7 @@ def test_what_a_detached_run_keeps_is_executed_without_its_driver(ray_cluster: A
         assert sorted(row["id"] for row in shard.iter_rows()) == list(range(50))
         of_the_driver = ray.data.from_items([{"id": 1}]).map_batches(_with_square)
         with pytest.raises(ConfigError, match="rows that the driver holds"):
-            ray.get(keeper.keep.remote(Kept(resolve_data(of_the_driver, raysgd.ScalingConfig(1)))))
+            ray.get(keeper.keep.remote(Kept(resolve_data(of_the_driver, ScalingConfig(num_workers=1)))))
     finally:
         ray.kill(keeper)
         ray.kill(controller)
