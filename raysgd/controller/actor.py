@@ -39,6 +39,7 @@ from raysgd.workers import uplink
 from raysgd.workers.cluster import NAMESPACE, uses_tls
 from raysgd.workers.group import WorkerGroup
 from raysgd.workers.orders import AttemptOrder, Blob
+from raysgd.workers.returned import root_of
 from raysgd.workers.seats import remove_placements
 
 if TYPE_CHECKING:
@@ -222,9 +223,9 @@ class TrainerActor:
             ]
             try:
                 await asyncio.gather(*calls)
-            except Exception:
+            except Exception as error:
                 await self._leave_constructors(calls)
-                raise
+                raise root_of(error, calls) from None
             self._has_class = True
 
     async def execute(self, blob: Blob, first_only: bool, has_class: bool) -> list[bytes]:

@@ -213,7 +213,8 @@ class WorkerActor:
 
         self._backend.set_up(order.member)
         try:
-            self._class_api().make(resolve(blob), order.member, node_name(order.member.node_ip))
+            node, is_collective = node_name(order.member.node_ip), self._backend.is_collective_error
+            self._class_api().make(resolve(blob), order.member, node, is_collective)
         except BaseException:
             self.drop_instance()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from raysgd.backends.base import Member
@@ -31,8 +32,14 @@ class Instances:
     def __init__(self) -> None:
         self._instance: Any = None
 
-    def make(self, blob: bytes, member: Member, node: str) -> None:
+    def make(self, blob: bytes, member: Member, node: str, is_collective: Callable[[BaseException], bool]) -> None:
         """Make the instance of ``(class, args, kwargs)``; a class of None makes none.
+
+        Args:
+            blob: A pickle of these.
+            member: This worker in its group.
+            node: As users are told of it.
+            is_collective: Whether an error is one of a collective, which may follow from another rank's.
 
         Raises:
             CallFailed: The constructor failed.
@@ -44,6 +51,7 @@ class Instances:
             return
         except BaseException as error:
             failed = failed_call(error, member.rank, node, __file__)
+            failed.data["in_collective"] = is_collective(error)
             # What they hold keeps the group's sockets open, and so the peers.
             traceback.clear_frames(error.__traceback__)
         raise failed

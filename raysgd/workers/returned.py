@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import traceback
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -64,6 +66,17 @@ def failed_call(error: BaseException, rank: int, node: str, inside: str) -> Call
             "followed": [],
         }
     )
+
+
+def root_of(first: BaseException, calls: Iterable[asyncio.Future[Any]]) -> BaseException:
+    """Of calls on all ranks, the error that the others followed from: the first one that was not raised by a collective."""
+    errors = [first, *(call.exception() for call in calls if call.done() and not call.cancelled())]
+    return next((error for error in errors if error is not None and not _may_have_followed(error)), first)
+
+
+def _may_have_followed(error: BaseException) -> bool:
+    cause = getattr(error, "cause", error)  # of what Ray makes of it
+    return isinstance(cause, CallFailed) and bool(cause.data.get("in_collective"))
 
 
 def user_part(trace: TracebackType | None, inside: str) -> TracebackType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from raysgd.errors import ConfigError, SerializationError
 from raysgd.workers.pickling import loads
-from raysgd.workers.returned import CallFailed, check_returned, dumps_returned, failed_call
+from raysgd.workers.returned import CallFailed, check_returned, dumps_returned, failed_call, root_of
 
 
 async def coroutine() -> None: ...
@@ -73,3 +74,27 @@ def test_an_error_travels_with_its_place() -> None:
     assert str(failed) == "rank 2: LookupError: no data"
     assert (failed.data["rank"], failed.data["node"]) == (2, "host (ip)")
     assert "test_workers_returned.py" in failed.data["traceback"]
+
+
+def test_of_several_ranks_the_one_that_the_others_followed_is_told() -> None:
+    def failing(error: BaseException, in_collective: bool) -> BaseException:
+        failed = failed_call(error, 0, "here", __file__)
+        failed.data["in_collective"] = in_collective
+        return failed
+
+    async def find(first: BaseException, *errors: BaseException | None) -> BaseException:
+        calls: list[asyncio.Future[Any]] = []
+        for error in errors:
+            calls.append(asyncio.get_running_loop().create_future())
+            if error is None:
+                calls[-1].set_result(None)
+            else:
+                calls[-1].set_exception(error)
+        calls.append(asyncio.get_running_loop().create_future())  # one that has not ended
+        return root_of(first, calls)
+
+    followed, own = failing(RuntimeError("Connection closed by peer"), True), failing(LookupError("x"), False)
+    assert asyncio.run(find(followed, followed, None, own)) is own
+    assert asyncio.run(find(own, followed, own)) is own
+    assert asyncio.run(find(followed, followed, None)) is followed
+    assert asyncio.run(find(ValueError("of Ray"), followed)).args == ("of Ray",)
