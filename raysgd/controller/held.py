@@ -117,9 +117,8 @@ class HeldParts:
         parts = self._parts.get(manifest.number)
         if not parts:
             return False
-        timeout_s = (REACH_ALONE_S if is_alone else REACH_S) + self._num_bytes.get(
-            manifest.number, 0
-        ) / REACH_BYTES_PER_S
+        timeout_s = REACH_ALONE_S if is_alone else REACH_S
+        timeout_s += self._num_bytes.get(manifest.number, 0) / REACH_BYTES_PER_S
         return await self._memory.reach(parts, is_own=manifest.all_ranks, timeout_s=timeout_s)
 
     async def store(self, manifest: Manifest) -> dict[int, list[FileEntry]]:
