@@ -37,7 +37,7 @@ class Shard:
     All readers of one dataset in a run share its position: iterating again, through whatever reader, is the next epoch,
     or, after a restart, goes on exactly where the checkpoint was taken, whatever the number of workers is now.
     ``len()`` is the number of its rows if they are dealt one by one; dealt in batches the last, short step falls to the
-    first ranks.
+    first ranks. A lazy dataset has no ``len()``: it raises a TypeError.
 
     The order is a function of the dataset, the seed and the epoch. ``shuffle`` chooses it: ``False`` takes the rows as
     they come, ``"full"`` mixes all of them, ``"window"`` shuffles blocks and mixes the rows of neighbouring ones, which needs few
