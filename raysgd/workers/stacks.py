@@ -17,9 +17,11 @@ import time
 
 #: None of those that programs use.
 _SIGNAL = signal.SIGRTMIN + 7
-#: Seconds for py-spy, and for the faulthandler.
-_PY_SPY_TIMEOUT_S = 5.0
-_WRITE_TIMEOUT_S = 0.5
+#: Seconds for py-spy, and for the faulthandler after it: together less than the caller waits, see `controller.watch`.
+_PY_SPY_TIMEOUT_S = 2.0
+_WRITE_TIMEOUT_S = 0.8
+#: Seconds without another line after which the faulthandler has written its last: it writes many, and may be held up.
+_SETTLED_S = 0.2
 
 
 def make_readable() -> int:
@@ -46,10 +48,11 @@ def read_stacks(pid: int, file: int) -> str:
 
 def _ask_py_spy(py_spy: str, pid: int) -> str | None:
     # A process that runs is read while it is held; one that is stopped already cannot be stopped again.
+    deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
     for how in ((), ("--nonblocking",)):
         command = [py_spy, "dump", *how, "--pid", str(pid)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_TIMEOUT_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=deadline - time.monotonic())
         except (OSError, subprocess.TimeoutExpired):
             return None
         if done.returncode == 0:
@@ -62,15 +65,14 @@ def _ask_faulthandler(pid: int, file: int) -> str:
         return "py-spy is not installed, and the process cannot show its stacks itself"
     place = f"/proc/{pid}/fd/{file}"
     try:
-        before = os.stat(place).st_size
+        before = size = os.stat(place).st_size
         os.kill(pid, _SIGNAL)
-        deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        size = before
-        while time.monotonic() < deadline:
+        grown = time.monotonic()
+        deadline = grown + _WRITE_TIMEOUT_S
+        while (now := time.monotonic()) < deadline and (size == before or now < grown + _SETTLED_S):
             time.sleep(0.02)
-            if size > before and os.stat(place).st_size == size:
-                break
-            size = os.stat(place).st_size
+            if (latest := os.stat(place).st_size) > size:
+                size, grown = latest, time.monotonic()
         with open(place, "rb") as stacks:
             stacks.seek(before)
             text = stacks.read().decode(errors="replace")
