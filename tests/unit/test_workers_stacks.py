@@ -67,9 +67,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_py_spy_shows_where_a_process_stands(
-    begin: Begin, is_stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_py_spy_shows_where_a_process_stands(begin: Begin, is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_PY_SPY_TIMEOUT_S", 60.0)  # on a busy machine too
     pid, file = begin(STANDS)
     if is_stopped:
