@@ -54,7 +54,12 @@ def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
     start = 0 if state is None else state["step"] + 1
     for step in range(start, 4):
         if step == 2 and raysgd.world_rank() == 1 and once(config["folder"], "hung"):
+            while not all(Path(config["folder"], f"waits{rank}").exists() for rank in (0, 2)):
+                time.sleep(0.01)
+            time.sleep(0.5)
             config["hang"](config)
+        elif step == 2:
+            Path(config["folder"], f"waits{raysgd.world_rank()}").touch()
         dist.all_reduce(torch.ones(1))
         raysgd.save_checkpoint({"step": step})
         raysgd.report(step=step)
