@@ -16,6 +16,10 @@ ROWS = (
     Row("memory", "rows from memory", "ingest_memory", *_PER_S, (_FIVE,), better="more"),
     Row("transformed", "rows through Ray Data", "ingest_transformed", *_PER_S, (_ONE,), better="more"),
     Row("images", "images decoded in the worker", "ingest_images", *_PER_S, (), better="more"),
+    Row("look", "a look at 10,000 Parquet files", "ingest_planning", "look_s", "s", ()),
+    Row("plan", "an epoch of 10,000 files planned by 1,000 workers", "ingest_planning", "plan_s", "s", (Limit(1),)),
+    Row("plan_memory", "memory of the look and the plans", "ingest_planning", "plan_mb", "MB", (Limit(200),)),
+    Row("ledger", "the ledger, for a batch of 1,024", "ingest_planning", "batch_s", "us", (Limit(20),), scale=1e6),
 )
 
 _HEAD = """\
@@ -43,6 +47,10 @@ in each epoch but the first; a barrier is before each. What is told are medians;
   one process with two threads, which reads file after file and cuts each into slices of 1,024 rows. What goes through
   Ray Data is read and transformed by its tasks while the workers read.
 - **Images**: 4,096 JPEGs of 224 x 224 in batches of 64, decoded with PIL in `collate_fn`.
+- **Planning**: no worker is started. A look reads the metadata of 10,000 files of one row, which plain pyarrow does to count
+  them. A plan is what a worker does before its first batch of an epoch with `shuffle="window"`, as of files of 65,536 rows:
+  the order, which files come when, its first rows; for 1,000 simulated workers one after the other. Memory is the most
+  that Python had allocated in both. The ledger's cost is that of one of two workers, over 5,000 batches.
 """
 
 #: Why a target is missed, by the row's key.

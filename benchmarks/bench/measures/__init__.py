@@ -29,7 +29,7 @@ NAMES = ("report_cost", "latency", "rate", "overhead", "exception", "start", "ch
 #: Those of what happens when something fails, of `benchmarks/recovery.py`. They start their systems themselves.
 RECOVERY = ("kill", "stop", "resize", "node", "reliability", "steady")
 #: Those of how rows come to the loop, of `benchmarks/ingest.py`.
-INGEST = ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images")
+INGEST = ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning")
 #: The two Ray Trains and raysgd, and who stands in for them where a quick run has to leave somebody out.
 ALL = ("ray_train", "ray_train_tuned", "raysgd")
 BOTH = ("ray_train", "raysgd")
