@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 EXTRAS := torch,mlflow,wandb,dev,doc
+# Large, and for the tests alone.
+FRAMEWORKS := $(VENV)/frameworks.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
@@ -28,11 +30,11 @@ help:  ## This page
 train: setup  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
-test: lint  ## Everything: lint, types, layers, and all tests
+test: lint $(FRAMEWORKS)  ## Everything: lint, types, layers, and all tests
 	@echo "tests"
 	@$(BIN)/python -m pytest $(ARGS)
 
-unit: setup  ## The quick tests only
+unit: $(FRAMEWORKS)  ## The quick tests only
 	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture tests/docs $(ARGS)
 
 lint: setup  ## Lint, format, types and layers, without changing anything
@@ -49,6 +51,7 @@ bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
 	@$(BIN)/python benchmarks/scale.py
 	@$(BIN)/python benchmarks/recovery.py
+	@$(BIN)/python benchmarks/ingest.py
 
 doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -69,4 +72,9 @@ $(STAMP): setup.py constraints.txt tools/make_venv.sh
 	@$(PIP) install -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	@echo "set-up 3/3: raysgd and all that its tests and examples need (a few minutes when nothing is cached)"
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(FRAMEWORKS): $(STAMP)
+	@echo "set-up: TensorFlow and JAX (some hundred MB more)"
+	@$(PIP) install -c constraints.txt -e '.[tensorflow,jax]'
 	@touch $@

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("torch", "mlflow", "wandb", "dev", "doc")
+EXTRAS = ("torch", "tensorflow", "jax", "mlflow", "wandb", "dev", "doc")
 PYTHONS = [Version(f"3.{minor}") for minor in range(10, 20)]
 HEADER = """\
 # The versions the tests run on. Written by tools/pin.py; setup.py says what is allowed beyond them.

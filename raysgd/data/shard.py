@@ -10,15 +10,19 @@ from raysgd.config.checks import check_choice, check_count
 from raysgd.data.batches import Batches, Reading, Rows, no_length
 from raysgd.data.cursor import Cursor
 from raysgd.data.device_copies import CudaCopies
+from raysgd.data.jax_batches import ItemsToJax, TableToJax, ToJax
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
 from raysgd.data.plan import UNKNOWN_ROWS, Source
 from raysgd.data.reader import ItemReader, TableReader
+from raysgd.data.tf_batches import ItemsToTF, TableToTF, as_tf_dataset
 from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
 from raysgd.data.trees import is_cuda, is_host
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
+    import jax
+    import tensorflow as tf
     import torch
 
 Format = Literal["numpy", "pandas", "pyarrow"]
@@ -109,8 +113,7 @@ class Shard:
         """
         check_count("prefetch", prefetch, minimum=0)
         reader, sizes = self._reader, (batch_size, global_batch_size)
-        takes_work = collate_fn is not None or isinstance(reader, ItemReader) or not is_host(device)
-        ahead = prefetch if takes_work and not self._is_deterministic else 0
+        ahead = self._ahead(prefetch, collate_fn, takes_work=not is_host(device))
         copies = CudaCopies(device) if ahead and is_cuda(device) else None
         device = device if copies is None else None
         if isinstance(reader, ItemReader):
@@ -122,6 +125,105 @@ class Shard:
         reader = reader.select(chosen)
         read = TableToTorch(self._name, reader, chosen, dtypes, device, collate_fn)
         return self._batches(reader, read, sizes, drop_last, shuffle, ahead, copies)
+
+    def to_jax(
+        self,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        columns: Sequence[str] | None = None,
+        dtypes: Any = None,
+        device: jax.Device | jax.sharding.Sharding | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
+        shuffle: Shuffle = False,
+    ) -> Batches[Any]:
+        """Batches as dicts of `jax.Array` by column; of a map-style dataset its items, stacked.
+
+        The last, short step has fewer rows, for which a jitted function is compiled once more; ``drop_last=True`` leaves it
+        out.
+
+        Args:
+            batch_size: As in `to_torch`.
+            global_batch_size: As in `to_torch`.
+            columns: As in `to_torch`.
+            dtypes: What NumPy takes for a dtype, such as ``jnp.bfloat16``, for all columns, or by column. By default those of
+                the data, which JAX makes 32 bits wide unless ``jax_enable_x64`` is set.
+            device: A device of this process, or a sharding over several; by default JAX's own choice.
+            drop_last: As in `to_torch`.
+            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows. NumPy arrays
+                in what it returns become JAX arrays.
+            prefetch: As in `to_torch`; JAX's own copies to a device go on beside the loop in any case.
+            shuffle: See the class.
+
+        Raises:
+            ConfigError: As in `to_torch`; also integers that would not fit into 32 bits.
+        """
+        check_count("prefetch", prefetch, minimum=0)
+        reader, put = self._reader, ToJax(device)
+        ahead = self._ahead(prefetch, collate_fn)
+        sizes = (batch_size, global_batch_size)
+        if isinstance(reader, ItemReader):
+            self._refuse_columns("to_jax", columns=columns, dtypes=dtypes)
+            read_items = ItemsToJax(self._name, reader, put, collate_fn)
+            return self._batches(reader, read_items, sizes, drop_last, shuffle, ahead)
+        chosen = self._choose(reader, columns)
+        self._check_dtypes("to_jax", dtypes, chosen, collate_fn)
+        reader = reader.select(chosen)
+        read = TableToJax(self._name, reader, chosen, dtypes, put, collate_fn)
+        return self._batches(reader, read, sizes, drop_last, shuffle, ahead)
+
+    def to_tf(
+        self,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        columns: Sequence[str] | None = None,
+        dtypes: Any = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
+        shuffle: Shuffle = False,
+        output_signature: Any = None,
+    ) -> tf.data.Dataset:
+        """Batches as a `tf.data.Dataset` of dicts by column; strings are allowed. Each ``iter()`` of it is the next epoch.
+
+        What tf.data takes counts as consumed. Its options are set so that it takes a batch when the loop asks for one, also
+        behind ``.map(...)``; behind ``.prefetch(n)`` or a parallel map, and in Keras's ``fit``, it takes some ahead, and a
+        checkpoint stands behind those. An exception comes as one of TensorFlow's with its text, and
+        ``data_wait_fraction`` does not see this loop's waiting.
+
+        Args:
+            batch_size: As in `to_torch`.
+            global_batch_size: As in `to_torch`.
+            columns: As in `to_torch`.
+            dtypes: A `tf.DType` for all columns, or by column. By default those of the data.
+            drop_last: As in `to_torch`.
+            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows: for
+                ``fit`` a tuple ``(x, y)``.
+            prefetch: As in `to_torch`.
+            shuffle: See the class.
+            output_signature: As of `tf.data.Dataset.from_generator`, for batches whose shapes differ in more than the number
+                of rows. By default that of the first batch, which is looked at without consuming it.
+
+        Raises:
+            ConfigError: As in `to_torch`; or there are no rows to tell types from.
+        """
+        check_count("prefetch", prefetch, minimum=0)
+        reader = self._reader
+        ahead = self._ahead(prefetch, collate_fn)
+        sizes = (batch_size, global_batch_size)
+        read: ItemsToTF | TableToTF
+        if isinstance(reader, ItemReader):
+            self._refuse_columns("to_tf", columns=columns, dtypes=dtypes)
+            read = ItemsToTF(self._name, reader, collate_fn)
+        else:
+            chosen = self._choose(reader, columns)
+            self._check_dtypes("to_tf", dtypes, chosen, collate_fn)
+            reader = reader.select(chosen)
+            read = TableToTF(self._name, reader, chosen, dtypes, collate_fn)
+        return as_tf_dataset(self._batches(reader, read, sizes, drop_last, shuffle, ahead), output_signature)
 
     def iter_batches(
         self,
@@ -198,6 +300,11 @@ class Shard:
             copies,
         )
 
+    def _ahead(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
+        """How many batches are made ahead of the loop: none where that takes no work, or draws random numbers in order."""
+        takes_work = takes_work or collate_fn is not None or isinstance(self._reader, ItemReader)
+        return prefetch if takes_work and not self._is_deterministic else 0
+
     def _deal(self, sizes: _Sizes, drop_last: bool) -> Deal:
         of_each, of_all = sizes
         if of_all is not None:
@@ -257,6 +364,14 @@ class Shard:
                     f"{method}({argument}=...): dataset {self._name!r} is a map-style dataset, whose rows have no columns; "
                     "choose in collate_fn, which gets a list of rows."
                 )
+
+    def _check_dtypes(self, method: str, dtypes: Any, chosen: list[str], collate_fn: Any) -> None:
+        if dtypes is not None and collate_fn is not None:
+            raise ConfigError(
+                f"{method}(dtypes=..., collate_fn=...): the batch is made by collate_fn; set its types there."
+            )
+        if isinstance(dtypes, Mapping):
+            check_columns(self._name, dtypes, chosen, "dtypes")
 
     def _check_shuffle(self, shuffle: Any) -> None:
         if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):

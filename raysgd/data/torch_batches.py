@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.ledger import Indices
 from raysgd.data.names import check_columns, column_of
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.trees import to_device, without_rows
+from raysgd.data.trees import empty_batch, no_type_for, owned, to_device
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,20 +36,20 @@ class TableToTorch:
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return _empty(self, self.name, self.reader.sample_row())
+            return empty_batch(self, self.reader.sample_row(), self.name)
         if self.collate_fn is None:
             arrays = self.reader.arrays(rows, self.columns, dense=True)
             return {column: self._tensor(column, array) for column, array in arrays.items()}
         arrays = self.reader.arrays(rows, self.columns)
-        return to_device(self.collate_fn({column: _owned(array) for column, array in arrays.items()}), self.device)
+        return to_device(self.collate_fn({column: owned(array) for column, array in arrays.items()}), self.device)
 
     def _tensor(self, column: str, array: NDArray[Any]) -> torch.Tensor:
         import torch
 
         try:
-            tensor = torch.from_numpy(_owned(array))
+            tensor = torch.from_numpy(owned(array))
         except TypeError as error:
-            raise self._no_tensor(column, array) from error
+            raise no_type_for(array, column_of(self.name, column), "torch", "to_torch") from error
         dtype = self._dtype(column)
         if dtype is None and self.device is None:
             return tensor
@@ -58,14 +57,6 @@ class TableToTorch:
 
     def _dtype(self, column: str) -> torch.dtype | None:
         return self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
-
-    def _no_tensor(self, column: str, array: NDArray[Any]) -> ConfigError:
-        held = f"{type(array.flat[0]).__name__} objects" if array.dtype == object else str(array.dtype)
-        held = "strings" if array.dtype.kind in "SU" or held in ("str objects", "bytes objects") else held
-        return ConfigError(
-            f"{column_of(self.name, column)} holds {held}, which torch has no type for. Leave it out with columns=[...], make it "
-            "numbers before the run, or give collate_fn, which gets NumPy arrays."
-        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class ItemsToTorch:
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return _empty(self, self.name, self.reader.sample_row())
+            return empty_batch(self, self.reader.sample_row(), self.name)
         items = self.reader.items(rows)
         batch = self._default(items) if self.collate_fn is None else self.collate_fn(items)
         return to_device(batch, self.device)
@@ -93,15 +84,6 @@ class ItemsToTorch:
             raise ConfigError(
                 f"the rows of dataset {self.name!r} do not make a batch: {error}. Give collate_fn, which gets a list of rows."
             ) from error
-
-
-def _owned(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.flags.writeable else array.copy()
-
-
-def _empty(read: Callable[[Indices], Any], name: str, row: int) -> Any:
-    """A batch for a step in which this rank has no row; never made by giving user code nothing, but this row."""
-    return without_rows(read(range(row, row + 1)), read(np.full(2, row, np.int64)), name)
 
 
 def check_dtypes(name: str, dtypes: Any, columns: list[str], collate_fn: Collate | None) -> None:

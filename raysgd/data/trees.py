@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raysgd.errors import ConfigError
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -70,6 +73,63 @@ def without_rows(one: Any, two: Any, dataset: str) -> Any:
     raise ConfigError(
         f"this rank has no rows of dataset {dataset!r} in the last step, and the {type(one).__name__} that collate_fn "
         "gives cannot be emptied. Let it give tensors in dicts, lists or tuples, or read with drop_last=True."
+    )
+
+
+def empty_batch(read: Callable[[Any], Any], row: int, dataset: str) -> Any:
+    """A batch for a step in which this rank has no row; never made by giving user code nothing, but this row."""
+    return without_rows(read(range(row, row + 1)), read(np.full(2, row, np.int64)), dataset)
+
+
+def owned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, or a copy where it is a view that cannot be written to."""
+    return array if array.flags.writeable else array.copy()
+
+
+def stack_items(items: list[Any], dataset: str) -> Any:
+    """The items of a map-style dataset as one batch: what they hold in dicts, lists and tuples as NumPy arrays by row.
+
+    Raises:
+        ConfigError: They are not of one form, or of different shapes.
+    """
+    try:
+        return _stacked(items)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"the rows of dataset {dataset!r} do not make a batch: {error}. Give collate_fn, which gets a list of rows."
+        ) from error
+
+
+def _stacked(items: list[Any]) -> Any:
+    first = items[0]
+    if isinstance(first, Mapping):
+        return {key: _stacked([item[key] for item in items]) for key in first}
+    if isinstance(first, (list, tuple)):
+        if any(len(item) != len(first) for item in items):
+            raise ValueError("lists of different lengths")
+        return _like(first, [_stacked([item[index] for item in items]) for index in range(len(first))])
+    if isinstance(first, (str, bytes)):
+        return np.array(items, object)
+    return np.stack([np.asarray(item) for item in items])
+
+
+def no_type_for(held: NDArray[Any], column: str, framework: str, call: str) -> ConfigError:
+    """What is raised for a column that a framework has no type for.
+
+    Args:
+        held: Some of its rows.
+        column: As messages name it.
+        framework: Its name.
+        call: What makes the batches.
+    """
+    kind = str(held.dtype)
+    if held.dtype == object:
+        kind = f"{type(held.flat[0]).__name__} objects" if held.size else "objects"
+    if held.dtype.kind in "SU" or kind in ("str objects", "bytes objects"):
+        kind = "strings"
+    return ConfigError(
+        f"{column} holds {kind}, which {framework} has no type for. Leave it out with columns=[...], make it numbers before the "
+        f"run, or give {call} a collate_fn, which gets NumPy arrays."
     )
 
 

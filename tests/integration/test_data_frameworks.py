@@ -1,0 +1,46 @@
+"""Data for JAX and TensorFlow in real workers: a run goes on in the middle of an epoch, and no row comes twice."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raysgd
+from support.runs import make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.slow
+travels_by_value(__name__)
+
+
+def read_and_save(config: dict[str, Any]) -> list[int]:
+    """Steps of two rows each, saved after each; leaves the loop after ``config["stop_after"]`` of them, if it has that."""
+    shard = raysgd.get_dataset().get_split()
+    raysgd.load_checkpoint()
+    batches = shard.to_jax(2, shuffle="window") if config["framework"] == "jax" else shard.to_tf(2, shuffle="window")
+    seen: list[int] = []
+    for step, batch in enumerate(batches, 1):
+        seen += np.asarray(batch["x"]).tolist()
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        if step == config.get("stop_after"):
+            break
+    return seen
+
+
+@pytest.mark.parametrize("framework", ["jax", "tensorflow"])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Path, framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
+    config = {"framework": framework}
+    with make_trainer(tmp_path) as trainer:
+        first = trainer.run(read_and_save, config | {"stop_after": 3}, **given)
+        checkpoint = trainer.get_last_checkpoint()
+    with make_trainer(tmp_path, 1) as trainer:
+        second = trainer.run(read_and_save, config, checkpoint=checkpoint, **given)
+    assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
+    assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))

@@ -1,0 +1,159 @@
+"""`to_tf`: batches in a `tf.data.Dataset`, and where the position stands while TensorFlow takes them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from raysgd.data import DataContext, Shard, resolve_datasets
+from raysgd.errors import ConfigError
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+tf = pytest.importorskip("tensorflow")
+
+
+def contexts(dataset: Any, world_size: int = 1, positions: Any = None) -> list[DataContext]:
+    plan = resolve_datasets({"train": dataset}, lambda value: value)
+    same = {"seed": 0, "positions": positions, "fetch": lambda value: value}
+    return [DataContext(plan, rank, world_size, **same) for rank in range(world_size)]
+
+
+def shards(dataset: Any, world_size: int = 1) -> list[Shard]:
+    return [context.get().get_split() for context in contexts(dataset, world_size)]
+
+
+def numbers(num_rows: int = 10) -> dict[str, Any]:
+    return {"x": np.arange(num_rows, dtype=np.float32)}
+
+
+def consumed(context: DataContext) -> tuple[int, int]:
+    position = context.positions()["train"]
+    return position["epoch"], position["consumed"]
+
+
+def test_columns_are_tensors_of_all_rows_and_each_iteration_is_an_epoch() -> None:
+    (shard,) = shards(pa.table({"x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "s": ["a", "ü", "c"], "y": [1, 2, 3]}))
+    dataset = shard.to_tf(2)
+    assert isinstance(dataset, tf.data.Dataset)
+    assert dataset.element_spec == {
+        "x": tf.TensorSpec((None, 2), tf.float64),
+        "s": tf.TensorSpec((None,), tf.string),
+        "y": tf.TensorSpec((None,), tf.int64),
+    }
+    for epoch in range(2):
+        assert shard.epoch == epoch
+        first, second = dataset
+        assert first["x"].numpy().tolist() == [[1, 2], [3, 4]] and second["y"].numpy().tolist() == [3]
+        assert [text.decode() for text in first["s"].numpy()] == ["a", "ü"]
+
+
+def test_the_position_is_that_of_the_loop_and_leaving_it_ends_the_epoch() -> None:
+    (context,) = contexts(numbers())
+    dataset = context.get().get_split().to_tf(2).map(lambda batch: batch["x"] * 2)
+    seen = []
+    for step, batch in enumerate(dataset, 1):
+        seen.append(batch.numpy().tolist())
+        assert consumed(context) == (0, 2 * step)
+        if step == 3:
+            break
+    assert seen == [[0, 2], [4, 6], [8, 10]]
+    assert consumed(context) == (1, 0)
+    assert len(list(dataset)) == 5 and consumed(context) == (2, 0)
+
+
+def test_it_goes_on_inside_an_epoch() -> None:
+    (before,) = contexts(numbers())
+    for batch in before.get().get_split().to_tf(2):
+        if batch["x"].numpy()[0] == 4:
+            break
+        positions = before.positions()
+    (after,) = contexts(numbers(), positions=positions)
+    assert [batch["x"].numpy().tolist() for batch in after.get().get_split().to_tf(2)] == [[4, 5], [6, 7], [8, 9]]
+
+
+def test_a_rank_without_rows_gets_tensors_of_none() -> None:
+    batches = [[batch["x"].numpy().tolist() for batch in shard.to_tf(4)] for shard in shards(numbers(), 2)]
+    assert batches == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], []]]
+    assert [len(list(shard.to_tf(4, drop_last=True))) for shard in shards(numbers(), 2)] == [1, 1]
+
+
+def test_keras_fits_what_collate_fn_makes() -> None:
+    (context,) = contexts({"x": np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)})
+    pairs = (
+        context.get()
+        .get_split()
+        .to_tf(16, collate_fn=lambda batch: [batch["x"], batch["x"].sum(axis=1, keepdims=True)], shuffle="full")
+    )
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(tf.keras.optimizers.SGD(0.1), "mse")
+    losses = model.fit(pairs, epochs=20, verbose=0).history["loss"]
+    assert losses[-1] < 0.01 * losses[0]
+    assert consumed(context) == (20, 0)
+
+
+def test_types_are_chosen_for_all_or_by_column() -> None:
+    (shard,) = shards({"x": np.arange(4.0), "y": np.arange(4)})
+    assert shard.to_tf(4, dtypes=tf.float16).element_spec["x"].dtype == tf.float16
+    spec = shard.to_tf(4, dtypes={"y": tf.uint8}).element_spec
+    assert (spec["x"].dtype, spec["y"].dtype) == (tf.float64, tf.uint8)
+    with pytest.raises(ConfigError, match=r"no column 'z'"):
+        shard.to_tf(4, dtypes={"z": tf.uint8})
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([dt.datetime(2020, 1, 1)], r"holds datetime64\[us\], which TensorFlow has no type for"),
+        ([{"a": 1}], "holds dict objects, which TensorFlow has no type for"),
+        (["a", None], "has nulls among its strings"),
+        ([[1], [2, 3]], "is ragged"),
+    ],
+)
+def test_what_tensorflow_has_no_type_for_is_named(values: list[Any], says: str) -> None:
+    (shard,) = shards(pa.table({"c": values}))
+    with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {says}"):
+        shard.to_tf(2)
+
+
+def test_batches_of_other_shapes_need_a_signature() -> None:
+    (shard,) = shards(pa.table({"c": [[1], [2, 3], [4, 5, 6]]}))
+
+    def padded(batch: dict[str, Any]) -> Any:
+        rows = batch["c"]
+        whole = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for row, values in zip(whole, rows, strict=True):
+            row[: len(values)] = values
+        return whole
+
+    dataset = shard.to_tf(2, collate_fn=padded, output_signature=tf.TensorSpec((None, None), tf.int64))
+    assert [batch.numpy().tolist() for batch in dataset] == [[[1, 0], [2, 3]], [[4, 5, 6]]]
+
+
+def test_no_rows_have_no_types() -> None:
+    (shard,) = shards(numbers(0))
+    with pytest.raises(ConfigError, match="has no rows, and so no first batch"):
+        shard.to_tf(2)
+
+
+def test_what_goes_wrong_while_reading_is_told_in_tensorflows_error() -> None:
+    def collate(batch: dict[str, Any]) -> Any:
+        if batch["x"][0] == 4:
+            raise ValueError("row 4 is broken")
+        return batch["x"]
+
+    (context,) = contexts(numbers())
+    with pytest.raises(tf.errors.InvalidArgumentError, match="row 4 is broken"):
+        list(context.get().get_split().to_tf(2, collate_fn=collate))
+    assert consumed(context) == (0, 4)
+
+
+def test_items_of_a_map_style_dataset_are_stacked() -> None:
+    (shard,) = shards([(np.full(2, row), f"row {row}") for row in range(3)])
+    ((numbers, names),) = shard.to_tf(3)
+    assert numbers.numpy().tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert names.numpy().tolist() == [b"row 0", b"row 1", b"row 2"]
