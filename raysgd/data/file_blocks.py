@@ -36,9 +36,18 @@ class Opening:
     partitions: tuple[Any, ...] = ()
     filter: Any = None
 
+    def size(self, path: str, number: int) -> int | None:
+        """Bytes of a file now; None where its storage does not tell, or it is gone."""
+        _, filesystem = self._format(number)
+        size: int | None = filesystem.get_file_info(path).size
+        return size
+
+    def _format(self, number: int) -> tuple[Any, Any]:
+        return self.formats[self.format_of[number] if self.format_of else 0]
+
     def fragment(self, path: str, number: int) -> Any:
         """The `pyarrow.dataset.Fragment` of a whole file."""
-        file_format, filesystem = self.formats[self.format_of[number] if self.format_of else 0]
+        file_format, filesystem = self._format(number)
         partition = self.partitions[number] if self.partitions else None
         if partition is None:
             return file_format.make_fragment(path, filesystem)
@@ -59,6 +68,7 @@ class FileBlocks:
         self._parts: tuple[FilePart, ...] = source.blocks
         self._block_rows = source.stored_rows
         self._paths = source.files.paths
+        self._sizes = source.files.sizes
         self._opening: Opening = pickle.loads(source.files.opening)
         self._fragments: OrderedDict[int, Any] = OrderedDict()
 
@@ -81,11 +91,13 @@ class FileBlocks:
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise DataError(f"dataset {self._name!r}: {path} cannot be read: {_first_line(error)}") from error
         if table.num_rows != self._block_rows[number]:
-            raise DataError(
-                f"dataset {self._name!r}: {path} has changed since the run began: a part of it had "
-                f"{self._block_rows[number]} rows and has {table.num_rows} now. Write new data to new files."
-            )
+            raise self._changed(path, f"a part of it had {self._block_rows[number]} rows and has {table.num_rows}")
         return table
+
+    def _changed(self, path: str, how: str) -> DataError:
+        return DataError(
+            f"dataset {self._name!r}: {path} has changed since the run began: {how} now. Write new data to new files."
+        )
 
     def _read(self, part: FilePart, path: str, columns: Sequence[str]) -> Any:
         fragment = self._fragment(part.file, path)
@@ -110,6 +122,9 @@ class FileBlocks:
     def _fragment(self, number: int, path: str) -> Any:
         fragment = self._fragments.pop(number, None)
         if fragment is None:
+            size, before = self._opening.size(path, number), self._sizes[number]
+            if None not in (size, before) and size != before:  # one that is gone shows when it is read
+                raise self._changed(path, f"it had {before} bytes and has {size}")
             fragment = self._opening.fragment(path, number)
         self._fragments[number] = fragment
         if len(self._fragments) > _OPEN_FILES:

@@ -97,6 +97,7 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
     def parts_of(number: int) -> list[_Part]:
         return _parts_of(name, number, fragments[number], schema, condition)
 
+    sizes = tuple(info.size for info in _look_at(fragments))  # before they are read: what changes later shows
     with ThreadPoolExecutor(min(_READERS, max(1, len(fragments)))) as pool:
         parts = [part for part in chain.from_iterable(pool.map(parts_of, range(len(fragments)))) if part.num_rows]
     formats: list[tuple[Any, Any]] = []
@@ -113,9 +114,19 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
         "files",
         tuple(part.part for part in parts),
         tuple(part.num_rows for part in parts),
-        Files(tuple(fragment.path for fragment in fragments), pickle.dumps(opening)),
+        Files(tuple(fragment.path for fragment in fragments), sizes, pickle.dumps(opening)),
         window_rows=_window_rows(parts),
     )
+
+
+def _look_at(fragments: Sequence[Any]) -> list[Any]:
+    """A `pyarrow.fs.FileInfo` of each; files of one storage are asked for together."""
+    if not fragments:
+        return []
+    filesystem = fragments[0].filesystem
+    if all(fragment.filesystem is filesystem or fragment.filesystem == filesystem for fragment in fragments):
+        return list(filesystem.get_file_info([fragment.path for fragment in fragments]))
+    return [fragment.filesystem.get_file_info(fragment.path) for fragment in fragments]
 
 
 def _window_rows(parts: Sequence[_Part]) -> int:

@@ -33,10 +33,12 @@ class Files:
 
     Attributes:
         paths: As their filesystem names them.
+        sizes: Bytes of each; None where its storage does not tell. Not when it was written: nodes may have copies.
         opening: How they are read: a pickled `raysgd.data.file_blocks.Opening`, which only workers look into.
     """
 
     paths: tuple[str, ...] = field(repr=False)
+    sizes: tuple[int | None, ...] = field(repr=False)
     opening: bytes = field(repr=False)
 
 

@@ -465,6 +465,11 @@ def shrink(path: Path) -> None:
     pq.write_table(pq.read_table(path).slice(0, 90), path, row_group_size=100)
 
 
+def rewrite(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(0, "x", pa.array([7] * table.num_rows)), path, row_group_size=100)
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
@@ -477,7 +482,13 @@ def rename(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(vanish, "cannot be read"), (shrink, "has changed"), (damage, "read"), (rename, "no column 'x' any more")],
+    [
+        (vanish, "cannot be read"),
+        (shrink, "has changed"),
+        (rewrite, r"had \d+ bytes and has \d+ now"),
+        (damage, "read"),
+        (rename, "no column 'x' any more"),
+    ],
 )
 def test_a_file_that_changes_after_the_run_began_is_named(change: Any, said: str, tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a", 2, 100, row_group=100))
