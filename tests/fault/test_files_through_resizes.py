@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 import raysgd
 from raysgd.data import DataContext, files, resolve_datasets
@@ -135,3 +137,38 @@ def test_a_worker_that_reads_ahead_dies(ray_cluster: Any, tmp_path: Path) -> Non
         stream.get_returns()
     steps = trained(log)
     assert len(steps) >= 100 and steps == undisturbed(data, "window", len(steps))
+
+
+def test_a_lazy_dataset_is_executed_while_a_worker_dies_and_another_one_comes(ray_cluster: Any, tmp_path: Path) -> None:
+    """Some steps by fewer workers, then by all again; in the order in which one worker alone takes them."""
+
+    def steps_of(name: str, num_workers: int | tuple[int, int], is_to_stop: Callable[[Any], bool]) -> list[list[int]]:
+        log, stop = tmp_path / f"log {name}", tmp_path / f"stop {name}"
+        log.mkdir()
+        data = ray.data.range(NUM_ROWS, override_num_blocks=12).map_batches(lambda batch: {"x": batch["id"]})
+        config = {"folder": str(log), "stop": str(stop), "shuffle": "window"}
+        failure = raysgd.FailureConfig(max_failures=2)
+        with make_trainer(tmp_path / name, num_workers, failure=failure, seed=SEED) as trainer:
+            stream = trainer.run_generator(logged, config, dataset=data, callbacks=quiet())
+            for result in stream:
+                if is_to_stop(result):
+                    stop.touch()
+            stream.get_returns()
+        return trained(log)
+
+    sizes: list[int] = []
+
+    def resized(result: Any) -> bool:
+        if not sizes or sizes[-1] != result["world_size"]:
+            sizes.append(result["world_size"])
+        if len(sizes) == 1 and result["step"] == 20:
+            os.kill(result.workers[1]["pid"], signal.SIGKILL)
+        return sizes[-1] > min(sizes)
+
+    steps = steps_of("resized", (1, 3), resized)
+    assert sizes[0] == 3 > min(sizes) < sizes[-1]
+    assert len(steps) % 100 == 0, "epochs were not read to their ends"
+    for at in range(0, len(steps), 100):
+        assert sorted(chain(*steps[at : at + 100])) == list(range(NUM_ROWS))
+    alone = steps_of("alone", 1, lambda result: result["step"] > len(steps) - 100)
+    assert alone == steps
