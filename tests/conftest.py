@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -26,6 +26,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test with other processes tells where they stand before its time is over."""
+    marker = item.get_closest_marker("timeout")
+    timeout_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    if "ray_cluster" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    from support.watchdog import watching
+
+    with watching(timeout_s, item.config._tmp_path_factory.getbasetemp()):  # type: ignore[attr-defined]
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
