@@ -7,8 +7,8 @@ SETTLE_S = 1.0
 #: Seconds between two growths, at least. Each costs a re-entry from the newest checkpoint.
 MIN_PAUSE_S = 10.0
 MAX_PAUSE_S = 300.0
-#: A worker lost this soon after a growth makes the next growth wait twice as long: machines that come and go would
-#: otherwise have the group do nothing but change its size.
+#: Workers lost this soon after a growth make the next growth wait twice as long: machines that come and go would otherwise
+#: have the group do nothing but change its size. Once for a growth: a node takes all its workers with it.
 FLAP_S = 60.0
 
 
@@ -19,6 +19,7 @@ class ScalingPolicy:
         self._pause_s = MIN_PAUSE_S
         self._grown_at: float | None = None
         self._came_at: float | None = None
+        self._has_lost = False
 
     def came(self, now: float) -> None:
         """A newcomer is up."""
@@ -28,7 +29,7 @@ class ScalingPolicy:
         """The group has taken in those who were up."""
         if self._grown_at is not None and now - self._grown_at > self._pause_s + FLAP_S:
             self._pause_s = MIN_PAUSE_S  # it went well for long enough
-        self._grown_at, self._came_at = now, None
+        self._grown_at, self._came_at, self._has_lost = now, None, False
 
     def taken_in(self) -> None:
         """Those who were up came in without a growth: they replaced others, or the group has just begun."""
@@ -36,7 +37,8 @@ class ScalingPolicy:
 
     def shrunk(self, now: float) -> None:
         """The group has lost a worker."""
-        if self._grown_at is not None and now - self._grown_at <= FLAP_S:
+        if self._grown_at is not None and now - self._grown_at <= FLAP_S and not self._has_lost:
+            self._has_lost = True
             self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
 
     def grow_at(self) -> float | None:

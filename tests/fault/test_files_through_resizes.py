@@ -28,8 +28,8 @@ travels_by_value(__name__)
 NUM_ROWS = 1200
 GLOBAL_BATCH = 12
 SEED = 5
-#: Shrinks and growths together. Each worker that is lost soon after a growth makes the next one wait twice as long.
-NUM_RESIZES = 5
+#: Shrinks and growths together. After a growth that was soon followed by a loss the next one waits twice as long.
+NUM_RESIZES = 10
 
 
 def logged(config: dict[str, Any]) -> None:

@@ -224,6 +224,15 @@ def test_who_loses_workers_right_after_growing_grows_less_often(num_losses: int,
     assert policy.grow_at() == now + pause
 
 
+def test_a_node_that_takes_several_workers_with_it_counts_once() -> None:
+    policy = ScalingPolicy()
+    policy.grown(0)
+    for _ in range(8):
+        policy.shrunk(1)
+    policy.came(2)
+    assert policy.grow_at() == 2 * MIN_PAUSE_S
+
+
 def test_what_goes_well_is_forgiven() -> None:
     policy = ScalingPolicy()
     policy.grown(0)
