@@ -69,15 +69,20 @@ def decode(batch: dict[str, Any]) -> dict[str, Any]:
 
 def measure_rates(system: System, params: dict[str, Any], dataset: Any) -> dict[str, list[float]]:
     """Rows a second of all workers together, for each epoch but the first."""
+    return {"rows_per_s": rates_of_epochs(system, params, dataset)[1:]}
+
+
+def rates_of_epochs(system: System, params: dict[str, Any], dataset: Any) -> list[float]:
+    """Rows a second of all workers together, for each epoch of one run."""
     system.run(train, params, dataset=dataset)
     by_rank = gather(system.folder, "epochs")
     rates = []
-    for epoch in list(zip(*by_rank, strict=True))[1:]:
+    for epoch in zip(*by_rank, strict=True):
         starts, stops, rows = zip(*epoch, strict=True)
         if sum(rows) != params["rows"]:
             raise RuntimeError(f"{sum(rows)} rows of {params['rows']} came")
         rates.append(sum(rows) / (max(stops) - min(starts)))
-    return {"rows_per_s": rates}
+    return rates
 
 
 def train(config: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def test_the_page_says_by_how_much_each_is_better() -> None:
     results.begin_measure(document, "ingest_files", "A title", {}, quick=False)
     for system, rate in (("ray_train", 1e5), ("pyarrow", 3e6), ("raysgd", 2e6)):
         results.add_samples(document, "ingest_files", system, {}, {"series": {"rows_per_s": [rate]}})
-    (row,) = fill_rows(document, ingest_rows.ROWS)
+    row = fill_rows(document, ingest_rows.ROWS)[0]
     assert row["met"] is True and row["times_better_than_ray_train"] == 20
     page = ingest_rows.render_page(document)
     assert "plain pyarrow 3,000,000 /s | **2,000,000 /s** | 20x | ≥ 10x Ray Train, ≥ 0.5x plain pyarrow | yes |" in page
