@@ -38,7 +38,8 @@ def main() -> None:
             print(f"[{number}/{len(turns)}] {turn.system}: {', '.join(turn.measures)}", end="", flush=True)
             folder = work / f"{number}"
             folder.mkdir()
-            for line in measure(turn.system, params, folder):
+            environment = {k: v for name in params for k, v in getattr(by_name[name], "ENVIRONMENT", {}).items()}
+            for line in measure(turn.system, params, folder, environment=environment):
                 name = line["measure"]
                 results.add_samples(document, name, turn.system, params[name], line)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)

@@ -32,7 +32,8 @@ another one first each time; what is told is the median of all samples (p99 wher
 `RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.05`. It has no stream of results to the driver, so its reports count as arrived in a
 callback of its controller process, one hop earlier than raysgd's. A start counts from the call to the first line of
 train_func on the last rank, with Ray up and idle; *bare actors* is the same chain of driver, controller actor and workers
-in plain Ray, without a service around it. Checkpoints are of random numbers; raysgd's count as durable when they are
+in plain Ray, without a service around it. DDP steps of all systems are made with the same niceness: Ray's workers would have
+15 (`RAY_worker_niceness`), and yield to all else. Checkpoints are of random numbers; raysgd's count as durable when they are
 synced and committed, Ray Train's, which syncs nothing, when its controller has them. raysgd's display is off.
 """
 

@@ -9,7 +9,7 @@
 ``REPEAT``
     Repetitions in a full run.
 ``TIMEOUT_S``, ``ENVIRONMENT``
-    Of those of recovery: seconds for one repetition, and variables of the process it runs in, if it needs any.
+    Seconds for one repetition (of those of recovery), and variables of the process it runs in, if it needs any.
 ``params(system, quick)``
     Sizes, as plain data.
 ``run(system, params)``

@@ -16,6 +16,8 @@ QUICK_SYSTEMS = ("torchrun", "raysgd")
 UNITS = {"conv_step_s": "s", "mlp_step_s": "s"}
 IS_FRESH = True
 REPEAT = 5
+#: Ray's workers would yield to whatever else the machine does, which torchrun's processes do not.
+ENVIRONMENT = {"RAY_worker_niceness": "0"}
 
 _BATCH = 64
 
