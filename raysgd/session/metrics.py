@@ -24,6 +24,8 @@ _SMALL_INT = 1 << 63
 #: What Python reads of an int that was written in digits, 4300 of them, in bits.
 _MAX_INT_BITS = 14_284
 _JAX_VARIABLES = ("MutableArray", "Ref")
+#: How dtypes of TensorFlow and JAX begin that hold real numbers: not strings, complex numbers, keys of random generators.
+_NUMBERS = ("float", "bfloat", "int", "uint", "bool")
 #: The size is estimated from numbers of characters and of values, which as JSON take up to so many times as much.
 _UNDERESTIMATE = 12
 
@@ -170,6 +172,8 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
     if module == "numpy" and hasattr(value, "item"):
         item = value.item()
         return (item,) if type(item) in _SMALL or type(item) in (int, str) else None
+    if module in ("tensorflow", "jax", "jaxlib") and not _holds_number(value):
+        return None
     if module == "tensorflow":  # a variable's value now; a tensor is immutable: holding it is a copy
         tensor = value.read_value() if hasattr(value, "read_value") else value
         return (Deferred(lambda: tensor.numpy().item()),)
@@ -179,6 +183,11 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
     if module == "keras" and hasattr(value, "value"):  # a variable of one of the above, such as a learning rate
         return _copy_scalar(value.value)
     return None
+
+
+def _holds_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is None or str(getattr(dtype, "name", dtype)).startswith(_NUMBERS)
 
 
 def _copy_torch(torch: Any, tensor: Any) -> Any:
