@@ -150,6 +150,24 @@ def test_workers_that_leave_no_cpu_are_refused_with_the_arithmetic(ray_cluster: 
         trainer.run(read, dataset=lazy(), callbacks=quiet())
 
 
+def test_one_that_waits_for_a_cpu_says_so_and_goes_on_when_there_is_one(
+    trainer: raysgd.Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.run(lambda: None, callbacks=quiet())  # its two workers are up
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += "".join(capsys.readouterr())
+        return "has waited 20 s for a CPU: all 6 of the cluster are taken" in said
+
+    with raysgd.Trainer(1, "none", cpus_per_worker=4, run=raysgd.RunConfig(storage_path=tmp_path)) as other:
+        other.run(lambda: None, callbacks=quiet())
+        stream = trainer.run_generator(read, {}, dataset=lazy(), callbacks=quiet(), returns="all")
+        assert until(is_said, PATIENCE_S), said
+    assert sorted(chain(*(rows for (rows,) in stream.get_returns()))) == list(range(NUM_ROWS))
+
+
 def test_without_a_trainer(ray_cluster: Any) -> None:
     with raysgd.local(dataset=lazy(30, 3)):
         assert read({}) == [list(range(30))]
