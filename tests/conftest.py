@@ -32,7 +32,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A test with other processes tells where they stand before its time is over."""
     marker = item.get_closest_marker("timeout")
-    timeout_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    of_all = item.config.getoption("timeout", None) or item.config.getini("timeout")
+    timeout_s = float(marker.args[0] if marker else of_all)
     if "ray_cluster" not in getattr(item, "fixturenames", ()):
         return (yield)
     from support.watchdog import watching

@@ -10,13 +10,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from raysgd.data.ahead import Making
 from raysgd.data.cursor import Cursor, Pass
-from raysgd.data.device_copies import CudaCopies
 from raysgd.data.ledger import Deal, Indices, Shuffle, as_array
 from raysgd.data.reader import Follower
 from raysgd.errors import ConfigError
@@ -29,6 +28,19 @@ Follow = Callable[[Deal, Any, int], Follower]
 Peek = Callable[[Deal, Any], Follower]
 #: Called before a batch is read; it is read within what this returns.
 Reading = Callable[[], AbstractContextManager[Any]]
+
+
+class Copies(Protocol):
+    """Brings batches to where the loop has them."""
+
+    def choose(self) -> None:
+        """Called in the loop's thread, before the first."""
+
+    def begin(self, batch: Any) -> Any:
+        """In the thread that makes batches."""
+
+    def finish(self, begun: Any) -> Any:
+        """In the loop's thread: the batch of what `begin` returned."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +65,7 @@ class Batches(Generic[T]):
     _reading: Reading
     _making: Making
     _ahead: int = 0
-    _copies: CudaCopies | None = None
+    _copies: Copies | None = None
 
     def __iter__(self) -> Iterator[T]:
         with (

@@ -127,7 +127,7 @@ def _rows_of_lists(array: Any, where: str) -> NDArray[Any]:
 
 def _stacked(objects: NDArray[Any], where: str) -> NDArray[Any]:
     """Objects, one a row, as one array of numbers."""
-    arrays = [np.asarray(value) for value in objects]
+    arrays = [_as_array(value, where) for value in objects]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise ConfigError(
@@ -135,3 +135,16 @@ def _stacked(objects: NDArray[Any], where: str) -> NDArray[Any]:
             "the column out: columns=[...]."
         )
     return np.stack(arrays) if arrays else np.empty(0)
+
+
+def _as_array(value: Any, where: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+        return (
+            np.array(value, object) if array.dtype.kind in "SU" else array
+        )  # NumPy's strings lose zeros at their ends
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is ragged: its rows have lists of different lengths inside. Pad them in collate_fn, or leave the column "
+            "out: columns=[...]."
+        ) from error

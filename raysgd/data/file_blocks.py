@@ -100,6 +100,9 @@ class FileBlocks:
         )
 
     def _read(self, part: FilePart, path: str, columns: Sequence[str]) -> Any:
+        size, before = self._opening.size(path, part.file), self._sizes[part.file]
+        if None not in (size, before) and size != before:  # one that is gone shows when it is read
+            raise self._changed(path, f"it had {before} bytes and has {size}")
         fragment = self._fragment(part.file, path)
         if part.row_groups is not None:
             self._check_columns(fragment, columns)
@@ -122,9 +125,6 @@ class FileBlocks:
     def _fragment(self, number: int, path: str) -> Any:
         fragment = self._fragments.pop(number, None)
         if fragment is None:
-            size, before = self._opening.size(path, number), self._sizes[number]
-            if None not in (size, before) and size != before:  # one that is gone shows when it is read
-                raise self._changed(path, f"it had {before} bytes and has {size}")
             fragment = self._opening.fragment(path, number)
         self._fragments[number] = fragment
         if len(self._fragments) > _OPEN_FILES:

@@ -9,7 +9,6 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any, NamedTuple
 
 from raysgd._util.wording import with_article
@@ -94,12 +93,13 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
         if not hasattr(fragment, "path"):
             raise ConfigError(f"dataset {name!r} is a union of files and of tables in memory; give one or the other.")
 
-    def parts_of(number: int) -> list[_Part]:
-        return _parts_of(name, number, fragments[number], schema, condition)
+    def look_at(number: int) -> tuple[int | None, list[_Part]]:
+        return _look_at(name, number, fragments[number], schema, condition)
 
-    sizes = tuple(info.size for info in _look_at(fragments))  # before they are read: what changes later shows
     with ThreadPoolExecutor(min(_READERS, max(1, len(fragments)))) as pool:
-        parts = [part for part in chain.from_iterable(pool.map(parts_of, range(len(fragments)))) if part.num_rows]
+        looks = list(pool.map(look_at, range(len(fragments))))
+    sizes = tuple(size for size, _ in looks)
+    parts = [part for _, of_file in looks for part in of_file if part.num_rows]
     formats: list[tuple[Any, Any]] = []
     format_of = [_index(formats, (fragment.format, fragment.filesystem)) for fragment in fragments]
     partitions = [fragment.partition_expression for fragment in fragments]
@@ -117,16 +117,6 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
         Files(tuple(fragment.path for fragment in fragments), sizes, pickle.dumps(opening)),
         window_rows=_window_rows(parts),
     )
-
-
-def _look_at(fragments: Sequence[Any]) -> list[Any]:
-    """A `pyarrow.fs.FileInfo` of each; files of one storage are asked for together."""
-    if not fragments:
-        return []
-    filesystem = fragments[0].filesystem
-    if all(fragment.filesystem is filesystem or fragment.filesystem == filesystem for fragment in fragments):
-        return list(filesystem.get_file_info([fragment.path for fragment in fragments]))
-    return [fragment.filesystem.get_file_info(fragment.path) for fragment in fragments]
 
 
 def _window_rows(parts: Sequence[_Part]) -> int:
@@ -199,15 +189,18 @@ def _format_of(name: str, path: str) -> str:
     return _FORMATS[ending]
 
 
-def _parts_of(name: str, number: int, fragment: Any, schema: Any, condition: Any) -> list[_Part]:
+def _look_at(name: str, number: int, fragment: Any, schema: Any, condition: Any) -> tuple[int | None, list[_Part]]:
+    """Bytes of a file, where its storage tells, and its parts."""
     import pyarrow as pa
 
     try:
+        size: int | None = fragment.filesystem.get_file_info(
+            fragment.path
+        ).size  # before it is read: what changes shows
         _check_columns(name, fragment, schema)
         if not hasattr(fragment, "row_groups"):
-            size = fragment.filesystem.get_file_info(fragment.path).size or 0
-            return [_Part(FilePart(number), _count(fragment, schema, condition), size)]
-        return list(_row_groups(number, fragment, schema, condition))
+            return size, [_Part(FilePart(number), _count(fragment, schema, condition), size or 0)]
+        return size, list(_row_groups(number, fragment, schema, condition))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(name, fragment.path, error) from error
 

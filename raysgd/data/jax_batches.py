@@ -1,6 +1,7 @@
-"""Batches as JAX takes them. Worker side; JAX is imported when the first batch is made.
+"""Batches as JAX takes them. Worker side; JAX is imported when the first batch is handed over.
 
-JAX arrays cannot be written to: on the CPU they may be the dataset's own memory.
+Batches are made of NumPy arrays, perhaps in another thread, and put on a device in the loop's: JAX's settings belong to
+threads. JAX arrays cannot be written to: on the CPU those of a table may be the dataset's own memory.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.ledger import Indices
-from raysgd.data.names import column_of
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.trees import empty_batch, map_leaves, no_type_for, owned, stack_items
+from raysgd.data.trees import Origin, Path, cast, check_range, empty_batch, like, no_type_for, owned, stack_items
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,90 +23,95 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ToJax:
-    """Puts what a batch holds on ``device``, a `jax.Device` or a `jax.sharding.Sharding`; None: where JAX does by itself."""
+class TableToArrays:
+    """Columns as a dict of NumPy arrays, or what ``collate_fn`` makes of such a dict."""
 
-    device: jax.Device | jax.sharding.Sharding | None
-
-    def array(self, values: NDArray[Any], column: str, dtype: Any = None) -> jax.Array:
-        """These values.
-
-        Args:
-            values: Rows of a column.
-            column: As messages name it.
-            dtype: What they become before; None keeps theirs, of which JAX makes 32 bits unless ``jax_enable_x64`` is set.
-
-        Raises:
-            ConfigError: They are no numbers, or are integers that would lose bits.
-        """
-        import jax
-
-        if dtype is not None:
-            values = values.astype(dtype, copy=False)
-        _check_bits(values, jax.dtypes.canonicalize_dtype, column)
-        try:
-            put: jax.Array = jax.device_put(values, self.device)
-        except TypeError as error:
-            raise no_type_for(values, column, "JAX", "to_jax") from error
-        return put
-
-    def batch(self, batch: Any, dataset: str) -> Any:
-        """All NumPy arrays in it, at any depth; what else ``collate_fn`` gives is left as it is."""
-        where = f"what collate_fn gives for dataset {dataset!r}"
-        return map_leaves(lambda leaf: self.array(leaf, where) if isinstance(leaf, np.ndarray) else leaf, batch)
-
-
-@dataclass(frozen=True)
-class TableToJax:
-    """Columns as a dict of arrays, or what ``collate_fn`` makes of a dict of NumPy arrays."""
-
-    name: str
+    origin: Origin
     reader: TableReader
     columns: Sequence[str]
     dtypes: Any
-    put: ToJax
     collate_fn: Callable[[Any], Any] | None
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.name)
-        if self.collate_fn is None:
-            arrays = self.reader.arrays(rows, self.columns, dense=True)
-            return {
-                column: self.put.array(array, column_of(self.name, column), self._dtype(column))
-                for column, array in arrays.items()
-            }
-        arrays = self.reader.arrays(rows, self.columns)
-        return self.put.batch(self.collate_fn({column: owned(array) for column, array in arrays.items()}), self.name)
+            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
+        if self.collate_fn is not None:
+            arrays = self.reader.arrays(rows, self.columns)
+            return self.collate_fn({column: owned(array) for column, array in arrays.items()})
+        arrays = self.reader.arrays(rows, self.columns, dense=True)
+        return {column: self._cast(column, array) for column, array in arrays.items()}
 
-    def _dtype(self, column: str) -> Any:
-        return self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
+    def _cast(self, column: str, array: NDArray[Any]) -> NDArray[Any]:
+        dtype = self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
+        return array if dtype is None else cast(array, dtype, self.origin.at((column,)))
 
 
 @dataclass(frozen=True)
-class ItemsToJax:
+class ItemsToArrays:
     """Items of a map-style dataset, stacked, or what ``collate_fn`` makes of a list of them."""
 
-    name: str
+    origin: Origin
     reader: ItemReader
-    put: ToJax
     collate_fn: Callable[[Any], Any] | None
 
     def __call__(self, rows: Indices) -> Any:
         if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.name)
+            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
         items = self.reader.items(rows)
-        return self.put.batch(
-            stack_items(items, self.name) if self.collate_fn is None else self.collate_fn(items), self.name
-        )
+        return stack_items(items, self.origin.dataset) if self.collate_fn is None else self.collate_fn(items)
 
 
-def _check_bits(values: NDArray[Any], becomes: Callable[[Any], Any], column: str) -> None:
-    """That integers which JAX cuts to 32 bits do not become others."""
-    if values.dtype.kind not in "iu" or not values.size:
-        return
-    narrow = np.iinfo(becomes(values.dtype))
-    if narrow.bits < values.dtype.itemsize * 8 and (values.min() < narrow.min or values.max() > narrow.max):
-        raise ConfigError(
-            f"{column} holds integers beyond {narrow.bits} bits, which JAX would cut off. Set jax_enable_x64, or give dtypes=."
-        )
+@dataclass(frozen=True)
+class JaxPut:
+    """Makes JAX arrays of all NumPy arrays in a batch, at any depth; what else is in it is left as it is.
+
+    Attributes:
+        origin: Where the values come from.
+        device: A `jax.Device` or a `jax.sharding.Sharding`; None: where JAX puts them by itself.
+    """
+
+    origin: Origin
+    device: jax.Device | jax.sharding.Sharding | None
+
+    def choose(self) -> None:
+        """As `raysgd.data.batches.Copies`."""
+
+    def begin(self, batch: Any) -> Any:
+        """As `raysgd.data.batches.Copies`."""
+        return batch
+
+    def finish(self, begun: Any) -> Any:
+        """The batch.
+
+        Raises:
+            ConfigError: What JAX has no type for, integers that would lose bits, or rows that do not fit the sharding.
+        """
+        return self._put(begun, ())
+
+    def _put(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._put(part, (*path, key)) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return like(value, [self._put(part, (*path, index)) for index, part in enumerate(value)])
+        return self._array(value, path) if isinstance(value, np.ndarray) else value
+
+    def _array(self, values: NDArray[Any], path: Path) -> jax.Array:
+        import jax
+
+        if values.size and values.dtype.kind in "iu":
+            becomes = jax.dtypes.canonicalize_dtype(values.dtype)
+            check_range(
+                values, becomes, self.origin.at(path), "set jax_enable_x64, or make them smaller, as by an index"
+            )
+        # An array of collate_fn's may be filled anew for the next batch.
+        may_alias = False if self.origin.kind == "collate_fn" and values.flags.writeable else None
+        try:
+            put: jax.Array = jax.device_put(values, self.device, may_alias=may_alias)
+        except TypeError as error:
+            raise no_type_for(values, self.origin, path, "JAX") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.origin.at(path)}, of shape {values.shape}, cannot be put on {self.device}: "
+                f"{str(error).splitlines()[0]} A last, short step has fewer rows: drop_last=True leaves it out."
+            ) from error
+        return put

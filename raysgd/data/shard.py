@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
-from raysgd.data.batches import Batches, Reading, Rows, no_length
+from raysgd.data.batches import Batches, Copies, Reading, Rows, no_length
 from raysgd.data.cursor import Cursor
 from raysgd.data.device_copies import CudaCopies
-from raysgd.data.jax_batches import ItemsToJax, TableToJax, ToJax
+from raysgd.data.jax_batches import ItemsToArrays, JaxPut, TableToArrays
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
 from raysgd.data.plan import UNKNOWN_ROWS, Source
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.tf_batches import ItemsToTF, TableToTF, as_tf_dataset
+from raysgd.data.tf_batches import ItemsToTF, TableToTF, as_dtypes, as_tf_dataset
 from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
-from raysgd.data.trees import is_cuda, is_host
+from raysgd.data.trees import Origin, as_numpy_dtypes, is_cuda, is_host
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Shard:
             global_batch_size: As in `to_torch`.
             columns: As in `to_torch`.
             dtypes: What NumPy takes for a dtype, such as ``jnp.bfloat16``, for all columns, or by column. By default those of
-                the data, which JAX makes 32 bits wide unless ``jax_enable_x64`` is set.
+                the data, of which JAX makes 32 bits unless ``jax_enable_x64`` is set; integers that do not fit are an error.
             device: A device of this process, or a sharding over several; by default JAX's own choice.
             drop_last: As in `to_torch`.
             collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows. NumPy arrays
@@ -161,18 +161,18 @@ class Shard:
             ConfigError: As in `to_torch`; also integers that would not fit into 32 bits.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader, put = self._reader, ToJax(device)
-        ahead = self._ahead(prefetch, collate_fn)
-        sizes = (batch_size, global_batch_size)
+        reader, origin = self._reader, self._origin("to_jax", collate_fn)
+        ahead, put = self._ahead(prefetch, collate_fn), JaxPut(origin, device)
+        read: ItemsToArrays | TableToArrays
         if isinstance(reader, ItemReader):
             self._refuse_columns("to_jax", columns=columns, dtypes=dtypes)
-            read_items = ItemsToJax(self._name, reader, put, collate_fn)
-            return self._batches(reader, read_items, sizes, drop_last, shuffle, ahead)
-        chosen = self._choose(reader, columns)
-        self._check_dtypes("to_jax", dtypes, chosen, collate_fn)
-        reader = reader.select(chosen)
-        read = TableToJax(self._name, reader, chosen, dtypes, put, collate_fn)
-        return self._batches(reader, read, sizes, drop_last, shuffle, ahead)
+            read = ItemsToArrays(origin, reader, collate_fn)
+        else:
+            chosen = self._choose(reader, columns)
+            self._check_dtypes("to_jax", dtypes, chosen, collate_fn)
+            reader = reader.select(chosen)
+            read = TableToArrays(origin, reader, chosen, as_numpy_dtypes(dtypes), collate_fn)
+        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle, ahead, put)
 
     def to_tf(
         self,
@@ -190,8 +190,9 @@ class Shard:
         """Batches as a `tf.data.Dataset` of dicts by column; strings are allowed. Each ``iter()`` of it is the next epoch.
 
         What tf.data takes counts as consumed. Its options are set so that it takes a batch when the loop asks for one, also
-        behind ``.map(...)``; behind ``.prefetch(n)`` or a parallel map, and in Keras's ``fit``, it takes some ahead, and a
-        checkpoint stands behind those. An exception comes as one of TensorFlow's with its text, and
+        behind ``.map(...)``; behind ``.prefetch(n)``, ``.shuffle(n)`` or a parallel map, and in Keras's ``fit``, it takes
+        some ahead, and a checkpoint stands behind those. ``.cache()`` keeps the first epoch for all. An exception comes as
+        one of TensorFlow's with its text, also to ``except Exception`` where the attempt has ended, and
         ``data_wait_fraction`` does not see this loop's waiting.
 
         Args:
@@ -205,25 +206,28 @@ class Shard:
             prefetch: As in `to_torch`.
             shuffle: See the class.
             output_signature: As of `tf.data.Dataset.from_generator`, for batches whose shapes differ in more than the number
-                of rows. By default that of the first batch, which is looked at without consuming it.
+                of rows. By default that of the first batch, which is made once more for it, and consumes nothing. A batch of
+                other types is an error, and does not count as consumed: TensorFlow would convert it.
 
         Raises:
             ConfigError: As in `to_torch`; or there are no rows to tell types from.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader = self._reader
+        reader, origin = self._reader, self._origin("to_tf", collate_fn)
         ahead = self._ahead(prefetch, collate_fn)
-        sizes = (batch_size, global_batch_size)
         read: ItemsToTF | TableToTF
         if isinstance(reader, ItemReader):
             self._refuse_columns("to_tf", columns=columns, dtypes=dtypes)
-            read = ItemsToTF(self._name, reader, collate_fn)
+            read = ItemsToTF(origin, reader, collate_fn)
         else:
             chosen = self._choose(reader, columns)
+            if not chosen:
+                raise ConfigError("to_tf(columns=[]): tf.data takes no batches of nothing; give at least one column.")
             self._check_dtypes("to_tf", dtypes, chosen, collate_fn)
             reader = reader.select(chosen)
-            read = TableToTF(self._name, reader, chosen, dtypes, collate_fn)
-        return as_tf_dataset(self._batches(reader, read, sizes, drop_last, shuffle, ahead), output_signature)
+            read = TableToTF(origin, reader, chosen, as_dtypes(dtypes), collate_fn)
+        batches = self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle, ahead)
+        return as_tf_dataset(batches, origin, output_signature)
 
     def iter_batches(
         self,
@@ -282,7 +286,7 @@ class Shard:
         drop_last: bool,
         shuffle: Shuffle,
         ahead: int = 0,
-        copies: CudaCopies | None = None,
+        copies: Copies | None = None,
     ) -> Batches[Any]:
         self._check_shuffle(shuffle)
         deal, lanes = self._deal(sizes, drop_last), self._lanes(sizes, shuffle)
@@ -299,6 +303,10 @@ class Shard:
             ahead,
             copies,
         )
+
+    def _origin(self, call: str, collate_fn: Any) -> Origin:
+        given: Literal["columns", "items"] = "items" if isinstance(self._reader, ItemReader) else "columns"
+        return Origin(self._name, call, given if collate_fn is None else "collate_fn")
 
     def _ahead(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
         """How many batches are made ahead of the loop: none where that takes no work, or draws random numbers in order."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from raysgd.data.ledger import Indices
-from raysgd.data.names import check_columns, column_of
+from raysgd.data.names import check_columns
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.trees import empty_batch, no_type_for, owned, to_device
+from raysgd.data.trees import Origin, empty_batch, no_type_for, owned, to_device
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class TableToTorch:
         try:
             tensor = torch.from_numpy(owned(array))
         except TypeError as error:
-            raise no_type_for(array, column_of(self.name, column), "torch", "to_torch") from error
+            raise no_type_for(array, Origin(self.name, "to_torch", "columns"), (column,), "torch") from error
         dtype = self._dtype(column)
         if dtype is None and self.device is None:
             return tensor

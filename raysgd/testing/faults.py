@@ -13,6 +13,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Stop(Fault):
     """SIGSTOP: the process stays and does nothing more. After a SIGCONT it goes on."""
 
     def act(self, scene: Scene) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: a signal to the process is taken by any, and this one might go on until that one gets a processor.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -211,6 +211,9 @@ class Attempt:
             error = AttemptEnded()
             return Ended()
         except BaseException as caught:
+            if self._session.is_ended and _tells_of_the_end(caught):
+                error = AttemptEnded()
+                return Ended()
             error = caught
             failed = self._failed(caught, in_setup)
             # First in time is what the driver raises, so it leaves before this rank's sockets close and others fail.
@@ -324,6 +327,11 @@ def takes_config(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # some callables written in C tell nothing
         return True
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _tells_of_the_end(error: BaseException) -> bool:
+    """Whether it is what TensorFlow makes of an `AttemptEnded` that was raised where it reads data."""
+    return type(error).__module__.startswith("tensorflow.") and AttemptEnded.__name__ in str(error)
 
 
 def _shown_by_name(error: BaseException) -> Failed:

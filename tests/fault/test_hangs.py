@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,9 @@ def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def stop(config: dict[str, Any]) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(
+        threading.get_ident(), signal.SIGSTOP
+    )  # this thread must not go on until another takes the signal
 
 
 def loop_for_ever(config: dict[str, Any]) -> None:
@@ -131,7 +134,7 @@ def test_a_run_that_hangs_once_too_often_ends_with_the_guilty_rank(ray_cluster: 
 
     def stop_rank_1() -> None:
         if raysgd.world_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         raysgd.barrier()
 
     with (

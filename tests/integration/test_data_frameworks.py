@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 import raysgd
-from support.runs import make_trainer, quiet, travels_by_value
+from support.runs import events_of, make_trainer, once, pids, quiet, travels_by_value
 
 pytestmark = pytest.mark.slow
 travels_by_value(__name__)
@@ -44,3 +47,31 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Pat
         second = trainer.run(read_and_save, config, checkpoint=checkpoint, **given)
     assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
     assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))
+
+
+def read_and_die_once(config: dict[str, Any]) -> list[int]:
+    """What was seen is part of the state; rank 1 dies in the middle, rank 0 is told so where TensorFlow reads its data."""
+    state = raysgd.load_checkpoint() or {"seen": []}
+    for batch in raysgd.get_dataset().get_split().to_tf(2):
+        state["seen"] += batch["x"].numpy().tolist()
+        raysgd.save_checkpoint(state, all_ranks=True)
+        raysgd.report(seen=len(state["seen"]))
+        time.sleep(0.05)
+        if raysgd.world_rank() == 1 and len(state["seen"]) >= 20 and once(config["folder"], "death"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return list(state["seen"])
+
+
+def test_a_worker_dies_while_another_is_in_a_loop_of_tensorflow(ray_cluster: Any, tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is not installed")
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
+    with make_trainer(tmp_path / "runs", failure=failure) as trainer:
+        before = pids(trainer)
+        config = {"folder": str(tmp_path)}
+        given: dict[str, Any] = {"dataset": {"x": np.arange(120)}, "callbacks": quiet(), "returns": "all"}
+        seen = trainer.run(read_and_die_once, config, **given)
+        assert len(events_of(trainer, "failure")) == 1
+        after = pids(trainer)
+        assert after[0] == before[0] and after[1] != before[1], "the survivor did not leave its loop"
+    assert sorted(row for of_rank in seen for row in of_rank) == list(range(120))

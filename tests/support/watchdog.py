@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -38,14 +40,16 @@ def watching(timeout_s: float, folder: Path) -> Iterator[None]:
 
 
 def _tell(folder: Path) -> None:
-    parts = [
-        f"load {os.getloadavg()}",
-        *_journals(folder),
-        *(_stacks(process) for process in leftovers.marked_processes() if _is_of_interest(process)),
-    ]
-    print(
-        "the time of this test is nearly over; its processes stand at:", *parts, sep="\n", file=sys.stderr, flush=True
+    """Part by part: there may not be time for all."""
+    print("the time of this test is nearly over; its processes stand at:", file=sys.stderr, flush=True)
+    parts = chain(
+        [f"load {os.getloadavg()}"],
+        _journals(folder),
+        (_stacks(process) for process in leftovers.marked_processes() if _is_of_interest(process)),
     )
+    with contextlib.suppress(OSError, psutil.Error):  # something ended meanwhile
+        for part in parts:
+            print(part, file=sys.stderr, flush=True)
 
 
 def _journals(folder: Path) -> Iterator[str]:
@@ -73,7 +77,7 @@ def _stacks(process: psutil.Process) -> str:
     try:
         name, cpu_s, status = process.cmdline()[0], sum(process.cpu_times()[:2]), process.status()
         done = subprocess.run([_PY_SPY, "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=10)
-    except (psutil.Error, OSError, subprocess.TimeoutExpired) as error:
+    except (psutil.Error, OSError, IndexError, subprocess.TimeoutExpired) as error:
         return f"{process.pid}: {type(error).__name__}"
     threads = re.split(r"\n(?=Thread )", done.stdout)[1:]
     ours = [thread.splitlines()[: _FRAMES + 1] for thread in threads if "raysgd" in thread or "tests/" in thread]

@@ -501,6 +501,16 @@ def test_a_file_that_changes_after_the_run_began_is_named(change: Any, said: str
     assert context.get().position.consumed == 100
 
 
+def test_a_file_that_changes_between_two_of_its_parts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 1)  # each row group is a block
+    source = resolve_datasets(write(tmp_path / "a", 1, 200, row_group=100), lambda block: block).sources["dataset"]
+    blocks = file_blocks.FileBlocks("dataset", source)
+    blocks.load(0, ["x"])
+    rewrite(next((tmp_path / "a").iterdir()))
+    with pytest.raises(DataError, match="has changed since the run began"):
+        blocks.load(1, ["x"])
+
+
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a"))
     with pytest.raises(ConfigError, match=r"no column 'z'; it has 'x', 'y'"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -74,11 +77,59 @@ def test_integers_that_jax_would_cut_off_are_refused_and_kept_where_it_has_64_bi
     (shard,) = shards({"id": np.array([1, 2**40])})
     batches = shard.to_jax(2)
     with pytest.raises(
-        ConfigError, match=r"column 'id' of dataset 'train' holds integers beyond 32 bits.*jax_enable_x64"
+        ConfigError, match=r"column 'id' of dataset 'train' holds integers beyond int32.*jax_enable_x64"
     ):
         batches.first_batch()
     with jax.enable_x64(True):
         assert batches.first_batch()["id"].tolist() == [1, 2**40]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_settings_of_the_loops_thread_hold_for_batches_made_ahead(prefetch: int) -> None:
+    (shard,) = shards({"id": np.array([1, 2**40]), "x": np.array([0.1, 0.2])})
+    with jax.enable_x64(True):
+        (batch,) = shard.to_jax(2, collate_fn=dict, prefetch=prefetch)
+    assert batch["id"].tolist() == [1, 2**40] and str(batch["x"].dtype) == "float64"
+
+
+def test_a_narrower_type_that_an_integer_does_not_fit_is_refused() -> None:
+    (shard,) = shards({"id": np.array([1, 300])})
+    with pytest.raises(
+        ConfigError, match=r"column 'id' of dataset 'train' holds integers beyond uint8.*give a wider one"
+    ):
+        shard.to_jax(2, dtypes=np.uint8).first_batch()
+    (names,) = shards({"name": np.array(["a", "b"])})
+    with pytest.raises(
+        ConfigError, match="column 'name' of dataset 'train' holds strings, which cannot become float32"
+    ):
+        names.to_jax(2, dtypes=np.float32).first_batch()
+    with pytest.raises(ConfigError, match="dtypes='foo'"):
+        shard.to_jax(2, dtypes="foo")
+
+
+def test_a_buffer_that_collate_fn_fills_anew_is_copied() -> None:
+    (shard,) = shards({"x": np.arange(64)})
+    buffer = np.zeros(16, np.float32)
+
+    def collate(batch: dict[str, Any]) -> Any:
+        buffer[:] = batch["x"]
+        return buffer
+
+    firsts = list(shard.to_jax(16, collate_fn=collate, prefetch=0))
+    assert [int(batch[0]) for batch in firsts] == [0, 16, 32, 48]
+
+
+class Encoding(dict[str, Any]):
+    """As tokenizers give it."""
+
+    def to(self, device: Any) -> Encoding:
+        raise AssertionError("this is for torch")
+
+
+def test_containers_that_could_move_themselves_are_looked_into() -> None:
+    (shard,) = shards({"x": np.arange(2.0)})
+    batch = shard.to_jax(2, collate_fn=Encoding).first_batch()
+    assert isinstance(batch["x"], jax.Array)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +138,8 @@ def test_integers_that_jax_would_cut_off_are_refused_and_kept_where_it_has_64_bi
         (["a", "b"], "strings"),
         ([dt.datetime(2020, 1, 1)], r"datetime64\[us\]"),
         ([{"a": 1}], "dict objects"),
+        ([None, "a"], "strings"),
+        ([None, None], "NoneType objects"),
     ],
 )
 def test_what_jax_has_no_type_for_is_named(values: list[Any], held: str) -> None:
@@ -112,7 +165,7 @@ def test_items_of_a_map_style_dataset_are_stacked() -> None:
     (shard,) = shards(Squares())
     batch = shard.to_jax(3, collate_fn=lambda items: [item["y"][0] for item in items]).first_batch()
     assert batch == [0, 1, 4]
-    with pytest.raises(ConfigError, match="holds strings, which JAX has no type for"):
+    with pytest.raises(ConfigError, match=r"item\['y'\]\[1\] of dataset 'train' holds strings.*Give collate_fn"):
         shard.to_jax(3).first_batch()
     (numbers,) = shards([(np.full(2, row), row**2) for row in range(3)])
     pair = numbers.to_jax(3).first_batch()
@@ -129,3 +182,58 @@ def test_batches_are_put_on_a_device_or_a_sharding() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     assert shard.to_jax(4, device=sharding).first_batch()["x"].sharding == sharding
+
+
+SHARDED = """
+import jax, numpy as np
+from raysgd.data import DataContext, resolve_datasets
+from raysgd.errors import ConfigError
+
+plan = resolve_datasets({"x": np.arange(18.0)}, lambda value: value)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+for rank, expected in ((0, [8, "short"]), (1, [8, 0])):
+    shard = DataContext(plan, rank, 2, 0, None, fetch=lambda value: value).get().get_split()
+    sizes = []
+    try:
+        for batch in shard.to_jax(8, device=sharding):
+            sizes.append(len(batch["x"]))
+    except ConfigError as error:
+        assert "of shape (2,), cannot be put on" in str(error) and "drop_last=True" in str(error), error
+        sizes.append("short")
+    assert sizes == expected, (rank, sizes)
+"""
+
+
+def test_rows_that_do_not_fit_a_sharding_are_told_and_none_at_all_do_fit() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([1, 2**63 + 1], "values of int64 and uint64 in one place"),
+        ([1, "a"], "strings and other values in one place"),
+        ([True, 2], "values of bool and int64 in one place"),
+        ([[1], [2, 3]], "lists of different lengths"),
+    ],
+)
+def test_items_that_numpy_would_make_other_values_of_are_refused(items: list[Any], says: str) -> None:
+    (shard,) = shards(Listed(items))
+    with pytest.raises(ConfigError, match=f"the rows of dataset 'train' do not make a batch: {says}"):
+        shard.to_jax(2).first_batch()
+
+
+class Listed:
+    """A map-style dataset of these items."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]

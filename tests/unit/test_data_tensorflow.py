@@ -103,6 +103,11 @@ def test_types_are_chosen_for_all_or_by_column() -> None:
     assert (spec["x"].dtype, spec["y"].dtype) == (tf.float64, tf.uint8)
     with pytest.raises(ConfigError, match=r"no column 'z'"):
         shard.to_tf(4, dtypes={"z": tf.uint8})
+    for given in ("foo", tf.string):
+        with pytest.raises(ConfigError, match="give a type of numbers"):
+            shard.to_tf(4, dtypes=given)
+    with pytest.raises(ConfigError, match="give at least one column"):
+        shard.to_tf(4, columns=[])
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,8 @@ def test_types_are_chosen_for_all_or_by_column() -> None:
         ([dt.datetime(2020, 1, 1)], r"holds datetime64\[us\], which TensorFlow has no type for"),
         ([{"a": 1}], "holds dict objects, which TensorFlow has no type for"),
         (["a", None], "has nulls among its strings"),
+        ([None, None], "holds NoneType objects"),
+        ([[[1], [2, 3]], [[4], [5]]], "is ragged: its rows have lists of different lengths inside"),
         ([[1], [2, 3]], "is ragged"),
     ],
 )
@@ -118,6 +125,85 @@ def test_what_tensorflow_has_no_type_for_is_named(values: list[Any], says: str) 
     (shard,) = shards(pa.table({"c": values}))
     with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {says}"):
         shard.to_tf(2)
+
+
+class Listed:
+    """A map-style dataset of these items."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+
+@pytest.mark.parametrize(
+    ("items", "collate_fn", "says"),
+    [
+        ([1, 2, 3.5, 4], None, "item of dataset 'train' holds float64 of shape"),
+        ([0, 1, 2, 3], lambda items: np.array(items) / (1 if items[0] == 0 else 2), None),
+        ([0, 1, 2, 3], lambda items: np.array(items, np.int32 if items[0] == 0 else np.int64), "holds int64 of shape"),
+        ([0, 1, 2, 3], lambda items: np.zeros((2, 1 + items[0])), r"holds float64 of shape \(2, 3\)"),
+        ([0, 1, 2, 3], lambda items: {"a": 1} if items[0] == 0 else {"b": 1}, "holds a dict"),
+        ([0, 1, 2, 3], lambda items: {"n": items[0] * 2**40, "x": np.zeros(2)}, None),
+    ],
+)
+def test_a_batch_of_another_type_is_refused_and_does_not_count(items: list[Any], collate_fn: Any, says: Any) -> None:
+    (context,) = contexts(Listed(items))
+    batches = context.get().get_split().to_tf(2, collate_fn=collate_fn)
+    if says is None:
+        assert len(list(batches)) == 2
+        return
+    with pytest.raises(tf.errors.OpError, match=says):
+        list(batches)
+    assert consumed(context) == (0, 2)
+
+
+def test_plain_values_keep_their_bits_and_lists_of_them_are_arrays() -> None:
+    (shard,) = shards(Listed([0, 1, 2]))
+
+    def collate(items: list[int]) -> Any:
+        return {"n": items[0] * 2**40, "labels": [float(item) for item in items], "s": [str(item) for item in items]}
+
+    first, second = shard.to_tf(2, collate_fn=collate)
+    assert second["n"].numpy() == 2 * 2**40
+    assert (first["labels"].numpy().tolist(), second["labels"].numpy().tolist()) == ([0, 1], [2])
+    assert second["s"].numpy().tolist() == [b"2"]
+
+
+def test_ragged_and_sparse_tensors_of_a_collate_fn() -> None:
+    column = pa.table({"c": [[1], [2, 3], [4, 5, 6]]})
+    batches = [
+        list(shard.to_tf(2, collate_fn=lambda batch: tf.ragged.constant([list(row) for row in batch["c"]])))
+        for shard in shards(column, 2)
+    ]
+    assert [[batch.to_list() for batch in of_rank] for of_rank in batches] == [[[[1], [2, 3]]], [[[4, 5, 6]]]]
+    first, second = shards(numbers(2), 2)
+    assert len(list(first.to_tf(2, collate_fn=lambda batch: tf.sparse.from_dense(batch["x"])))) == 1
+    with pytest.raises(ConfigError, match=r"this rank has no rows.*cannot be emptied"):
+        second.to_tf(2, collate_fn=lambda batch: tf.sparse.from_dense(batch["x"]))
+
+
+def test_the_look_at_the_first_batch_draws_no_random_numbers() -> None:
+    def collate(batch: dict[str, Any]) -> Any:
+        return batch["x"] + np.random.random(len(batch["x"])).astype(np.float32)
+
+    drawn = []
+    for signature in (None, tf.TensorSpec((None,), tf.float32)):
+        np.random.seed(3)
+        (shard,) = shards(numbers())
+        drawn.append(
+            [batch.numpy().tolist() for batch in shard.to_tf(4, collate_fn=collate, output_signature=signature)]
+        )
+    assert drawn[0] == drawn[1]
+
+
+def test_strings_in_lists_keep_the_zeros_at_their_ends() -> None:
+    (shard,) = shards(pa.table({"c": [[b"ab\0\0", b"cdef"], [b"", b"x"]]}))
+    assert shard.to_tf(2).get_single_element()["c"].numpy().tolist() == [[b"ab\0\0", b"cdef"], [b"", b"x"]]
 
 
 def test_batches_of_other_shapes_need_a_signature() -> None:
