@@ -12,6 +12,11 @@ from raysgd.testing.cluster import ClusterState
 __all__ = ["ClusterState", "start_ray"]
 
 
+#: A worker process that dies before it has told its node so, as Ray's own do at times, is missed after so many seconds
+#: only, and all that time the actor it was for is not there. By default 60: half of what a test has.
+_MISSED_AFTER_S = 30
+
+
 def start_ray(**settings: Any) -> dict[str, Any]:
     """A cluster of one node, started here; returns what `ray.init` tells of it.
 
@@ -19,6 +24,9 @@ def start_ray(**settings: Any) -> dict[str, Any]:
     unaligned fastbin chunk detected``, once in some thousand starts). `ray.init` then raises that it waited in vain for
     the file with the port. That start is made once more; any other error is the test's.
     """
+    settings["_system_config"] = {"worker_register_timeout_seconds": _MISSED_AFTER_S} | settings.get(
+        "_system_config", {}
+    )
     try:
         return ray.init(address="local", **settings).address_info
     except RuntimeError as error:
