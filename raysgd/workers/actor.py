@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ray.exceptions import RayError
 from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.names import FileEntry
 from raysgd.session.progress import Pulse
+from raysgd.workers.current import CurrentAttempt
 from raysgd.workers.freshness import ModuleWatch
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.reset import Baseline
@@ -40,12 +40,11 @@ class WorkerActor:
         self._modules = ModuleWatch()
         self._backend: Any = None
         self._pool: Any = None
-        self._attempt: Attempt | None = None
+        self._current = CurrentAttempt()
         self._instances: Instances | None = None
         self._is_in_group = False
         self._rank = 0
         self._stacks_file = make_readable()
-        self._lock = threading.Lock()
         self._termination = Termination(self._told_to_end)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -96,6 +95,7 @@ class WorkerActor:
         from raysgd.session import context
 
         self._rank = order.rank
+        self._current.expect()
         context.uninstall()
         if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
             self.leave()
@@ -125,8 +125,7 @@ class WorkerActor:
         if self._pool is None:
             self._pool = making.make_pool(run)
         attempt = making.make_attempt(run, order, controller=self._controller, backend=self._backend, pool=self._pool)
-        with self._lock:
-            self._attempt = attempt
+        self._current.begin(attempt)
         uplink = Uplink(order.place)
         if not uplink.is_direct:
             attempt.go_through_ray(None)
@@ -147,7 +146,7 @@ class WorkerActor:
 
     def payloads(self, attempt: int) -> Iterator[Any]:
         """What this rank saves in an attempt, each part an array of bytes; a stream, whose items the controller owns."""
-        current = self._attempt
+        current = self._current.get()
         if current is None or current.number != attempt:
             return
         yield from current.payloads()
@@ -167,41 +166,33 @@ class WorkerActor:
         return store_part(parts[0], folder, prefix)
 
     def end(self, attempt: int, why: str) -> None:
-        """End an attempt that still runs."""
-        current = self._attempt
-        if current is not None and current.number == attempt:
-            current.end(why)
+        """End an attempt that still runs, or is about to."""
+        self._current.order(attempt, lambda current: current.end(why), None)
 
     def pulse(self) -> Pulse:
         """A sign of life, and how far train_func has come."""
-        current = self._attempt
+        current = self._current.get()
         return Pulse() if current is None else current.pulse()
 
     def hold(self, attempt: int) -> tuple[int, int]:
-        """How far this rank has come; it waits there for `stop_from`. Zeros for one that is not in the attempt."""
-        current = self._attempt
-        return current.hold() if current is not None and current.number == attempt else (0, 0)
+        """How far this rank has come; it waits there for `stop_from`. Zeros for one that is not in the attempt, or not yet."""
+        return self._current.order(attempt, lambda current: current.hold(), (0, 0))
 
     def stop_from(self, attempt: int, look: int, last_report: int | None) -> None:
         """Make ``should_stop()`` true from this look on."""
-        current = self._attempt
-        if current is not None and current.number == attempt:
-            current.stop_from(look, last_report)
+        self._current.order(attempt, lambda current: current.stop_from(look, last_report), None)
 
     def hold_saves(self, attempt: int) -> int:
         """How many saves this rank has begun; it waits at the next for `leave_after`."""
-        current = self._attempt
-        return current.hold_saves() if current is not None and current.number == attempt else 0
+        return self._current.order(attempt, lambda current: current.hold_saves(), 0)
 
     def leave_after(self, attempt: int, last_save: int | None) -> None:
         """Let all leave after this save; None: after none."""
-        current = self._attempt
-        if current is not None and current.number == attempt:
-            current.leave_after(last_save)
+        self._current.order(attempt, lambda current: current.leave_after(last_save), None)
 
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
-        self._attempt = None
+        self._current.forget()
         self._is_in_group = False
         self._backend.tear_down()
 
@@ -242,13 +233,11 @@ class WorkerActor:
 
     def _forget(self, attempt: Attempt) -> None:
         """It is over; its orders refer to the run's data, which is to be freed however the run ends."""
-        with self._lock:
-            if self._attempt is attempt:
-                self._attempt = None
+        self._current.forget(attempt)
 
     def _told_to_end(self) -> bool:
         """SIGTERM has come, in the main thread: an attempt is to be left in order, unless that is not done by the second."""
-        current = self._attempt
+        current = self._current.get()
         if current is None:
             return False
         if not current.preempt("its process got SIGTERM"):

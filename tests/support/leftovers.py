@@ -13,7 +13,23 @@ from support.poll import until
 from support.project import ROOT
 
 # Set by libraries when they are imported or started, for good; none of them is the test's doing.
-LIBRARIES_SET = ("KMP_", "MPL", "PYTEST_", "RAY_", "TF_", "TF2_", "TORCH_", "TORCHINDUCTOR_", "WANDB_")
+LIBRARIES_SET = (
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # JAX, as what it sets for TPUs
+    "HDF5_",
+    "JAX_",
+    "KERAS_",
+    "KMP_",
+    "MPL",
+    "PYTEST_",
+    "RAY_",
+    "TF_",
+    "TF2_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "TPU_",
+    "WANDB_",
+    "XLA_",
+)
 CACHES = frozenset(
     {".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 )
