@@ -140,9 +140,8 @@ def _stacked(objects: NDArray[Any], where: str) -> NDArray[Any]:
 def _as_array(value: Any, where: str) -> NDArray[Any]:
     try:
         array = np.asarray(value)
-        return (
-            np.array(value, object) if array.dtype.kind in "SU" else array
-        )  # NumPy's strings lose zeros at their ends
+        # NumPy's own strings lose zeros at their ends.
+        return np.array(value, object) if array.dtype.kind in "SU" else array
     except ValueError as error:
         raise ConfigError(
             f"{where} is ragged: its rows have lists of different lengths inside. Pad them in collate_fn, or leave the column "

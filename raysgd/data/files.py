@@ -194,9 +194,8 @@ def _look_at(name: str, number: int, fragment: Any, schema: Any, condition: Any)
     import pyarrow as pa
 
     try:
-        size: int | None = fragment.filesystem.get_file_info(
-            fragment.path
-        ).size  # before it is read: what changes shows
+        # Before it is read: what changes meanwhile shows.
+        size: int | None = fragment.filesystem.get_file_info(fragment.path).size
         _check_columns(name, fragment, schema)
         if not hasattr(fragment, "row_groups"):
             return size, [_Part(FilePart(number), _count(fragment, schema, condition), size or 0)]

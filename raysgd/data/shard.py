@@ -161,7 +161,7 @@ class Shard:
             ConfigError: As in `to_torch`; also integers that would not fit into 32 bits.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader, origin = self._reader, self._origin("to_jax", collate_fn)
+        reader, origin = self._reader, self._origin(collate_fn)
         ahead, put = self._ahead(prefetch, collate_fn), JaxPut(origin, device)
         read: ItemsToArrays | TableToArrays
         if isinstance(reader, ItemReader):
@@ -213,7 +213,7 @@ class Shard:
             ConfigError: As in `to_torch`; or there are no rows to tell types from.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader, origin = self._reader, self._origin("to_tf", collate_fn)
+        reader, origin = self._reader, self._origin(collate_fn)
         ahead = self._ahead(prefetch, collate_fn)
         read: ItemsToTF | TableToTF
         if isinstance(reader, ItemReader):
@@ -304,9 +304,9 @@ class Shard:
             copies,
         )
 
-    def _origin(self, call: str, collate_fn: Any) -> Origin:
+    def _origin(self, collate_fn: Any) -> Origin:
         given: Literal["columns", "items"] = "items" if isinstance(self._reader, ItemReader) else "columns"
-        return Origin(self._name, call, given if collate_fn is None else "collate_fn")
+        return Origin(self._name, given if collate_fn is None else "collate_fn")
 
     def _ahead(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
         """How many batches are made ahead of the loop: none where that takes no work, or draws random numbers in order."""

@@ -49,7 +49,7 @@ class TableToTorch:
         try:
             tensor = torch.from_numpy(owned(array))
         except TypeError as error:
-            raise no_type_for(array, Origin(self.name, "to_torch", "columns"), (column,), "torch") from error
+            raise no_type_for(array, Origin(self.name, "columns"), (column,), "torch") from error
         dtype = self._dtype(column)
         if dtype is None and self.device is None:
             return tensor

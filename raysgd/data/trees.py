@@ -24,12 +24,10 @@ class Origin:
 
     Attributes:
         dataset: Its name.
-        call: What makes the batches, such as ``to_jax``.
         kind: From the columns of a table, the items of a map-style dataset, or what ``collate_fn`` made of either.
     """
 
     dataset: str
-    call: str
     kind: Literal["columns", "items", "collate_fn"]
 
     def at(self, path: Path) -> str:

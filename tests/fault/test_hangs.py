@@ -59,7 +59,6 @@ def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
         if step == 2 and raysgd.world_rank() == 1 and once(config["folder"], "hung"):
             while not all(Path(config["folder"], f"waits{rank}").exists() for rank in (0, 2)):
                 time.sleep(0.01)
-            time.sleep(0.5)
             config["hang"](config)
         elif step == 2:
             Path(config["folder"], f"waits{raysgd.world_rank()}").touch()

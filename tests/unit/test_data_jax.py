@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.data import DataContext, Shard, resolve_datasets
 from raysgd.errors import ConfigError
+from support.items import Listed
 
 jax = pytest.importorskip("jax")
 
@@ -224,16 +225,3 @@ def test_items_that_numpy_would_make_other_values_of_are_refused(items: list[Any
     (shard,) = shards(Listed(items))
     with pytest.raises(ConfigError, match=f"the rows of dataset 'train' do not make a batch: {says}"):
         shard.to_jax(2).first_batch()
-
-
-class Listed:
-    """A map-style dataset of these items."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]

@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.data import DataContext, Shard, resolve_datasets
 from raysgd.errors import ConfigError
+from support.items import Listed
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
@@ -125,19 +126,6 @@ def test_what_tensorflow_has_no_type_for_is_named(values: list[Any], says: str) 
     (shard,) = shards(pa.table({"c": values}))
     with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {says}"):
         shard.to_tf(2)
-
-
-class Listed:
-    """A map-style dataset of these items."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
 
 
 @pytest.mark.parametrize(
