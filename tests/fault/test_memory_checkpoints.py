@@ -98,9 +98,9 @@ def test_where_a_run_ends_in_an_error_its_newest_save_is_written(trainer: raysgd
 
     with pytest.raises(ValueError, match="a mistake"):
         trainer.run(fails, callbacks=quiet())
-    until(lambda: len(checkpoints_of(trainer)) == 1, PATIENCE_S)
+    assert until(lambda: len(checkpoints_of(trainer)) == 1, PATIENCE_S)
     (name,) = checkpoints_of(trainer)
-    until(lambda: Path(f"{trainer.run_dir}/checkpoints/{name}/manifest.json").exists(), PATIENCE_S)
+    assert until(lambda: Path(f"{trainer.run_dir}/checkpoints/{name}/manifest.json").exists(), PATIENCE_S)
     assert raysgd.load_checkpoint(f"{trainer.run_dir}/checkpoints/{name}") == {"step": 2}
 
 

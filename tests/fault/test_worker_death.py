@@ -487,7 +487,7 @@ def test_a_worker_whose_stream_breaks_off_is_ended_with_all_that_runs_in_it(
     after = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
     broken = int((tmp_path / "pid").read_text())
     assert broken not in after
-    until(lambda: not is_alive(broken), PATIENCE_S)
+    assert until(lambda: not is_alive(broken), PATIENCE_S)
     (failure,) = events_of(trainer, "failure")
     assert failure["ranks"] == [1] and "its stream broke off: ValueError('a mistake in raysgd')" in failure["error"]
 

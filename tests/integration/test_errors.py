@@ -224,6 +224,7 @@ class TestExceptionsOfTheUser:
         def train_func() -> None:
             for step in range(3):
                 raysgd.report(step=step)
+            raysgd.barrier()  # both have made all reports: a round that lacks one is dropped
             raise Diverged("after three")
 
         stream = trainer.run_generator(train_func, callbacks=quiet())
