@@ -1,7 +1,8 @@
 """Batches as JAX takes them. Worker side; JAX is imported when the first batch is handed over.
 
 Batches are made of NumPy arrays, perhaps in another thread, and put on a device in the loop's: JAX's settings belong to
-threads. JAX arrays cannot be written to: on the CPU those of a table may be the dataset's own memory.
+threads. JAX and TensorFlow share the memory of arrays, or copy it some time later: arrays that collate_fn may write to
+again are copied when it gives them. JAX arrays cannot be written to: on the CPU those of a table may be the dataset's own memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from raysgd.data.ledger import Indices
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.trees import Origin, Path, cast, check_range, empty_batch, like, no_type_for, owned, stack_items
+from raysgd.data.trees import Origin, Path, cast, check_range, empty_batch, kept, like, no_type_for, owned, stack_items
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TableToArrays:
             return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
         if self.collate_fn is not None:
             arrays = self.reader.arrays(rows, self.columns)
-            return self.collate_fn({column: owned(array) for column, array in arrays.items()})
+            return kept(self.collate_fn({column: owned(array) for column, array in arrays.items()}))
         arrays = self.reader.arrays(rows, self.columns, dense=True)
         return {column: self._cast(column, array) for column, array in arrays.items()}
 
@@ -58,7 +59,7 @@ class ItemsToArrays:
         if not len(rows):
             return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
         items = self.reader.items(rows)
-        return stack_items(items, self.origin.dataset) if self.collate_fn is None else self.collate_fn(items)
+        return stack_items(items, self.origin.dataset) if self.collate_fn is None else kept(self.collate_fn(items))
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,8 @@ class JaxPut:
             check_range(
                 values, becomes, self.origin.at(path), "set jax_enable_x64, or make them smaller, as by an index"
             )
-        # An array of collate_fn's may be filled anew for the next batch.
-        may_alias = False if self.origin.kind == "collate_fn" and values.flags.writeable else None
         try:
-            put: jax.Array = jax.device_put(values, self.device, may_alias=may_alias)
+            put: jax.Array = jax.device_put(values, self.device)
         except TypeError as error:
             raise no_type_for(values, self.origin, path, "JAX") from error
         except ValueError as error:

@@ -98,9 +98,9 @@ class Shard:
             device: Where tensors go; by default they stay in host memory. With ``prefetch`` they are pinned, and copied to a
                 CUDA device beside what the loop computes there.
             drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
-            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows; its
-                tensors are put on ``device``. It is never called with nothing: where a worker has no rows in the last
-                step, the batch of another row is emptied.
+            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows, in new
+                tensors: with ``prefetch`` those before it may be waiting still. They are put on ``device``. It is never
+                called with nothing: where a worker has no rows in the last step, the batch of another row is emptied.
             prefetch: Batches made ahead of the loop, in a thread, where making them takes work: by ``collate_fn``, of a
                 map-style dataset's items, for a device that is not the CPU. At most about 256 MB of them. 0: each is made
                 when the loop asks for it, as it is in any case with ``Trainer(deterministic=True)``, whose random numbers

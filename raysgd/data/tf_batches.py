@@ -20,7 +20,7 @@ from raysgd._util.imported import imported
 from raysgd.data.batches import Batches
 from raysgd.data.ledger import Indices
 from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.trees import Origin, Path, cast, empty_batch, no_type_for, owned, stack_items
+from raysgd.data.trees import Origin, Path, cast, empty_batch, kept, no_type_for, owned, stack_items
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class TableToTF:
             return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
         arrays = self.reader.arrays(rows, self.columns)
         if self.collate_fn is not None:
-            return _fit(self.collate_fn({column: owned(array) for column, array in arrays.items()}), self.origin, ())
+            made = kept(self.collate_fn({column: owned(array) for column, array in arrays.items()}))
+            return _fit(made, self.origin, ())
         lists = [column for column, values in arrays.items() if values.dtype == object and not _is_text(values)]
         if lists:  # that may make one array
             arrays |= self.reader.arrays(rows, lists, dense=True)
@@ -94,7 +95,7 @@ class ItemsToTF:
         if not len(rows):
             return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
         items = self.reader.items(rows)
-        batch = stack_items(items, self.origin.dataset) if self.collate_fn is None else self.collate_fn(items)
+        batch = stack_items(items, self.origin.dataset) if self.collate_fn is None else kept(self.collate_fn(items))
         return _fit(batch, self.origin, ())
 
 

@@ -123,6 +123,15 @@ def owned(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.flags.writeable else array.copy()
 
 
+def kept(batch: Any) -> Any:
+    """What ``collate_fn`` made, with copies of all arrays that it may write to when it makes the next one."""
+
+    def keep(value: Any) -> Any:
+        return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+
+    return map_leaves(keep, batch)
+
+
 def stack_items(items: list[Any], dataset: str) -> Any:
     """The items of a map-style dataset as one batch: what they hold in dicts, lists and tuples as NumPy arrays by row.
 

@@ -1,8 +1,11 @@
-"""Map-style datasets."""
+"""What datasets hold, and loops make of it."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Listed:
@@ -16,3 +19,10 @@ class Listed:
 
     def __getitem__(self, index: int) -> Any:
         return self._items[index]
+
+
+def aligned_buffer(size: int) -> NDArray[np.float32]:
+    """Memory that frameworks use as it is, without a copy: aligned as they want it."""
+    memory = np.zeros(size + 16, np.float32)
+    first = (-memory.ctypes.data % 64) // memory.itemsize
+    return memory[first : first + size]

@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.data import DataContext, Shard, resolve_datasets
 from raysgd.errors import ConfigError
-from support.items import Listed
+from support.items import Listed, aligned_buffer
 
 jax = pytest.importorskip("jax")
 
@@ -108,16 +108,17 @@ def test_a_narrower_type_that_an_integer_does_not_fit_is_refused() -> None:
         shard.to_jax(2, dtypes="foo")
 
 
-def test_a_buffer_that_collate_fn_fills_anew_is_copied() -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_buffer_that_collate_fn_fills_anew_is_copied(prefetch: int) -> None:
     (shard,) = shards({"x": np.arange(64)})
-    buffer = np.zeros(16, np.float32)
+    buffer = aligned_buffer(16)
 
     def collate(batch: dict[str, Any]) -> Any:
         buffer[:] = batch["x"]
-        return buffer
+        return {"inside": [buffer]}
 
-    firsts = list(shard.to_jax(16, collate_fn=collate, prefetch=0))
-    assert [int(batch[0]) for batch in firsts] == [0, 16, 32, 48]
+    firsts = list(shard.to_jax(16, collate_fn=collate, prefetch=prefetch))
+    assert [int(batch["inside"][0][0]) for batch in firsts] == [0, 16, 32, 48]
 
 
 class Encoding(dict[str, Any]):

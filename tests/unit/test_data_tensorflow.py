@@ -12,7 +12,7 @@ import pytest
 
 from raysgd.data import DataContext, Shard, resolve_datasets
 from raysgd.errors import ConfigError
-from support.items import Listed
+from support.items import Listed, aligned_buffer
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
@@ -51,6 +51,19 @@ def test_columns_are_tensors_of_all_rows_and_each_iteration_is_an_epoch() -> Non
         first, second = dataset
         assert first["x"].numpy().tolist() == [[1, 2], [3, 4]] and second["y"].numpy().tolist() == [3]
         assert [text.decode() for text in first["s"].numpy()] == ["a", "ü"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_buffer_that_collate_fn_fills_anew_is_copied(prefetch: int) -> None:
+    (shard,) = shards(numbers(64))
+    buffer = aligned_buffer(16)
+
+    def collate(batch: dict[str, Any]) -> Any:
+        buffer[:] = batch["x"]
+        return {"x": buffer}
+
+    firsts = list(shard.to_tf(16, collate_fn=collate, prefetch=prefetch))
+    assert [int(batch["x"][0]) for batch in firsts] == [0, 16, 32, 48]
 
 
 def test_the_position_is_that_of_the_loop_and_leaving_it_ends_the_epoch() -> None:
