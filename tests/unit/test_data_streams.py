@@ -44,6 +44,11 @@ def contexts(
     ]
 
 
+#: Blocks of four groups of four: the slower rank's, the faster one's, the next, and, where the thread in which a rank asks
+#: is held up, one that it does not need any more and has not said so yet.
+MOST_HELD = 16
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -274,7 +279,7 @@ def test_only_what_lies_between_the_slowest_and_the_fastest_reader_is_held() -> 
         for _ in in_step(contexts(stream, 2), lambda shard: shard.iter_batches(5, shuffle="window")):
             most = max(most, stream.num_held())
         assert dataset.num_executions == 1
-        assert most <= 12  # groups of four blocks: the slower rank's, the faster one's, and the next
+        assert most <= MOST_HELD
         assert _comes_true(lambda: stream.num_passes() == 0)
 
 
@@ -374,7 +379,7 @@ def test_an_epoch_that_is_gone_on_with_is_executed_once_for_all() -> None:
         rest = []
         for step in in_step(contexts(stream, 2, saved, attempt=1), lambda shard: shard.iter_batches(5)):
             rest += step
-            assert stream.num_held() <= 12
+            assert stream.num_held() <= MOST_HELD
         assert sorted(chain(*seen, *rest)) == list(range(500))
         assert dataset.num_executions == before + 1
         for loop in loops:
