@@ -10,7 +10,7 @@ import contextlib
 import threading
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from raysgd.controller.belongings import (
     put_run,
 )
 from raysgd.controller.downlink import FrameServer
+from raysgd.controller.instances import Instances
 from raysgd.controller.lifeline import ask
 from raysgd.controller.requests import RunNotGiven, RunRequest
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
@@ -38,8 +39,7 @@ from raysgd.transport import Endpoint, Listener
 from raysgd.workers import uplink
 from raysgd.workers.cluster import NAMESPACE, uses_tls
 from raysgd.workers.group import WorkerGroup
-from raysgd.workers.orders import AttemptOrder, Blob
-from raysgd.workers.returned import root_of
+from raysgd.workers.orders import Blob
 from raysgd.workers.seats import remove_placements
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class TrainerActor:
             controller=settings.name,
             runtime_env=settings.runtime_env,
             shares_gpus=settings.shares_gpus,
+            room=settings.room,
         )
         self._record = get_run(settings.name) if self._is_restarted else None
         if self._record is not None and self._record.request is not None:
@@ -78,7 +79,7 @@ class TrainerActor:
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
-        self._has_class = False
+        self._instances = Instances(self._group, settings.failure.abort_grace_s)
         self._host: Any = None
         frame_server = FrameServer(self.stream)
         self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
@@ -215,36 +216,18 @@ class TrainerActor:
         """Bring the workers up; with a class, form a group and make its instances."""
         async with self._turn:
             await self._group.get_ready()
-            if not has_class:
-                return
-            rendezvous = await self._group.open_rendezvous()
-            calls = [
-                asyncio.ensure_future(self._make_instance(rank, blob, rendezvous)) for rank in range(self._group.size)
-            ]
-            try:
-                await asyncio.gather(*calls)
-            except Exception as error:
-                await self._leave_constructors(calls)
-                raise root_of(error, calls) from None
-            self._has_class = True
+            if has_class:
+                await self._instances.make(blob)
 
     async def execute(self, blob: Blob, first_only: bool, has_class: bool) -> list[bytes]:
         """Call a function on the workers; pickles of the values by rank. ``has_class``: it is given their instances."""
         async with self._turn:
-            if has_class and not self._has_class:
-                raise WorkerError("the Trainer's controller process is gone, and the instances with it; start() anew.")
-            if not self._has_class:
-                await self._group.get_ready()
-            elif any(self._group.info(rank) is None for rank in range(self._group.size)):
-                raise UsageError("an instance was lost with its worker; start(...) makes new ones on all workers")
-            return await self._group.call("execute", blob, self._has_class, ranks=[0] if first_only else None)
+            return await self._instances.execute(blob, first_only=first_only, has_class=has_class)
 
     async def drop_class(self) -> None:
         """Forget the instances."""
         async with self._turn:
-            if self._has_class:
-                await self._group.call("drop_instance")
-                self._has_class = False
+            await self._instances.drop()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -275,18 +258,6 @@ class TrainerActor:
             self._no_listener = f"the controller cannot listen on its node's address ({error}); all goes through Ray"
             return None
 
-    async def _make_instance(self, rank: int, blob: Blob, rendezvous: str) -> None:
-        await self._group.call("make_instance", blob, _class_order(self._group, rank, rendezvous), ranks=[rank])
-
-    async def _leave_constructors(self, calls: Sequence[asyncio.Future[None]]) -> None:
-        """One has failed: the others, which may wait for it in a collective, fail too or are replaced."""
-        await asyncio.wait(calls, timeout=self._settings.failure.abort_grace_s)
-        for rank, call in enumerate(calls):
-            if not call.done():
-                self._group.kill(rank)
-        with contextlib.suppress(ray.exceptions.RayError):
-            await self._group.call("drop_instance")
-
     def _announced(self, run_id: str) -> asyncio.Future[Run]:
         """The run of this id, now or when it has begun: a reader may ask before the run's own call arrives."""
         if run_id in self._forgotten:
@@ -306,7 +277,7 @@ class TrainerActor:
             raise UsageError("this run's results can no longer be read: the controller has been started again since")
 
     def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
-        if self._has_class:
+        if self._instances.are_live:
             raise UsageError("instances of the class API are live")
         settings = self._settings
         # With the first run: the workers' processes are asked for before.
@@ -386,15 +357,3 @@ class TrainerActor:
             if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
                 del self._runs[other]
                 self._forgotten.add(other)
-
-
-def _class_order(group: WorkerGroup, rank: int, rendezvous: str) -> AttemptOrder:
-    return AttemptOrder(
-        attempt=0,
-        member=group.member(rank, rendezvous),
-        checkpoint=None,
-        first_number=1,
-        iterations_before=0,
-        time_before_s=0.0,
-        flush_interval_s=0.0,
-    )

@@ -17,6 +17,7 @@ from raysgd.workers.orders import Blob, RunOrder
 
 if TYPE_CHECKING:
     from raysgd.controller.fleet import Fleet
+    from raysgd.workers.seats import Room
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class TrainerSettings:
     Attributes:
         name: Unique in the cluster.
         alias: What a detached Trainer is found by; None: it ends with its driver.
+        room: A placement group of others that has its first workers.
         run: For those who attach, as are the rest.
     """
 
@@ -37,6 +39,7 @@ class TrainerSettings:
     runtime_env: Mapping[str, Any] | None = None
     shares_gpus: bool = False
     alias: str | None = None
+    room: Room | None = None
     run: RunConfig = field(default_factory=RunConfig)
     seed: int | None = None
     deterministic: bool = False

@@ -34,6 +34,7 @@ from raysgd.result import RunInfo
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_data, resolve_start
 from raysgd.trainer.restoring import describe_scaling
+from raysgd.trainer.room import find_room
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.pickling import dumps_named
 
@@ -87,7 +88,11 @@ def owns_cluster() -> bool:
 
 
 def make_settings(spec: TrainerSpec) -> TrainerSettings:
-    """The TrainerActor's settings."""
+    """The TrainerActor's settings.
+
+    Raises:
+        InfeasibleError: The placement group that this process is in cannot hold the workers.
+    """
     return TrainerSettings(
         name=f"{spec.run.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         scaling=spec.scaling,
@@ -97,6 +102,7 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         runtime_env=spec.runtime_env,
         shares_gpus=spec.backend.name in ("torch", "horovod"),
         alias=spec.run.name if spec.run.detached else None,
+        room=None if spec.run.detached else find_room(spec.scaling, spec.failure.spares),  # it outlives the group
         run=spec.run,
         seed=spec.seed,
         deterministic=spec.deterministic,

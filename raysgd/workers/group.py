@@ -28,11 +28,11 @@ from raysgd.workers.drains import Drains
 from raysgd.workers.faulty_nodes import FaultyNodes
 from raysgd.workers.newcomers import Newcomers
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
-from raysgd.workers.placement import explain_busy, explain_timeout
+from raysgd.workers.placement import explain_busy, explain_timeout, seat_bundle
 from raysgd.workers.process import Worker, WorkerStarter
 from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
 from raysgd.workers.reserve import Reserve
-from raysgd.workers.seats import Seat, Seats
+from raysgd.workers.seats import Room, Seat, Seats
 from raysgd.workers.storage_check import check_storage
 from raysgd.workers.streams import WorkerDied, WorkerStreams
 from raysgd.workers.vitals import Vitals
@@ -54,6 +54,7 @@ class WorkerGroup:
         controller: Name of the TrainerActor.
         runtime_env: Ray runtime environment of the workers.
         shares_gpus: Whether the workers of a node see each other's GPUs.
+        room: Where the first of them are, and there is enough of it.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class WorkerGroup:
         controller: str,
         runtime_env: Mapping[str, Any] | None,
         shares_gpus: bool,
+        room: Room | None = None,
     ) -> None:
         self._scaling = scaling
         self._start_timeout_s = failure.start_timeout_s
         self._num_spares = failure.spares
         self._shares_gpus = shares_gpus
-        self._seats = Seats(name, scaling.bundle(), scaling.placement_strategy)
+        self._room = room
+        self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._lost_nodes: set[str] = set()  # and those that will be, or are faulty
@@ -197,7 +200,8 @@ class WorkerGroup:
     def _start_missing(self) -> None:
         is_new = not self._seats.is_open
         if is_new:
-            check_feasible(self._scaling, self._num_spares)
+            if self._room is None:
+                check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}

@@ -57,6 +57,32 @@ def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb:
     return None
 
 
+def seat_bundle(scaling: ScalingConfig) -> dict[str, float]:
+    """What a worker's seat reserves: its resources. Ray refuses bundles of nothing."""
+    return scaling.bundle() or {"CPU": 0.001}
+
+
+def seats_in(bundles: Sequence[Mapping[str, float]], bundle: Mapping[str, float]) -> list[int]:
+    """The bundles of a placement group that hold workers, by index, each as often as it holds one.
+
+    Args:
+        bundles: What of each is free.
+        bundle: What a worker needs.
+    """
+    return [index for index, free in enumerate(bundles) for _ in range(_fitting(bundle, free))]
+
+
+def explain_full(scaling: ScalingConfig, bundles: Sequence[Mapping[str, float]], num_spares: int = 0) -> str | None:
+    """Why a placement group, of whose bundles this is free, cannot hold the workers and their spares; None if it can."""
+    bundle, count = scaling.bundle(), scaling.min_workers + num_spares
+    room = len(seats_in(bundles, seat_bundle(scaling)))
+    if room >= count:
+        return None
+    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
+    free = " | ".join(describe_bundle({name: amount for name, amount in held.items() if amount}) for held in bundles)
+    return f"needs room for {count} x ({describe_bundle(bundle)}){which}, and its bundles have {free} free, room for {room}"
+
+
 def room_for(bundle: Mapping[str, float], nodes: Sequence[Node]) -> int:
     """How many of the bundle fit into what is free now."""
     return sum(_fitting(bundle, node.free) for node in nodes)

@@ -44,6 +44,18 @@ class Seat:
         return bool(placement_group_table(self.placement).get("state") == "CREATED")
 
 
+@dataclass(frozen=True)
+class Room:
+    """A placement group of others, such as that of a Tune trial, which has the first seats and stays theirs.
+
+    Attributes:
+        bundles: The bundle of each seat, by index.
+    """
+
+    placement: PlacementGroup
+    bundles: tuple[int, ...]
+
+
 class Seats:
     """The seats of one group of workers.
 
@@ -51,12 +63,14 @@ class Seats:
         name: Name of the first placement group.
         bundle: The resources of a seat.
         strategy: Placement strategy of the first group.
+        room: Where the first seats are, if not in a group of their own.
     """
 
-    def __init__(self, name: str, bundle: Mapping[str, float], strategy: str) -> None:
+    def __init__(self, name: str, bundle: Mapping[str, float], strategy: str, room: Room | None = None) -> None:
         self._name = name
-        self._bundle = dict(bundle) or {"CPU": 0.001}  # Ray refuses empty bundles
+        self._bundle = dict(bundle)
         self._strategy = strategy
+        self._room = room
         self._placements: list[PlacementGroup] = []
         self._num_added = 0
         self._free: list[Seat] = []
@@ -66,10 +80,14 @@ class Seats:
         return bool(self._placements)
 
     def open(self, count: int) -> None:
-        """Ask for ``count`` seats at once."""
-        placement = placement_group([self._bundle] * count, strategy=self._strategy, name=self._name)
+        """Ask for ``count`` seats at once; where room was given, all that it has are there."""
+        if self._room is not None:
+            placement, bundles = self._room.placement, self._room.bundles
+        else:
+            placement = placement_group([self._bundle] * count, strategy=self._strategy, name=self._name)
+            bundles = tuple(range(count))
         self._placements.append(placement)
-        self._free += [Seat(placement, index) for index in range(count)]
+        self._free += [Seat(placement, index) for index in bundles]
 
     def add(self, avoid: Collection[str] = ()) -> Seat:
         """Ask for one more seat, on none of the nodes ``avoid``."""
@@ -142,9 +160,10 @@ class Seats:
                 self.remove(seat)
 
     def close(self) -> None:
-        """Give all resources back."""
+        """Give all resources back, those of room that was given to whoever has it."""
         for placement in self._placements:
-            remove_placement_group(placement)
+            if self._room is None or placement != self._room.placement:
+                remove_placement_group(placement)
         self._placements.clear()
         self._free.clear()
 
