@@ -57,7 +57,9 @@ class CheckpointDesk:
         self._tried: set[int] = set()  # those that are and were
         self._from_memory: set[int] = set()  # those that could be
         self._last_number = plan.start.number
+        self._last_told = plan.start.number  # to readers, as being saved
         self._first_number = 1
+        self._attempt = 0
         self._started_from = plan.start
         self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=plan.reduce)
 
@@ -125,7 +127,7 @@ class CheckpointDesk:
                 is_resumed=start.is_checkpoint,
             )
 
-        self._started_from = start
+        self._attempt, self._started_from = attempt, start
         self._collector = collector()
         if self._memory is not None:
             self._memory.begin_attempt(collector())
@@ -214,6 +216,7 @@ class CheckpointDesk:
         rule = None if self._memory is None else self._memory.take(rank, said)
         if isinstance(said, Saved):
             rule = self._collector.saved(rank, said) or rule
+            self._tell_saving(said)
         elif isinstance(said, PartSafe):
             rule = self._collector.part_safe(rank, said) or rule
         elif isinstance(said, Scored):
@@ -255,6 +258,13 @@ class CheckpointDesk:
         message = f"checkpoint {number} could not be written: {error}"
         self._out(Note("warning", {"message": message}))
         return message
+
+    def _tell_saving(self, said: Saved) -> None:
+        number = self.number_of(said.call)
+        if number > self._last_told and number % self._stored_every == 0:
+            self._last_told = number
+            iteration = self._started_from.iteration + said.reports
+            self._out(Say(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:
         complete = self._collector.complete()

@@ -13,6 +13,7 @@ REPORTS = "reports"  # rank, rows; data: first, count
 RANK_DONE = "rank_done"  # rank
 ATTEMPT_END = "attempt_end"  # data: keep_rounds
 EVENT = "event"  # data: kind, timestamp, data
+SAVING = "saving"  # data: number, iteration (rounds before the save); it is to be on storage
 CHECKPOINT = "checkpoint"  # data: number, uri, iteration, metrics
 CHECKPOINT_SCORED = "checkpoint_scored"  # data: the same
 CHECKPOINT_DELETED = "checkpoint_deleted"  # data: number

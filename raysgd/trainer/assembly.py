@@ -123,6 +123,26 @@ def spec_of(settings: TrainerSettings) -> TrainerSpec:
     )
 
 
+def arguments_of(spec: TrainerSpec) -> dict[str, Any]:
+    """The arguments of a Trainer that make this one."""
+    scaling = spec.scaling
+    return {
+        "num_workers": scaling.num_workers,
+        "backend": spec.backend,
+        "backend_args": None,
+        "cpus_per_worker": scaling.cpus_per_worker,
+        "gpus_per_worker": scaling.gpus_per_worker,
+        "resources_per_worker": scaling.resources_per_worker,
+        "placement_strategy": scaling.placement_strategy,
+        "runtime_env": spec.runtime_env,
+        "seed": spec.seed,
+        "deterministic": spec.deterministic,
+        "run": spec.run,
+        "failure": spec.failure,
+        "checkpoint": spec.checkpoint,
+    }
+
+
 def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
     """The folder for a Trainer's runs; named after its first train_func and the time if the user gave no name."""
     name = spec.run.name

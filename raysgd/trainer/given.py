@@ -6,7 +6,8 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -42,6 +43,23 @@ def check_train_func(function: Any) -> Callable[..., Any]:
             "Put the others into the config, or bind them with functools.partial."
         )
     return function  # type: ignore[no-any-return]
+
+
+def check_tuned_func(function: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """A function for trials, and the names of what it needs beside the config.
+
+    Raises:
+        ConfigError: As `check_train_func`.
+    """
+    signature = _signature(function) if callable(function) and not isinstance(function, type) else None
+    if signature is None:
+        return check_train_func(function), ()
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
+    further = [p.name for p in needed if p.kind is p.KEYWORD_ONLY] + [
+        p.name for p in [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    ]
+    check_train_func(functools.partial(function, **dict.fromkeys(further)) if further else function)
+    return function, tuple(further)
 
 
 def check_call(method: str, function: Any, has_instance: bool) -> None:
@@ -147,6 +165,8 @@ def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
     """
     if dataset is None:
         return NO_DATASETS
+    if isinstance(dataset, DatasetPlan):
+        return dataset
     from raysgd.data import resolve_datasets  # NumPy, for those who give data
 
     def start(lazy: Any) -> Stream:
@@ -157,6 +177,41 @@ def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
 
     here = ray.get_runtime_context()
     return resolve_datasets(dataset, ray.put, start, session=(here.get_node_id(), here.get_job_id()))
+
+
+def plan_data(dataset: Any) -> DatasetPlan:
+    """As `resolve_data`, for several runs: what is lazy is left to `start_streams` in each of them."""
+    if dataset is None:
+        return NO_DATASETS
+    from raysgd.data import resolve_datasets
+
+    here = ray.get_runtime_context()
+    return resolve_datasets(dataset, ray.put, cast("Any", _Lazy), session=(here.get_node_id(), here.get_job_id()))
+
+
+def start_streams(plan: DatasetPlan, scaling: ScalingConfig) -> DatasetPlan:
+    """A run's own plan, whose lazy datasets are executed for it.
+
+    Raises:
+        ConfigError: The workers would leave no CPU for that.
+    """
+    lazy = {name: source for name, source in plan.sources.items() if source.kind == "stream"}
+    if not lazy:
+        return plan
+    from raysgd.workers.data_streams import start_host
+
+    check_room_beside(scaling)
+    hosts = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}
+    started = {key: start_host(given.dataset) for key, given in hosts.items()}
+    sources = {name: replace(source, blocks=(started[id(source.blocks[0])],)) for name, source in lazy.items()}
+    return replace(plan, sources={**plan.sources, **sources})
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A lazy dataset that is not executed yet."""
+
+    dataset: Any
 
 
 def check_room_beside(scaling: ScalingConfig) -> None:

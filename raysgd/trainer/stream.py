@@ -68,6 +68,7 @@ class ResultStream:
         self._is_closed = False
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
+        self._saving: dict[int, int] = {}
         self._values: list[Any] = []
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
@@ -157,11 +158,29 @@ class ResultStream:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
+    def wait_next(self, timeout_s: float) -> bool:
+        """Wait until there is something to iterate over, or the end; whether there is."""
+        with self._changed:
+            return bool(self._results) or self._changed.wait_for(self._has_more, timeout_s)
+
+    def wait_saved(self, iteration: int, timeout_s: float) -> bool:
+        """Wait until what was saved by the end of this round is on storage, or the run is over; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._is_closed or all(before > iteration for before in list(self._saving.values())), timeout_s
+            )
+
     def stop(self, why: str, error: BaseException | None) -> None:
         """A callback wants the run to end; with an error, at once and with that error."""
         if error is not None:
             self._error = error
         self._channel.stop(self._run_id, why, cancel=error is not None)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything is over, and every result was taken."""
+        with self._changed:
+            return self._is_closed and not self._results and not self._is_behind and not self._has_results_to_come()
 
     @property
     def error(self) -> BaseException | None:
@@ -227,7 +246,12 @@ class ResultStream:
         data = frame.data
         if frame.kind == frames.RUN_END:
             self._end(data)
+        elif frame.kind == frames.ATTEMPT:
+            self._saving.clear()
+        elif frame.kind == frames.SAVING:
+            self._saving[data["number"]] = data["iteration"]
         elif frame.kind in (frames.CHECKPOINT, frames.CHECKPOINT_SCORED):
+            self._saving.pop(data["number"], None)
             self._checkpoints[data["number"]] = Checkpoint(data["uri"], data["metrics"], data["iteration"])
         elif frame.kind == frames.CHECKPOINT_DELETED:
             self._checkpoints.pop(data["number"], None)
@@ -300,6 +324,9 @@ class ResultStream:
 
     def _has_more(self) -> bool:
         return bool(self._buffer) or self._is_behind or self._is_iterated
+
+    def _has_results_to_come(self) -> bool:
+        return any(frame.kind in (frames.REPORTS, frames.ATTEMPT_END) for frame in self._buffer)
 
     async def _wait_async(self) -> None:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -19,21 +20,20 @@ from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_component, check_count
-from raysgd.errors import ConfigError, RaySGDError, SerializationError, TrainerBusyError, TrainerClosedError, UsageError
+from raysgd.errors import ConfigError, RaySGDError, SerializationError, UsageError
 from raysgd.session import context
 from raysgd.trainer import assembly
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.control import INTERRUPT_PATIENCE_S, RunControl
-from raysgd.trainer.given import check_call
+from raysgd.trainer.class_control import ClassControl
+from raysgd.trainer.control import INTERRUPT_PATIENCE_S
 from raysgd.trainer.restoring import restore_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable
-from raysgd.workers.pickling import loads
 from raysgd.workers.placement import describe_bundle
 
 
-class Trainer(RunControl):
+class Trainer(ClassControl):
     """Runs a single-machine train_func on many workers.
 
     Nothing is started before the first `run`, `start` or ``with``; the workers then stay up, so that the next run starts in
@@ -102,14 +102,21 @@ class Trainer(RunControl):
         )
         self._set_up(spec)
 
-    def _set_up(self, spec: TrainerSpec, channel: Channel | None = None) -> None:
+    def _set_up(self, spec: TrainerSpec) -> None:
         self._spec = spec
-        self._channel = channel
+        self._channel = None
         self._stream = None
         self._runs_uri: str | None = None
         self._goes_on_from: Checkpoint | None = None
         self._class_name: str | None = None
         self._is_closed = False
+
+    @classmethod
+    def of_spec(cls, spec: TrainerSpec) -> Trainer:
+        """The Trainer of what another was given; for the inside of raysgd."""
+        trainer = cls.__new__(cls)
+        trainer._set_up(spec)
+        return trainer
 
     @classmethod
     def attach(cls, name: str) -> Trainer:
@@ -126,8 +133,8 @@ class Trainer(RunControl):
         check_component("Trainer.attach(name)", name)
         assembly.connect_ray(joins=True)
         channel = Channel.attach(name)
-        trainer = cls.__new__(cls)
-        trainer._set_up(assembly.spec_of(channel.settings), channel)
+        trainer = cls.of_spec(assembly.spec_of(channel.settings))
+        trainer._channel = channel
         return trainer
 
     @classmethod
@@ -240,40 +247,63 @@ class Trainer(RunControl):
         self._runs_uri = runs_uri  # only now: a function that was refused gives its name to no folder
         return self._stream
 
-    # -- the class API --------------------------------------------------------------------------------------------
+    def to_trainable(
+        self,
+        train_func: Callable[..., Any],
+        dataset: Any = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        checkpoint: Any = None,
+        reduce: Mapping[str, str] | None = None,
+        trainer_args_from: str | Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """A trainable for `ray.tune.run` and `ray.tune.Tuner`, whose trials are runs of train_func with the trial's config.
 
-    def start(self, ExecutionClass: type | None = None, *args: Any, **kwargs: Any) -> None:
-        """Bring the workers up; with a class, form a process group and make an instance on each worker.
+        Each trial has workers of its own, with all settings of this Trainer, in a placement group that Tune asks for; what
+        train_func reports are the trial's results, what it saves its checkpoints, and the run's files lie in the trial's
+        folder. This Trainer is not used up; workers of its own that are idle are ended, lest they hold what trials need.
 
-        The instances live until the next `start` or `shutdown`; `run` needs workers without them.
+        Args:
+            train_func: As for `run`; further arguments come by `ray.tune.with_parameters`.
+            dataset: As for `run`, stored once for all trials; or a function of the config that gives each trial its own.
+            callbacks: For each trial, in its process; Tune's own are given to Tune.
+            checkpoint: Where each trial starts from.
+            reduce: As for `run`.
+            trainer_args_from: Which arguments of the Trainer the config has: the name of a dict of such in it, as for
+                ``config={"trainer": {"num_workers": tune.choice([1, 2])}}``, or a function of the config that gives one.
+
+        Returns:
+            A subclass of `ray.tune.Trainable`.
 
         Raises:
-            Exception: What the class's constructor raised.
-            InfeasibleError: The cluster can never hold the workers.
+            ConfigError: An argument that cannot work.
+            SerializationError: train_func or a callback does not pickle.
+            TrainerBusyError: A run of this Trainer is live.
         """
-        self._check_free(class_api=True)
-        if ExecutionClass is not None and not isinstance(ExecutionClass, type):
-            raise ConfigError(f"start({ExecutionClass!r}) got no class; give a class and its arguments.")
-        channel = self._connect()
-        channel.call("drop_class")
-        blob = assembly.share_call((ExecutionClass, args, kwargs), "the class and its arguments")
-        self._class_name = None
-        channel.call("start_class", blob, ExecutionClass is not None, may_repeat=False)
-        self._class_name = None if ExecutionClass is None else ExecutionClass.__name__
-
-    def execute(self, fn: Callable[..., Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker (``fn()`` where no class was given); results by rank.
-
-        Raises:
-            Exception: What ``fn`` raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
-        """
-        return self._execute("execute", fn, first_only=False)
-
-    def execute_single(self, fn: Callable[..., Any]) -> Any:
-        """Call ``fn`` on rank 0 alone."""
-        return self._execute("execute_single", fn, first_only=True)[0]
+        self._check_free()
+        self._release()
+        # Of a layer above this one, and not imported by those who do without Tune.
+        integration = importlib.import_module("raysgd.tune_integration")
+        return integration.make_trainable(
+            self,
+            train_func,
+            dataset,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            reduce=reduce,
+            trainer_args_from=trainer_args_from,
+        )
 
     # -- life -----------------------------------------------------------------------------------------------------
+
+    def warm_up(self, runs_uri: str) -> None:
+        """Ask for the workers' processes, for a run in this folder of runs; for the inside of raysgd. Returns at once.
+
+        Raises:
+            InfeasibleError: The placement group that this process is in cannot hold them.
+        """
+        self._runs_uri = runs_uri
+        self._connect()
 
     def shutdown(self) -> None:
         """End a live run, all workers, and give the resources back. May be called again."""
@@ -306,37 +336,6 @@ class Trainer(RunControl):
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> Channel:
-        if self._channel is None or self._channel.is_gone:
-            assembly.connect_ray()
-            if self._spec.run.detached and assembly.owns_cluster():
-                tell(
-                    "this program has started the Ray cluster, which ends with it, and so will the run: see `ray start`"
-                )
-            self._channel = Channel.start(assembly.make_settings(self._spec))
-            self._class_name = None
-        return self._channel
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TrainerClosedError("this Trainer was shut down; make a new one.")
-
-    def _check_free(self, *, class_api: bool = False) -> None:
-        self._check_open()
-        if self._is_live:
-            folder = ((self._stream and self._stream.run_dir) or "").partition("?")[0].rstrip("/").rpartition("/")[2]
-            raise TrainerBusyError(f"{folder or 'a run'} is running; wait for it with get_returns(), or cancel() it.")
-        if self._class_name is not None and not class_api:
-            raise TrainerBusyError(f"instances of {self._class_name} are live; start() without a class drops them.")
-
-    def _execute(self, method: str, fn: Callable[..., Any], *, first_only: bool) -> list[Any]:
-        self._check_free(class_api=True)
-        has_class = self._class_name is not None
-        check_call(method, fn, has_instance=has_class)
-        channel = self._connect()
-        blob = assembly.share_call(fn, "the function")
-        return [loads(value) for value in channel.call("execute", blob, first_only, has_class, may_repeat=False)]
 
     def _take_hold(self) -> None:
         """Of a run that is live, also one of another driver."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -86,6 +87,49 @@ def find_unpicklable(
         except Exception:
             return find_unpicklable(part, path + name, reducers, above)
     return path, obj
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A function of the user's as a pickle, for processes that only hand it on: opening it may import a framework.
+
+    Attributes:
+        name: Of the function, as users are told of it.
+    """
+
+    data: bytes = field(repr=False)
+    name: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> Packed:
+        """Pack one.
+
+        Raises:
+            SerializationError: It does not pickle; names the part.
+        """
+        return cls(dumps_named(function, name), getattr(function, "__qualname__", type(function).__name__))
+
+    def bind(self, keywords: Mapping[str, Any]) -> Callable[..., Any]:
+        """What stands for the function with these arguments here, and is that once it is pickled and opened."""
+        return _Bound(self, keywords)
+
+
+class _Bound:
+    def __init__(self, packed: Packed, keywords: Mapping[str, Any]) -> None:
+        self._packed = packed
+        self._keywords = dict(keywords)
+        self.__qualname__ = self.__name__ = packed.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _open_bound(self._packed.data, self._keywords)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_bound, (self._packed.data, self._keywords)
+
+
+def _open_bound(data: bytes, keywords: Mapping[str, Any]) -> Any:
+    function = loads(data)
+    return functools.partial(function, **keywords) if keywords else function
 
 
 def dumps_error(error: BaseException) -> bytes | None:

@@ -1,0 +1,149 @@
+"""What Ray Tune runs: a trainable whose trials are raysgd runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import ray
+from ray.air.constants import TRAINING_ITERATION
+from ray.train._internal.session import _TrainingResult  # what Tune's `save` gives, and `restore` takes
+from ray.tune import Checkpoint as TuneCheckpoint
+from ray.tune import PlacementGroupFactory, Trainable
+from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.checks import check_callbacks
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage import Storage
+from raysgd.controller.reducing import check_reduce
+from raysgd.errors import ConfigError
+from raysgd.trainer import assembly
+from raysgd.trainer.given import check_tuned_func, plan_data
+from raysgd.trainer.trainer import Trainer
+from raysgd.tune_integration.copies import copy_checkpoint
+from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
+from raysgd.tune_integration.trial import Trial
+from raysgd.workers.pickling import Packed, dumps_named
+
+if TYPE_CHECKING:
+    from ray.train._internal.storage import StorageContext
+
+
+class RaySGDTrainable(Trainable):
+    """A trial. Its process drives a run, as a script with a Trainer would; it needs no resources, and no framework.
+
+    Tune's interface is that of `ray.tune.Trainable`. Where a method is overridden that Tune means to be left alone, it is
+    for checkpoints, which are made by the workers when train_func says so, and are on storage when Tune asks for them.
+    """
+
+    _recipe: ClassVar[Recipe]
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        return cls._recipe.resources(config)
+
+    def setup(self, config: dict[str, Any], **parameters: Any) -> None:
+        self._trial = Trial(self._recipe, parameters)
+        self._promised = False
+        self._trial.prepare(config, self._folder.uri)
+
+    def step(self) -> dict[str, Any]:
+        self._promised = False
+        result = self._trial.next()
+        if result is not None:
+            row = dict(result)
+        elif self._trial.new_checkpoint() is None:
+            return {RESULT_DUPLICATE: True}
+        else:  # saved after the last round: Tune takes checkpoints with results only
+            row = self._last
+        row[DONE] = self._trial.is_over
+        self._promised = row[SHOULD_CHECKPOINT] = self._trial.new_checkpoint() is not None
+        return row
+
+    def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
+        """The newest checkpoint of the rounds so far, in a folder of the trial; none where Tune has that already."""
+        was_promised, self._promised = self._promised, False
+        found = self._trial.new_checkpoint()
+        if found is None and (was_promised or self._trial.is_over):
+            return _TrainingResult(None, self._last)
+        found = self._trial.take_checkpoint()
+        if found is None:
+            return _TrainingResult(None, self._last)
+        metrics = {**self._last, **found.metrics, TRAINING_ITERATION: found.iteration}
+        place = self._place
+        place._update_checkpoint_index(metrics)
+        folder = Storage(place.storage_filesystem, place.checkpoint_fs_path)
+        copy_checkpoint(Storage.from_uri(str(found.path)), folder)
+        return _TrainingResult(TuneCheckpoint(place.checkpoint_fs_path, place.storage_filesystem), metrics)
+
+    def restore(self, checkpoint_path: Any) -> None:
+        """Have the next round be the one after this checkpoint's."""
+        given: Any = checkpoint_path.checkpoint if isinstance(checkpoint_path, _TrainingResult) else checkpoint_path
+        if isinstance(given, TuneCheckpoint):
+            found = Checkpoint.from_path(Storage(given.filesystem, given.path).uri)
+        else:
+            found = Checkpoint.from_path(given)
+        self._trial.go_on_from(found)
+        self._iteration, self._time_total = found.iteration, found.time_total_s
+        self._time_since_restore, self._iterations_since_restore = 0.0, 0
+        self._restored = True
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._promised = False
+        self._last_result = None
+        self._trial.prepare(new_config, self._folder.uri)
+        return True
+
+    def cleanup(self) -> None:
+        self._trial.close()
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        """The last result, with what Tune has added."""
+        return dict(cast("Any", self._last_result) or {})
+
+    @property
+    def _place(self) -> StorageContext:
+        """Where Tune has this trial's files."""
+        assert self._storage is not None
+        return self._storage
+
+    @property
+    def _folder(self) -> Storage:
+        return Storage(self._place.storage_filesystem, self._place.trial_fs_path)
+
+
+def make_trainable(
+    trainer: Trainer,
+    train_func: Callable[..., Any],
+    dataset: Any = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Any = None,
+    reduce: dict[str, str] | None = None,
+    trainer_args_from: ArgumentsFrom = None,
+) -> type[Trainable]:
+    """See `raysgd.Trainer.to_trainable`."""
+    spec = trainer.spec
+    if spec.run.detached:
+        raise ConfigError(
+            "RunConfig(detached=True) is for runs that outlive their driver; a trial ends with its search."
+        )
+    function, needs = check_tuned_func(train_func)
+    check_callbacks(callbacks)
+    if trainer_args_from is not None and not isinstance(trainer_args_from, str) and not callable(trainer_args_from):
+        raise ConfigError(f"trainer_args_from={trainer_args_from!r}; give a name in the config, or a function of it.")
+    assembly.connect_ray()
+    work = Work(
+        train_func=Packed.of(function, "train_func"),
+        needs=needs,
+        datasets=dataset if callable(dataset) and not hasattr(dataset, "__getitem__") else plan_data(dataset),
+        callbacks=dumps_named(list(callbacks), "callbacks"),
+        reduce=check_reduce(reduce),
+        checkpoint=checkpoint,
+    )
+    recipe = Recipe(spec, trainer_args_from, ray.put(work))
+    return type(
+        work.train_func.name.rpartition(".")[2], (RaySGDTrainable,), {"_recipe": recipe, "__module__": __name__}
+    )

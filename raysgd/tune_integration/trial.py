@@ -1,0 +1,165 @@
+"""The runs of one Tune trial, one after another, in the process that Tune made for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysgd.callbacks.progress import ProgressCallback
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.data.plan import DatasetPlan
+from raysgd.errors import ConfigError, RaySGDError
+from raysgd.result import Result
+from raysgd.trainer.assembly import TrainerSpec
+from raysgd.trainer.given import resolve_data, start_streams
+from raysgd.trainer.stream import ResultStream
+from raysgd.trainer.trainer import Trainer
+from raysgd.tune_integration.recipe import Recipe, Work
+from raysgd.workers.cluster import check_feasible
+from raysgd.workers.pickling import loads
+
+#: Seconds a result waits for what comes right after it: a save, the next result, the end.
+_LOOK_S = 0.05
+#: Seconds a result waits until what was saved with it is on storage.
+_SAVE_S = 10.0
+#: Seconds a run that is ended early has for its callbacks and what is being written.
+_END_S = 10.0
+
+
+class Trial:
+    """A Trainer, warm from one run to the next, and its live run.
+
+    Args:
+        recipe: How its runs are made.
+        parameters: What `ray.tune.with_parameters` gives.
+    """
+
+    def __init__(self, recipe: Recipe, parameters: Mapping[str, Any]) -> None:
+        self._recipe = recipe
+        self._work: Work = ray.get(recipe.work)
+        self._parameters = dict(parameters)
+        self._trainer: Trainer | None = None
+        self._spec: TrainerSpec | None = None
+        self._config: dict[str, Any] = {}
+        self._stream: ResultStream | None = None
+        self._start: Any = None
+        self._highest = 0
+        self._given = 0  # number of the checkpoint that Tune has
+        self._problem: Exception | None = None
+
+    def prepare(self, config: dict[str, Any], folder: str) -> None:
+        """Have the next run be one with this config; its workers' processes come up meanwhile, or are there.
+
+        What cannot work is raised by `next`, where Tune makes it the trial's error.
+        """
+        self.end()
+        self._config, self._start, self._problem = config, self._work.checkpoint, None
+        self._highest = self._given = 0
+        try:
+            self._check_parameters()
+            spec = self._recipe.spec_for(config)
+            if self._trainer is None or spec != self._spec:
+                self.close()
+                check_feasible(spec.scaling, spec.failure.spares)
+                self._spec, self._trainer = spec, Trainer.of_spec(spec)
+            self._trainer.warm_up(folder)
+        except (RaySGDError, RayError) as problem:
+            self._problem = problem
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Have the next run begin there; a live one ends."""
+        self.end()
+        self._start, self._highest, self._given = checkpoint, checkpoint.iteration, 0
+
+    def next(self) -> Result | None:
+        """The next round that Tune has not had, when what was saved with it is on storage; None at the end.
+
+        Raises:
+            Exception: What the run ended with.
+        """
+        if self._problem is not None:
+            raise self._problem
+        if self._stream is None:
+            self._stream = self._begin()
+        for result in self._stream:
+            if result["training_iteration"] > self._highest:  # others were made again, after a failure
+                self._highest = result["training_iteration"]
+                self._stream.wait_next(_LOOK_S)
+                self._stream.wait_saved(self._highest, _SAVE_S)
+                return result
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is known of the run, and it has succeeded."""
+        stream = self._stream
+        return stream is not None and stream.error is None and stream.is_drained
+
+    def new_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the rounds so far, where Tune has not got it."""
+        number, checkpoint = self._newest()
+        return checkpoint if number > self._given else None
+
+    def take_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the rounds so far; Tune has got it then."""
+        self._given, checkpoint = self._newest()
+        return checkpoint
+
+    def end(self) -> None:
+        """End a live run early, in peace; its workers stay."""
+        stream, self._stream = self._stream, None
+        if stream is not None and stream.is_live:
+            stream.cancel()
+        if stream is not None and not stream.wait_closed(_END_S):
+            self.close()
+
+    def close(self) -> None:
+        """End everything and give the resources back."""
+        stream, self._stream = self._stream, None
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            if stream is not None and stream.is_live:
+                stream.cancel()
+                stream.wait_closed(_END_S)
+            with contextlib.suppress(RayError):
+                trainer.shutdown()
+
+    def _begin(self) -> ResultStream:
+        assert self._trainer is not None
+        callbacks = loads(self._work.callbacks)
+        if not any(isinstance(callback, ProgressCallback) for callback in callbacks):
+            callbacks.append(ProgressCallback(mode="off"))  # Tune has a display of its own
+        return self._trainer.run_generator(
+            self._work.train_func.bind(self._parameters),
+            self._config,
+            dataset=self._dataset(),
+            callbacks=callbacks,
+            checkpoint=self._start,
+            reduce=self._work.reduce,
+        )
+
+    def _dataset(self) -> Any:
+        assert self._spec is not None
+        given = self._work.datasets
+        if given is None or isinstance(given, DatasetPlan):
+            return None if given is None else start_streams(given, self._spec.scaling)
+        return resolve_data(given(self._config), self._spec.scaling)
+
+    def _newest(self) -> tuple[int, Checkpoint | None]:
+        found = {} if self._stream is None else self._stream.checkpoints
+        numbers = [
+            number for number, checkpoint in found.items() if checkpoint.iteration <= self._highest or self.is_over
+        ]
+        return (max(numbers), found[max(numbers)]) if numbers else (0, None)
+
+    def _check_parameters(self) -> None:
+        missing = [name for name in self._work.needs if name not in self._parameters]
+        if missing:
+            raise ConfigError(
+                f"train_func {self._work.train_func.name} needs {', '.join(missing)} beside the config: give "
+                f"tune.with_parameters(trainable, {missing[0]}=...)."
+            )
