@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from raysgd._util.imported import imported
 from raysgd._util.redact import plain, redact, redact_arguments, secret_values
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
@@ -173,7 +174,8 @@ def begin_run(
     start, state = resolve_start(checkpoint)
     shown = redact(plain(config))
     share = bytes if spec.run.detached else _share  # what this process puts into the object store ends with it
-    by_place = _by_place(default_callbacks(callbacks), is_detached=spec.run.detached)
+    shown_callbacks = callbacks if _is_in_trial() else default_callbacks(callbacks)
+    by_place = _by_place(shown_callbacks, is_detached=spec.run.detached)
     request = RunRequest(
         run_id=uuid.uuid4().hex,
         runs_uri=runs_uri,
@@ -213,6 +215,12 @@ def begin_run(
 def share_call(obj: Any, name: str) -> Any:
     """A function or class of the user's for the workers."""
     return _share(dumps_named(obj, name))
+
+
+def _is_in_trial() -> bool:
+    """Whether this is a function that Ray Tune runs: Tune has a display of its own."""
+    sessions = imported("ray.train._internal.session")
+    return sessions is not None and sessions.get_session() is not None
 
 
 def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:

@@ -69,6 +69,7 @@ class ResultStream:
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
         self._saving: dict[int, int] = {}
+        self._saved_after = -1  # the round before the newest save
         self._values: list[Any] = []
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
@@ -158,10 +159,16 @@ class ResultStream:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
-    def wait_next(self, timeout_s: float) -> bool:
-        """Wait until there is something to iterate over, or the end; whether there is."""
+    def wait_save_or_next(self, iteration: int, timeout_s: float) -> bool:
+        """Wait until a save after this round, the next result or the end is seen; whether it is."""
         with self._changed:
-            return bool(self._results) or self._changed.wait_for(self._has_more, timeout_s)
+            return bool(self._results) or self._changed.wait_for(
+                lambda: self._has_more() or self.was_saved_after(iteration), timeout_s
+            )
+
+    def was_saved_after(self, iteration: int) -> bool:
+        """Whether train_func has saved since it made this round."""
+        return self._saved_after >= iteration
 
     def wait_saved(self, iteration: int, timeout_s: float) -> bool:
         """Wait until what was saved by the end of this round is on storage, or the run is over; whether it is."""
@@ -249,7 +256,7 @@ class ResultStream:
         elif frame.kind == frames.ATTEMPT:
             self._saving.clear()
         elif frame.kind == frames.SAVING:
-            self._saving[data["number"]] = data["iteration"]
+            self._saving[data["number"]] = self._saved_after = data["iteration"]
         elif frame.kind in (frames.CHECKPOINT, frames.CHECKPOINT_SCORED):
             self._saving.pop(data["number"], None)
             self._checkpoints[data["number"]] = Checkpoint(data["uri"], data["metrics"], data["iteration"])

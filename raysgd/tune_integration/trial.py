@@ -23,8 +23,8 @@ from raysgd.workers.cluster import check_feasible
 from raysgd.workers.pickling import loads
 
 #: Seconds a result waits for what comes right after it: a save, the next result, the end.
-_LOOK_S = 0.05
-#: Seconds a result waits until what was saved with it is on storage.
+_LOOK_S = 0.25
+#: The same where a save has come later than that before; and seconds until what was saved is on storage.
 _SAVE_S = 10.0
 #: Seconds a run that is ended early has for its callbacks and what is being written.
 _END_S = 10.0
@@ -50,6 +50,8 @@ class Trial:
         self._highest = 0
         self._given = 0  # number of the checkpoint that Tune has
         self._problem: Exception | None = None
+        self._look_s = _LOOK_S
+        self._without = (0, 0)  # the last round given to Tune, and the last checkpoint that was there then
 
     def prepare(self, config: dict[str, Any], folder: str) -> None:
         """Have the next run be one with this config; its workers' processes come up meanwhile, or are there.
@@ -59,6 +61,7 @@ class Trial:
         self.end()
         self._config, self._start, self._problem = config, self._work.checkpoint, None
         self._highest = self._given = 0
+        self._look_s, self._without = _LOOK_S, (0, 0)
         try:
             self._check_parameters()
             spec = self._recipe.spec_for(config)
@@ -88,8 +91,7 @@ class Trial:
         for result in self._stream:
             if result["training_iteration"] > self._highest:  # others were made again, after a failure
                 self._highest = result["training_iteration"]
-                self._stream.wait_next(_LOOK_S)
-                self._stream.wait_saved(self._highest, _SAVE_S)
+                self._wait_for_saves(self._stream)
                 return result
         return None
 
@@ -127,6 +129,15 @@ class Trial:
                 stream.wait_closed(_END_S)
             with contextlib.suppress(RayError):
                 trainer.shutdown()
+
+    def _wait_for_saves(self, stream: ResultStream) -> None:
+        """Tune takes a checkpoint with a result: with this one, though train_func may make it after the report."""
+        before, known = self._without
+        if any(number > known and found.iteration <= before for number, found in stream.checkpoints.items()):
+            self._look_s = _SAVE_S  # it came too late for its result
+        stream.wait_save_or_next(self._highest, self._look_s)
+        stream.wait_saved(self._highest, _SAVE_S)
+        self._without = self._highest, max(stream.checkpoints, default=0)
 
     def _begin(self) -> ResultStream:
         assert self._trainer is not None

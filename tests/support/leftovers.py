@@ -14,6 +14,7 @@ from support.project import ROOT
 
 # Set by libraries when they are imported or started, for good; none of them is the test's doing.
 LIBRARIES_SET = (
+    "CRC32C_",  # tensorboardX
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # JAX, as what it sets for TPUs
     "HDF5_",
     "JAX_",

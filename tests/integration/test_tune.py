@@ -1,0 +1,338 @@
+"""Trials of Ray Tune that are raysgd runs: real searches, with real schedulers, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray import tune
+from ray.util import placement_group_table
+
+import raysgd
+from raysgd.errors import ConfigError, InfeasibleError, TrainerBusyError
+from raysgd.tune_integration import trial_resources
+from support.poll import until
+from support.runs import PATIENCE_S, actor_pids, is_alive, travels_by_value
+
+travels_by_value(__name__)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+Fit = Callable[..., tune.ResultGrid]
+
+
+@pytest.fixture
+def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
+    """Runs a search, without its display."""
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
+
+    def fit(trainable: Any, space: dict[str, Any] | None = None, **settings: Any) -> tune.ResultGrid:
+        files = {"storage_path": str(tmp_path), "verbose": 0, **settings.pop("files", {})}
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=tune.TuneConfig(**settings),
+            run_config=tune.RunConfig(**files),
+        )
+        return tuner.fit()
+
+    return fit
+
+
+def nothing_is_held() -> bool:
+    """Whether all resources are free, and no trial's group or process is left."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return (
+        free.get("CPU") == total["CPU"]
+        and all(group["state"] == "REMOVED" for group in placement_group_table().values())
+        and not actor_pids("WorkerActor")
+        and not actor_pids("TrainerActor")
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(ray_cluster: Any) -> Any:
+    yield
+    assert until(nothing_is_held, PATIENCE_S), (
+        ray.available_resources(),
+        [(group["name"], group["state"]) for group in placement_group_table().values()],
+        actor_pids("WorkerActor"),
+        actor_pids("TrainerActor"),
+    )
+
+
+def counts(config: dict[str, Any]) -> str:
+    """Counts to ``steps``, by way of its checkpoints."""
+    state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
+    step, weight = state["step"], state["weight"]
+    while step < config.get("steps", 3):
+        if (step, raysgd.world_rank()) == (config.get("dies_at"), 1) and not os.path.exists(config["mark"]):
+            Path(config["mark"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(config.get("sleep", 0.0))
+        step, weight = step + 1, weight + config.get("lr", 1.0)
+        raysgd.report(step=step, weight=weight, rank=raysgd.world_rank(), worker=os.getpid())
+        raysgd.save_checkpoint({"step": step, "weight": weight})
+    return "done"
+
+
+def column(result: Any, name: str) -> list[Any]:
+    return list(result.metrics_dataframe[name])
+
+
+def lines_of(result: Any, run: str = "run_001") -> list[Any]:
+    """What a trial's run has in its journal of metrics."""
+    files = sorted(Path(result.path, run).glob("metrics-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_grid_of_trials(fit: Fit) -> None:
+    grid = fit(raysgd.Trainer(2, "none").to_trainable(counts), {"lr": tune.grid_search([1.0, 2.0, 3.0])})
+    assert [(result.config["lr"], result.error) for result in grid] == [(1.0, None), (2.0, None), (3.0, None)]
+    for result in grid:
+        lr = result.config["lr"]
+        assert column(result, "training_iteration") == column(result, "step") == [1, 2, 3]
+        assert column(result, "weight") == [lr, 2 * lr, 3 * lr]
+        assert raysgd.load_checkpoint(result.checkpoint.path) == {"step": 3, "weight": 3 * lr}
+        kept = [(metrics["training_iteration"], metrics["step"]) for _, metrics in result.best_checkpoints]
+        assert kept == [(1, 1), (2, 2), (3, 3)]
+        run = raysgd.load_run(f"{result.path}/run_001")
+        assert sorted(zip(run.workers["rank"], run.workers["step"], strict=True)) == [
+            (rank, step) for rank in (0, 1) for step in (1, 2, 3)
+        ]
+        assert run.checkpoints[-1].iteration == 3
+    best = grid.get_best_result("weight", "max")
+    assert best.metrics["weight"] == 9.0
+
+
+def test_tune_run_and_a_trainer_that_is_warm(ray_cluster: Any, tmp_path: Path) -> None:
+    with raysgd.Trainer(8, "none", run=raysgd.RunConfig(storage_path=tmp_path / "own")) as trainer:
+        assert trainer.run(lambda: "warm", callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]) == "warm"
+        analysis = tune.run(
+            trainer.to_trainable(counts), config={"lr": 2.0}, num_samples=1, storage_path=str(tmp_path), verbose=0
+        )
+        (trial,) = analysis.trials
+        assert raysgd.load_checkpoint(trial.checkpoint.path) == {"step": 3, "weight": 6.0}
+        assert trial.last_result["training_iteration"] == 3
+        assert trainer.run(lambda: "again", callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]) == "again"
+
+
+def test_a_live_trainer_is_not_converted(ray_cluster: Any, tmp_path: Path) -> None:
+    with raysgd.Trainer(1, "none", run=raysgd.RunConfig(storage_path=tmp_path)) as trainer:
+        stream = trainer.run_generator(
+            lambda: time.sleep(600), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]
+        )
+        with pytest.raises(TrainerBusyError):
+            trainer.to_trainable(counts)
+        stream.cancel()
+
+
+def test_the_processes_of_a_trial_serve_the_next(fit: Fit) -> None:
+    trainable = raysgd.Trainer(2, "none").to_trainable(counts)
+    space = {"lr": tune.grid_search([1.0, 2.0, 3.0])}
+    grid = fit(trainable, space, reuse_actors=True, max_concurrent_trials=1)
+    assert len({result.metrics["worker"] for result in grid}) == 1
+    assert [column(result, "weight") for result in grid] == [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [3.0, 6.0, 9.0]]
+    assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 3
+    assert {result.path for result in grid} == {str(Path(result.checkpoint.path).parent) for result in grid}
+
+
+def test_a_worker_that_dies_is_replaced_within_its_trial(fit: Fit, tmp_path: Path) -> None:
+    trainer = raysgd.Trainer(2, "none", failure=raysgd.FailureConfig(max_failures=1))
+    space = {"steps": 6, "dies_at": 3, "mark": tune.sample_from(lambda config: str(tmp_path / f"mark{config['n']}"))}
+    grid = fit(trainer.to_trainable(counts), {**space, "n": tune.grid_search([0, 1])})
+    for result in grid:
+        assert result.error is None
+        assert column(result, "training_iteration") == column(result, "step") == [1, 2, 3, 4, 5, 6]
+        assert result.metrics["attempt"] == 2
+        assert raysgd.load_checkpoint(result.checkpoint.path)["step"] == 6
+
+
+class Diverged(Exception):
+    pass
+
+
+def test_trials_that_fail_do_not_fail_the_others(fit: Fit) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        raysgd.report(step=1)
+        raysgd.barrier()
+        if config["n"] == 1:
+            raise Diverged("loss is nan")
+
+    grid = fit(raysgd.Trainer(2, "none").to_trainable(train_func), {"n": tune.grid_search([0, 1, 2])})
+    assert [result.error is not None for result in grid] == [False, True, False]
+    (failed,) = grid.errors
+    assert isinstance(failed, Diverged) or "Diverged: loss is nan" in str(failed)
+    assert "in the worker of rank" in Path(grid[1].path, "error.txt").read_text()
+    assert column(grid[1], "step") == [1]
+
+
+def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> None:
+    class Sees(tune.Callback):
+        """What is free when a trial that was stopped early is gone, and others are still running."""
+
+        def __init__(self) -> None:
+            self.stopped: list[int] = []
+
+        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            self.stopped.append(trial.last_result["training_iteration"])
+
+    sees = Sees()
+    scheduler = tune.schedulers.ASHAScheduler(max_t=30, grace_period=2, reduction_factor=2)
+    grid = fit(
+        raysgd.Trainer(2, "none").to_trainable(counts),
+        {"lr": tune.grid_search([4.0, 3.0, 2.0, 1.0]), "steps": 30, "sleep": 0.1},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        files={"callbacks": [sees]},
+    )
+    reached = [result.metrics["training_iteration"] for result in grid]
+    assert max(reached) == 30 and min(reached) < 30
+    assert [result.error for result in grid] == [None] * 4
+    best = grid.get_best_result()
+    assert raysgd.load_checkpoint(best.checkpoint.path)["step"] == 30
+
+
+def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) -> None:
+    scheduler = tune.schedulers.PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=4,
+        hyperparam_mutations={"lr": [1.0, 100.0]},
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+        synch=True,
+    )
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"lr": tune.grid_search([1.0, 100.0]), "steps": 12, "sleep": 0.05},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+    )
+    assert [result.error for result in grid] == [None, None]
+    for result in grid:
+        assert result.metrics["training_iteration"] == 12
+        assert raysgd.load_checkpoint(result.checkpoint.path)["step"] == 12
+    exploited = grid[0]
+    assert exploited.metrics["weight"] > 12 * 1.0 + 100  # some of it was the other's
+    weights = column(exploited, "weight")
+    assert weights[0] == 1.0 and max(weights) > 300
+
+
+def test_what_cannot_fit_is_said_with_the_arithmetic(fit: Fit) -> None:
+    with pytest.raises(Exception, match=r"needs 9 x 1 CPU = 9, the cluster has 8"):
+        fit(raysgd.Trainer(9, "none").to_trainable(counts))
+    trainable = raysgd.Trainer(1, "none").to_trainable(counts, trainer_args_from="trainer")
+    grid = fit(trainable, {"trainer": {"num_workers": tune.grid_search([2, 9])}})
+    assert grid[0].error is None and grid[0].metrics["world_size"] == 2
+    assert isinstance(grid[1].error, InfeasibleError)
+    assert "needs 9 x 1 CPU = 9, the cluster has 8" in str(grid[1].error)
+    given = tune.with_resources(raysgd.Trainer(2, "none").to_trainable(counts), {"cpu": 1})
+    (refused,) = fit(given)
+    assert isinstance(refused.error, InfeasibleError) and "room for 0" in str(refused.error)
+
+
+def test_arguments_of_the_trainer_are_dimensions_of_the_search(fit: Fit) -> None:
+    def arguments(config: dict[str, Any]) -> dict[str, Any]:
+        return {"num_workers": 1 if config["lr"] < 2 else 3, "seed": 7}
+
+    trainable = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from=arguments)
+    grid = fit(trainable, {"lr": tune.grid_search([1.0, 2.0])}, reuse_actors=True, max_concurrent_trials=1)
+    assert [result.metrics["world_size"] for result in grid] == [1, 3]
+    bad = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from="trainer")
+    (refused,) = fit(bad, {"trainer": {"num_worker": 3}})
+    assert isinstance(refused.error, ConfigError) and "config['trainer'] has 'num_worker'" in str(refused.error)
+
+
+def test_parameters_and_resources_of_tunes_own_making(fit: Fit) -> None:
+    def train_func(config: dict[str, Any], data: Any, scale: float = 1.0) -> None:
+        raysgd.report(total=float(data.sum()) * scale * config["lr"])
+
+    trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
+    given = tune.with_parameters(trainable, data=np.arange(5), scale=2.0)
+    grid = fit(tune.with_resources(given, trial_resources(num_workers=2)), {"lr": tune.grid_search([1.0, 3.0])})
+    assert [result.metrics["total"] for result in grid] == [20.0, 60.0]
+    (refused,) = fit(trainable)
+    assert "tune.with_parameters(trainable, data=...)" in str(refused.error)
+
+
+def test_a_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        rows = [row for batch in raysgd.get_dataset().get_split().iter_batches(4) for row in batch["x"].tolist()]
+        everything = raysgd.broadcast(len(rows))
+        raysgd.report(rows=sorted(rows), first=everything)
+
+    trainer = raysgd.Trainer(2, "none")
+    grid = fit(
+        trainer.to_trainable(train_func, {"x": np.arange(10)}, reduce=None), {"lr": tune.grid_search([1.0, 2.0])}
+    )
+    for result in grid:
+        rows = raysgd.load_run(f"{result.path}/run_001").workers["rows"]
+        assert sorted(row for some in rows for row in some) == list(range(10))
+
+    def of_size(config: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.arange(config["size"])}
+
+    grid = fit(trainer.to_trainable(train_func, of_size), {"size": tune.grid_search([4, 6])})
+    for result in grid:
+        rows = raysgd.load_run(f"{result.path}/run_001").workers["rows"]
+        assert sorted(row for some in rows for row in some) == list(range(result.config["size"]))
+
+
+def test_a_trainer_in_a_tune_function_takes_its_workers_from_the_trials_group(fit: Fit, tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> None:
+        with raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path=config["runs"])) as trainer:
+            for result in trainer.run_generator(counts, config):
+                tune.report(result)
+
+    space = {"lr": tune.grid_search([1.0, 2.0, 3.0, 4.0, 5.0]), "runs": str(tmp_path / "runs")}
+    grid = fit(tune.with_resources(function, trial_resources(num_workers=2)), space)
+    assert [column(result, "step") for result in grid] == [[1, 2, 3]] * 5
+    assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 5
+    del function._resources  # where Tune keeps them
+    (refused,) = fit(function, {"runs": str(tmp_path / "runs")})
+    assert isinstance(refused.error, InfeasibleError)
+    assert "raysgd.tune_integration.trial_resources(num_workers=2)" in str(refused.error)
+
+
+def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(fit: Fit, tmp_path: Path) -> None:
+    class Kills(tune.Callback):
+        was_killed: Any = None
+
+        def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+            if result["training_iteration"] == 3 and self.was_killed is None:
+                self.was_killed = result["worker"]
+                os.kill(result["pid"], signal.SIGKILL)
+
+    kills = Kills()
+    (result,) = fit(
+        raysgd.Trainer(2, "none").to_trainable(counts),
+        {"steps": 6, "sleep": 0.3},
+        files={"callbacks": [kills], "failure_config": tune.FailureConfig(max_failures=1)},
+    )
+    assert result.error is None and kills.was_killed is not None
+    assert until(lambda: not is_alive(kills.was_killed), PATIENCE_S)
+    assert result.metrics["training_iteration"] == 6
+    assert raysgd.load_checkpoint(result.checkpoint.path) == {"step": 6, "weight": 6.0}
+    assert Path(result.path, "run_002").is_dir()
+
+
+def test_what_a_trainer_keeps_and_what_tune_keeps(fit: Fit) -> None:
+    trainer = raysgd.Trainer(1, "none", checkpoint=raysgd.CheckpointConfig(num_to_keep=1))
+    (result,) = fit(
+        trainer.to_trainable(counts),
+        {"steps": 5},
+        files={"checkpoint_config": tune.CheckpointConfig(num_to_keep=2)},
+    )
+    assert [metrics["step"] for _, metrics in result.best_checkpoints] == [4, 5]
+    assert [raysgd.load_checkpoint(kept.path)["step"] for kept, _ in result.best_checkpoints] == [4, 5]
+    assert len(os.listdir(f"{result.path}/run_001/checkpoints")) == 1
