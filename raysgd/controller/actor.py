@@ -68,6 +68,7 @@ class TrainerActor:
             shares_gpus=settings.shares_gpus,
             room=settings.room,
         )
+        self._group.on_seat_added(self._guard_seats)
         self._record = get_run(settings.name) if self._is_restarted else None
         if self._record is not None and self._record.request is not None:
             threading.Thread(target=ask, args=(self._me, "go_on"), name="raysgd-go-on", daemon=True).start()
@@ -346,6 +347,11 @@ class TrainerActor:
             return None
 
         return wait
+
+    def _guard_seats(self) -> None:
+        from raysgd.controller.seat_guard import start_guard  # for trials that grow
+
+        start_guard(self._settings.name, self._me)
 
     def _end_keeper(self, run_id: str) -> None:
         with contextlib.suppress(ValueError):  # there is none

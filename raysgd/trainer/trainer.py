@@ -256,12 +256,13 @@ class Trainer(ClassControl):
         checkpoint: Any = None,
         reduce: Mapping[str, str] | None = None,
         trainer_args_from: str | Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        cross_validate: bool = False,
     ) -> Any:
         """A trainable for `ray.tune.run` and `ray.tune.Tuner`, whose trials are runs of train_func with the trial's config.
 
-        Each trial has workers of its own, with all settings of this Trainer, in a placement group that Tune asks for; what
-        train_func reports are the trial's results, what it saves its checkpoints, and the run's files lie in the trial's
-        folder. This Trainer is not used up; workers of its own that are idle are ended, lest they hold what trials need.
+        Each trial has workers of its own, with all settings of this Trainer, in a placement group that Tune asks for. What
+        train_func reports are the trial's results, what it saves its checkpoints; the run's files are in the trial's
+        folder. Idle workers of this Trainer itself are ended, lest they hold what trials need.
 
         Args:
             train_func: As for `run`; further arguments come by `ray.tune.with_parameters`.
@@ -271,9 +272,9 @@ class Trainer(ClassControl):
             reduce: As for `run`.
             trainer_args_from: Which arguments of the Trainer the config has: the name of a dict of such in it, as for
                 ``config={"trainer": {"num_workers": tune.choice([1, 2])}}``, or a function of the config that gives one.
-
-        Returns:
-            A subclass of `ray.tune.Trainable`.
+            cross_validate: A trial is a run for each pair of a dataset that `raysgd.data.to_cv` makes, with the datasets
+                ``train`` and ``validation`` and ``config["fold"]``, and has a result for each: of the numbers that each
+                fold reported last the mean so far, as ``<name>_std`` their standard deviation, and the last under ``fold``.
 
         Raises:
             ConfigError: An argument that cannot work.
@@ -292,6 +293,7 @@ class Trainer(ClassControl):
             checkpoint=checkpoint,
             reduce=reduce,
             trainer_args_from=trainer_args_from,
+            cross_validate=cross_validate,
         )
 
     # -- life -----------------------------------------------------------------------------------------------------

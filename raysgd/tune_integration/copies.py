@@ -1,13 +1,20 @@
-"""Checkpoints of a run in folders of Tune's, which keeps and deletes them as it was told to, whatever the run keeps."""
+"""Checkpoints of a run in folders of Tune's, which keeps and deletes them as it was told to, whatever the run keeps.
+
+A run in a trial is ahead of Tune, and Tune may want a checkpoint that the run itself would have deleted. So its process
+deletes them, as the run's `raysgd.CheckpointConfig` says, when Tune has got them or is past them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.manifest import MANIFEST_NAME
+from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage import Storage
-from raysgd.checkpoint.store import read_manifest
+from raysgd.checkpoint.store import CheckpointStore, read_manifest
 
 _CHUNK_BYTES = 1 << 20
 
@@ -41,3 +48,31 @@ def _chunks(source: Storage, name: str) -> Iterator[bytes]:
     with source.open_input(name) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
+
+
+class Pruning:
+    """Deletes what a run has saved and is not to keep.
+
+    Args:
+        policy: What is to be kept.
+    """
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
+        self._deleted: set[int] = set()
+
+    def prune(self, run_dir: str, checkpoints: Mapping[int, Checkpoint]) -> None:
+        """Delete of these, which are known by their numbers, what is not to be kept."""
+        known = [_Record(number, found.metrics) for number, found in checkpoints.items() if number not in self._deleted]
+        doomed = self._policy.to_delete(known)
+        if not doomed:
+            return
+        store = CheckpointStore(Storage.from_uri(run_dir).child("checkpoints"))
+        for number in doomed:
+            store.delete(number)
+            self._deleted.add(number)
+
+
+class _Record(NamedTuple):
+    number: int
+    metrics: Mapping[str, Any]

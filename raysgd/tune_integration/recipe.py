@@ -53,11 +53,13 @@ class Recipe:
         spec: The Trainer that was converted.
         arguments_from: What of it a trial's config changes.
         work: A reference to the `Work`.
+        is_by_folds: A trial is a run for each fold of its dataset.
     """
 
     spec: TrainerSpec
     arguments_from: ArgumentsFrom
     work: Any
+    is_by_folds: bool = False
 
     def spec_for(self, config: dict[str, Any]) -> TrainerSpec:
         """The Trainer of a trial.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
-from ray.air.constants import TRAINING_ITERATION
 from ray.train._internal.session import _TrainingResult  # what Tune's `save` gives, and `restore` takes
 from ray.tune import Checkpoint as TuneCheckpoint
 from ray.tune import PlacementGroupFactory, Trainable
@@ -14,14 +13,14 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
-from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller.reducing import check_reduce
+from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
 from raysgd.trainer.given import check_tuned_func, plan_data
 from raysgd.trainer.trainer import Trainer
-from raysgd.tune_integration.copies import copy_checkpoint
+from raysgd.tune_integration.folds import FoldsTrial
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.trial import Trial
 from raysgd.workers.pickling import Packed, dumps_named
@@ -44,7 +43,7 @@ class RaySGDTrainable(Trainable):
         return cls._recipe.resources(config)
 
     def setup(self, config: dict[str, Any], **parameters: Any) -> None:
-        self._trial = Trial(self._recipe, parameters)
+        self._trial = (FoldsTrial if self._recipe.is_by_folds else Trial)(self._recipe, parameters)
         self._promised = False
         self._trial.prepare(config, self._folder.uri)
 
@@ -53,39 +52,34 @@ class RaySGDTrainable(Trainable):
         result = self._trial.next()
         if result is not None:
             row = dict(result)
-        elif self._trial.new_checkpoint() is None:
+        elif not self._trial.has_new_checkpoint:
             return {RESULT_DUPLICATE: True}
         else:  # saved after the last round: Tune takes checkpoints with results only
             row = self._last
         row[DONE] = self._trial.is_over
-        self._promised = row[SHOULD_CHECKPOINT] = self._trial.new_checkpoint() is not None
+        self._promised = row[SHOULD_CHECKPOINT] = self._trial.has_new_checkpoint
         return row
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
         """The newest checkpoint of the rounds so far, in a folder of the trial; none where Tune has that already."""
         was_promised, self._promised = self._promised, False
-        found = self._trial.new_checkpoint()
-        if found is None and (was_promised or self._trial.is_over):
+        if not self._trial.has_new_checkpoint and (was_promised or self._trial.is_over):
             return _TrainingResult(None, self._last)
-        found = self._trial.take_checkpoint()
-        if found is None:
-            return _TrainingResult(None, self._last)
-        metrics = {**self._last, **found.metrics, TRAINING_ITERATION: found.iteration}
         place = self._place
-        place._update_checkpoint_index(metrics)
-        folder = Storage(place.storage_filesystem, place.checkpoint_fs_path)
-        copy_checkpoint(Storage.from_uri(str(found.path)), folder)
-        return _TrainingResult(TuneCheckpoint(place.checkpoint_fs_path, place.storage_filesystem), metrics)
+        place._update_checkpoint_index({})
+        metrics = self._trial.save_to(Storage(place.storage_filesystem, place.checkpoint_fs_path))
+        if metrics is None:
+            place.current_checkpoint_index -= 1
+            return _TrainingResult(None, self._last)
+        copied = TuneCheckpoint(place.checkpoint_fs_path, place.storage_filesystem)
+        return _TrainingResult(copied, {**self._last, **metrics})
 
     def restore(self, checkpoint_path: Any) -> None:
         """Have the next round be the one after this checkpoint's."""
         given: Any = checkpoint_path.checkpoint if isinstance(checkpoint_path, _TrainingResult) else checkpoint_path
-        if isinstance(given, TuneCheckpoint):
-            found = Checkpoint.from_path(Storage(given.filesystem, given.path).uri)
-        else:
-            found = Checkpoint.from_path(given)
-        self._trial.go_on_from(found)
-        self._iteration, self._time_total = found.iteration, found.time_total_s
+        is_tunes = isinstance(given, TuneCheckpoint)
+        folder = Storage(given.filesystem, given.path) if is_tunes else Storage.from_uri(given)
+        self._iteration, self._time_total = self._trial.go_on_from(folder)
         self._time_since_restore, self._iterations_since_restore = 0.0, 0
         self._restored = True
 
@@ -123,6 +117,7 @@ def make_trainable(
     checkpoint: Any = None,
     reduce: dict[str, str] | None = None,
     trainer_args_from: ArgumentsFrom = None,
+    cross_validate: bool = False,
 ) -> type[Trainable]:
     """See `raysgd.Trainer.to_trainable`."""
     spec = trainer.spec
@@ -143,7 +138,11 @@ def make_trainable(
         reduce=check_reduce(reduce),
         checkpoint=checkpoint,
     )
-    recipe = Recipe(spec, trainer_args_from, ray.put(work))
+    if cross_validate and isinstance(work.datasets, DatasetPlan) and work.datasets.folds is None:
+        raise ConfigError(
+            "cross_validate=True is for a tuple of (train, validation) pairs, as raysgd.data.to_cv makes them."
+        )
+    recipe = Recipe(spec, trainer_args_from, ray.put(work), is_by_folds=cross_validate)
     return type(
         work.train_func.name.rpartition(".")[2], (RaySGDTrainable,), {"_recipe": recipe, "__module__": __name__}
     )

@@ -73,7 +73,6 @@ class WorkerGroup:
         self._start_timeout_s = failure.start_timeout_s
         self._num_spares = failure.spares
         self._shares_gpus = shares_gpus
-        self._room = room
         self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
@@ -112,6 +111,10 @@ class WorkerGroup:
     def num_newcomers(self) -> int:
         """Processes that are up and could be taken in."""
         return self._reserve.num_ready
+
+    def on_seat_added(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called when a placement group is made beside the room that was given."""
+        self._seats.on_added = told
 
     def on_newcomer(self, told: Callable[[], None]) -> None:
         """Have ``told`` called for each that comes up."""
@@ -200,7 +203,7 @@ class WorkerGroup:
     def _start_missing(self) -> None:
         is_new = not self._seats.is_open
         if is_new:
-            if self._room is None:
+            if not self._seats.is_given:
                 check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves

@@ -19,7 +19,7 @@ from raysgd.config import ScalingConfig
 from raysgd.workers.cluster import cluster_nodes, may_be_scaled
 from raysgd.workers.placement import room_for
 from raysgd.workers.process import Worker, WorkerStarter
-from raysgd.workers.seats import Seat, Seats
+from raysgd.workers.seats import Seat, Seats, are_others_waiting
 
 #: Seconds between two looks for room.
 LOOK_S = 2.0
@@ -168,6 +168,8 @@ class Newcomers:
         if may_be_scaled():
             return int(min(missing, max(0, MAX_ASKED - len(self._coming))))
         nodes = [node for node in cluster_nodes() if node.node_id not in self._avoid]
+        if self._seats.is_given and are_others_waiting(self._seats.name, [node.total for node in nodes]):
+            return 0  # a trial that waits comes before one that grows
         unplaced = sum(not worker.seat.is_placed() for worker in self._coming)
         return int(max(0, min(missing, room_for(self._scaling.bundle(), nodes) - unplaced)))
 

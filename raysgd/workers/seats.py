@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray.util.placement_group import (
@@ -64,6 +64,9 @@ class Seats:
         bundle: The resources of a seat.
         strategy: Placement strategy of the first group.
         room: Where the first seats are, if not in a group of their own.
+
+    Attributes:
+        on_added: Called when a seat is asked for beside room that was given: Ray does not know that it goes with that.
     """
 
     def __init__(self, name: str, bundle: Mapping[str, float], strategy: str, room: Room | None = None) -> None:
@@ -74,6 +77,17 @@ class Seats:
         self._placements: list[PlacementGroup] = []
         self._num_added = 0
         self._free: list[Seat] = []
+        self.on_added: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        """Begins the names of its placement groups."""
+        return self._name
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the first are in room that was given."""
+        return self._room is not None
 
     @property
     def is_open(self) -> bool:
@@ -91,6 +105,8 @@ class Seats:
 
     def add(self, avoid: Collection[str] = ()) -> Seat:
         """Ask for one more seat, on none of the nodes ``avoid``."""
+        if self.is_given:
+            self.on_added()
         self._num_added += 1
         name = f"{self._name}-{self._num_added}"
         selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
@@ -166,6 +182,25 @@ class Seats:
                 remove_placement_group(placement)
         self._placements.clear()
         self._free.clear()
+
+
+def are_others_waiting(name: str, totals: Sequence[Mapping[str, float]]) -> bool:
+    """Whether placement groups of others wait for resources that nodes of these totals could give them.
+
+    Args:
+        name: Begins the names of those that are not others.
+        totals: The resources of each node.
+    """
+    for group in placement_group_table().values():
+        if group["state"] in ("PENDING", "RESCHEDULING") and not str(group["name"]).startswith(name):
+            bundles = [dict(bundle) for bundle in group["bundles"].values()]
+            if all(any(_holds(total, bundle) for total in totals) for bundle in bundles):
+                return True
+    return False
+
+
+def _holds(total: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(total.get(resource, 0.0) >= amount for resource, amount in bundle.items())
 
 
 def remove_placements(name: str) -> None:

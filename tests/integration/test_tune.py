@@ -18,7 +18,7 @@ from ray.util import placement_group_table
 
 import raysgd
 from raysgd.errors import ConfigError, InfeasibleError, TrainerBusyError
-from raysgd.tune_integration import trial_resources
+from raysgd.tune_integration import search, trial_resources
 from support.poll import until
 from support.runs import PATIENCE_S, actor_pids, is_alive, travels_by_value
 
@@ -113,7 +113,8 @@ def test_a_grid_of_trials(fit: Fit) -> None:
 
 
 def test_tune_run_and_a_trainer_that_is_warm(ray_cluster: Any, tmp_path: Path) -> None:
-    with raysgd.Trainer(8, "none", run=raysgd.RunConfig(storage_path=tmp_path / "own")) as trainer:
+    run = raysgd.RunConfig(storage_path=tmp_path / "own")
+    with raysgd.Trainer(2, "none", cpus_per_worker=4, run=run) as trainer:
         assert trainer.run(lambda: "warm", callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]) == "warm"
         analysis = tune.run(
             trainer.to_trainable(counts), config={"lr": 2.0}, num_samples=1, storage_path=str(tmp_path), verbose=0
@@ -336,3 +337,71 @@ def test_what_a_trainer_keeps_and_what_tune_keeps(fit: Fit) -> None:
     assert [metrics["step"] for _, metrics in result.best_checkpoints] == [4, 5]
     assert [raysgd.load_checkpoint(kept.path)["step"] for kept, _ in result.best_checkpoints] == [4, 5]
     assert len(os.listdir(f"{result.path}/run_001/checkpoints")) == 1
+
+
+def fits_folds(config: dict[str, Any]) -> None:
+    """The mean of the training rows, judged by the validation rows."""
+    train, validation = (raysgd.get_dataset(name).get_split() for name in ("train", "validation"))
+    mean = np.concatenate([batch["x"] for batch in train.iter_batches(4)]).mean() * config["lr"]
+    rows = np.concatenate([batch["x"] for batch in validation.iter_batches(4)])
+    if os.path.exists(config.get("ends_at", "")) and config["fold"] == 2:
+        os.unlink(config["ends_at"])
+        raise Diverged("the third fold")
+    raysgd.report(error=float(((rows - mean) ** 2).mean()), fold_of_it=config["fold"], worker=os.getpid())
+    raysgd.save_checkpoint({"mean": float(mean)})
+
+
+def test_folds_are_runs_on_the_warm_workers_of_one_trial(fit: Fit) -> None:
+    rows = np.arange(40, dtype=np.float64)
+    pairs = raysgd.data.to_cv({"x": rows}, splits=4, seed=1)
+    trainable = raysgd.Trainer(1, "none").to_trainable(fits_folds, pairs, cross_validate=True)
+    grid = fit(trainable, {"lr": tune.grid_search([1.0, 0.5])}, reuse_actors=True, max_concurrent_trials=1)
+    for result in grid:
+        assert result.error is None
+        assert column(result, "folds") == column(result, "training_iteration") == [1, 2, 3, 4]
+        assert column(result, "fold/fold_of_it") == [0, 1, 2, 3]
+        errors = column(result, "fold/error")
+        assert result.metrics["error"] == pytest.approx(np.mean(errors))
+        assert result.metrics["error_std"] == pytest.approx(np.std(errors))
+        means = [raysgd.load_checkpoint(f"{result.checkpoint.path}/fold_{fold}")["mean"] for fold in range(4)]
+        assert np.mean(means) == pytest.approx(rows.mean() * result.config["lr"])
+    assert len({worker for result in grid for worker in column(result, "fold/worker")}) == 1
+    assert grid.get_best_result("error", "min").config["lr"] == 1.0
+
+
+def test_a_trial_by_folds_goes_on_after_those_that_are_done(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "ends").touch()
+    pairs = raysgd.data.to_cv({"x": np.arange(40, dtype=np.float64)}, splits=4, seed=1)
+    trainable = raysgd.Trainer(1, "none").to_trainable(fits_folds, pairs, cross_validate=True)
+    space = {"lr": 1.0, "ends_at": str(tmp_path / "ends")}
+    (result,) = fit(trainable, space, files={"failure_config": tune.FailureConfig(max_failures=1)})
+    assert result.error is None
+    assert column(result, "fold/fold_of_it") == [0, 1, 2, 3]
+    assert result.metrics["folds"] == 4 and not (tmp_path / "ends").exists()
+    with pytest.raises(ConfigError, match="cross_validate=True is for a tuple"):
+        raysgd.Trainer(1, "none").to_trainable(fits_folds, {"x": np.arange(4)}, cross_validate=True)
+
+
+def test_search_with_optuna(ray_cluster: Any, tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    grid = search(
+        raysgd.Trainer(1, "none", checkpoint=raysgd.CheckpointConfig(num_to_keep=1)),
+        counts,
+        {"lr": tune.uniform(0.0, 10.0), "steps": 2},
+        metric="weight",
+        mode="max",
+        num_samples=6,
+        search_alg=OptunaSearch(seed=0),
+        max_concurrent_trials=2,
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    assert len(grid) == 6 and not grid.errors
+    assert len({result.config["lr"] for result in grid}) == 6
+    best = grid.get_best_result()
+    assert best.metrics["weight"] == pytest.approx(2 * best.config["lr"])
+    assert best.metrics["weight"] == max(result.metrics["weight"] for result in grid)
+    assert [len(result.best_checkpoints) for result in grid] == [1] * 6
+    assert len({result.metrics["worker"] for result in grid}) <= 2

@@ -1,0 +1,124 @@
+"""Cross-validation as a trial: a run for each fold, one after another on the same workers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.air.constants import TRAINING_ITERATION
+
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage import Storage
+from raysgd.data.plan import LONE, DatasetPlan
+from raysgd.errors import CheckpointCorruptError, ConfigError
+from raysgd.result import AUTOMATIC_KEYS, Result
+from raysgd.trainer.given import resolve_data, start_streams
+from raysgd.tune_integration.copies import copy_checkpoint
+from raysgd.tune_integration.trial import Trial, newest
+
+_DONE = "folds.json"
+
+
+class FoldsTrial(Trial):
+    """Its rounds are the folds: a result has the mean, over those that are done, of what each reported last."""
+
+    def prepare(self, config: dict[str, Any], folder: str) -> None:
+        super().prepare(config, folder)
+        self._plan: DatasetPlan | None = None
+        self._done: list[dict[str, float]] = []
+        self._checkpoints: dict[int, Checkpoint] = {}
+        self._time_s = 0.0
+
+    def next(self) -> Result | None:
+        if self._problem is not None:
+            raise self._problem
+        plan = self._plan = self._plan or self._make_plan()
+        if self.is_over:
+            return None
+        fold = len(self._done)
+        self._stream = stream = self._run(_plan_of(plan, fold), {**self._config, "fold": fold})
+        rounds = deque(stream, maxlen=1)
+        if not rounds:
+            raise ConfigError(
+                f"fold {fold} has ended without a report: what train_func reports last is what judges it."
+            )
+        last = rounds[0]
+        if (checkpoint := newest(stream)[1]) is not None:
+            self._checkpoints[fold] = checkpoint
+        self._prune(stream)
+        self._stream, self._time_s = None, self._time_s + last["time_total_s"]
+        self._done.append(numbers_of(last))
+        return Result({**summary(self._done), "fold": dict(last), TRAINING_ITERATION: fold + 1}, [], ())
+
+    @property
+    def is_over(self) -> bool:
+        folds = None if self._plan is None else self._plan.folds
+        return folds is not None and len(self._done) == len(folds)
+
+    @property
+    def has_new_checkpoint(self) -> bool:
+        return len(self._done) > self._given
+
+    def save_to(self, folder: Storage) -> dict[str, Any] | None:
+        """What is known of the folds that are done, and the newest checkpoint of each that this process has run."""
+        self._given = len(self._done)
+        if not self._done:
+            return None
+        for fold, checkpoint in self._checkpoints.items():
+            copy_checkpoint(Storage.from_uri(str(checkpoint.path)), folder.child(f"fold_{fold}"))
+        folder.write_bytes(_DONE, json.dumps({"done": self._done, "time_total_s": self._time_s}).encode())
+        return {TRAINING_ITERATION: self._given}
+
+    def go_on_from(self, folder: Storage) -> tuple[int, float]:
+        try:
+            found = json.loads(folder.read_bytes(_DONE))
+            done, time_s = [dict(each) for each in found["done"]], float(found["time_total_s"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorruptError(
+                f"{folder.path_of(_DONE)} is not what a trial by folds has written: {error}"
+            ) from error
+        self.end()
+        self._done, self._time_s, self._checkpoints, self._given = done, time_s, {}, len(done)
+        return len(done), time_s
+
+    def _make_plan(self) -> DatasetPlan:
+        assert self._spec is not None
+        given = self._work.datasets
+        plan = (
+            given if isinstance(given, DatasetPlan) else resolve_data(given and given(self._config), self._spec.scaling)
+        )
+        if plan.folds is None:
+            raise ConfigError(
+                "cross_validate=True needs a tuple of (train, validation) pairs, as raysgd.data.to_cv makes them."
+            )
+        return start_streams(plan, self._spec.scaling)
+
+
+def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The mean of each metric that all folds have, and as ``<name>_std`` its standard deviation (over n); their number."""
+    names = [name for name in done[0] if all(name in each for each in done)]
+    means = {name: statistics.fmean(each[name] for each in done) for name in names}
+    spreads = {f"{name}_std": statistics.pstdev([each[name] for each in done], means[name]) for name in names}
+    return {**means, **spreads, "folds": len(done)}
+
+
+def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """What of a fold's last round can be averaged."""
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in AUTOMATIC_KEYS
+    }
+
+
+def _plan_of(plan: DatasetPlan, fold: int) -> DatasetPlan:
+    assert plan.folds is not None
+    names = plan.folds[fold]
+    if isinstance(names, str):
+        return replace(plan, sources={LONE: plan.sources[names]}, folds=None)
+    train, validation = names
+    return replace(plan, sources={"train": plan.sources[train], "validation": plan.sources[validation]}, folds=None)
