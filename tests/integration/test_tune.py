@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,10 +89,9 @@ def column(result: Any, name: str) -> list[Any]:
     return list(result.metrics_dataframe[name])
 
 
-def lines_of(result: Any, run: str = "run_001") -> list[Any]:
-    """What a trial's run has in its journal of metrics."""
-    files = sorted(Path(result.path, run).glob("metrics-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+def events_in(result: Any) -> list[dict[str, Any]]:
+    """What a trial's run has in its journal of events."""
+    return [json.loads(line) for line in Path(result.path, "run_001/events.jsonl").read_text().splitlines()]
 
 
 def test_a_grid_of_trials(fit: Fit) -> None:
@@ -405,3 +406,115 @@ def test_search_with_optuna(ray_cluster: Any, tmp_path: Path) -> None:
     assert best.metrics["weight"] == max(result.metrics["weight"] for result in grid)
     assert [len(result.best_checkpoints) for result in grid] == [1] * 6
     assert len({result.metrics["worker"] for result in grid}) <= 2
+
+
+def test_a_trial_grows_when_others_end_but_not_before_those_that_wait(fit: Fit) -> None:
+    trainable = raysgd.Trainer((1, 3), "none", cpus_per_worker=2).to_trainable(counts)
+    # The second ends first; the fifth waits for that, and must have begun long before the next ends.
+    steps = tune.sample_from(lambda config: [300, 20, 150, 150, 20][config["n"]])
+    grid = fit(trainable, {"n": tune.grid_search([0, 1, 2, 3, 4]), "steps": steps, "sleep": 0.1})
+    assert [result.error for result in grid] == [None] * 5
+    events = [event for result in grid for event in events_in(result)]
+    starts = [event for event in events if event["kind"] == "attempt_start"]
+    grew_at = [event["timestamp"] for event in starts if event["data"]["world_size"] > 1]
+    last_began = max(event["timestamp"] for event in events if event["kind"] == "run_start")
+    assert min(grew_at) > last_began
+    assert column(grid[0], "world_size")[-1] == 3
+    assert column(grid[0], "training_iteration") == list(range(1, 301))
+
+
+def test_what_a_trial_has_grown_by_goes_with_its_process(fit: Fit) -> None:
+    class KillsTheGrown(tune.Callback):
+        num_groups = 0
+
+        def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+            if result["world_size"] == 2 and not self.num_groups:
+                self.num_groups = sum(group["state"] == "CREATED" for group in placement_group_table().values())
+                os.kill(result["pid"], signal.SIGKILL)
+
+    kills = KillsTheGrown()
+    trainable = raysgd.Trainer((1, 2), "none").to_trainable(counts)
+    (result,) = fit(trainable, {"steps": 600, "sleep": 0.1}, files={"callbacks": [kills]})
+    assert result.error is not None
+    assert kills.num_groups == 2
+    assert until(nothing_is_held, PATIENCE_S)
+
+
+def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
+    trainable = raysgd.Trainer(1, "none", cpus_per_worker=4).to_trainable(counts)
+    grid = fit(trainable, {"lr": tune.uniform(0.0, 1.0), "steps": 2}, num_samples=30, reuse_actors=True)
+    assert len(grid) == 30 and not grid.errors
+    assert {result.metrics["training_iteration"] for result in grid} == {2}
+    assert len({result.metrics["worker"] for result in grid}) <= 4
+    assert until(nothing_is_held, PATIENCE_S)
+
+
+def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
+    scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"lr": tune.grid_search([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), "steps": 9, "sleep": 0.02},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+    )
+    assert [result.error for result in grid] == [None] * 6
+    for result in grid:
+        weights = column(result, "weight")
+        assert weights[-1] == pytest.approx(result.config["lr"] * result.metrics["training_iteration"])
+    assert max(result.metrics["training_iteration"] for result in grid) == 9
+
+
+SEARCH = """
+import os, sys, time
+import ray
+import raysgd
+from ray import tune
+
+def train_func(config):
+    state = raysgd.load_checkpoint() or {"step": 0}
+    for step in range(state["step"] + 1, 31):
+        time.sleep(0.1)
+        raysgd.report(step=step, began=state["step"])
+        raysgd.save_checkpoint({"step": step})
+
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
+path = os.path.join(sys.argv[1], "search")
+if tune.Tuner.can_restore(path):
+    tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
+else:
+    files = tune.RunConfig(name="search", storage_path=sys.argv[1], verbose=0)
+    tuner = tune.Tuner(trainable, param_space={"lr": tune.grid_search([1, 2, 3])}, run_config=files)
+grid = tuner.fit()
+for result in grid:
+    saved = raysgd.load_checkpoint(result.checkpoint.path)["step"]
+    print("TRIAL", result.error, result.metrics["step"], result.metrics["began"], saved)
+"""
+
+
+def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(SEARCH)
+    root = Path(raysgd.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "TUNE_GLOBAL_CHECKPOINT_S": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    command = [sys.executable, "search.py", str(tmp_path / "runs")]
+    first = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        saved = tmp_path / "runs/search"
+        assert until(lambda: len(list(saved.glob("*/checkpoint_00001*"))) >= 4, 120), list(saved.glob("*/*"))
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    trials = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("TRIAL")]
+    assert len(trials) == 3, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [(error, step, saved) for error, step, _, saved in trials] == [("None", "30", "30")] * 3
+    assert sum(int(began) > 0 for _, _, began, _ in trials) >= 2, trials  # they went on from what they had saved
