@@ -52,6 +52,7 @@ bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/scale.py
 	@$(BIN)/python benchmarks/recovery.py
 	@$(BIN)/python benchmarks/ingest.py
+	@$(BIN)/python benchmarks/tune.py
 
 doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

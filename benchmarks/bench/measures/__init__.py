@@ -30,6 +30,8 @@ NAMES = ("report_cost", "latency", "rate", "overhead", "exception", "start", "ch
 RECOVERY = ("kill", "stop", "resize", "node", "reliability", "steady")
 #: Those of how rows come to the loop, of `benchmarks/ingest.py`.
 INGEST = ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning")
+#: That of a search, of `benchmarks/tune.py`.
+TUNE = ("tune_search",)
 #: The two Ray Trains and raysgd, and who stands in for them where a quick run has to leave somebody out.
 ALL = ("ray_train", "ray_train_tuned", "raysgd")
 BOTH = ("ray_train", "raysgd")

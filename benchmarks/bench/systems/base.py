@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -70,7 +71,8 @@ class RaySystem(System):
         import ray
 
         self._temp = tempfile.mkdtemp(prefix="rb")  # a short path: Ray's sockets live below it
-        ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=self._temp)
+        num_cpus = int(os.environ.get("BENCH_NUM_CPUS", "4"))  # as the measure's ENVIRONMENT says
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=self._temp)
         wait_for_calm()
 
     def close(self) -> None:

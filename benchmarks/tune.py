@@ -1,0 +1,14 @@
+"""Measure a search: Ray Tune over raysgd's trials, beside Ray Tune over Ray Train.
+
+    python benchmarks/tune.py [--quick] [--system NAME] [--repeat N] [--output FOLDER]
+
+Writes tune.json, tune.md and tune.svg to doc/benchmarks, or to build/benchmarks with --quick. The machine should have
+nothing else to do.
+"""
+
+from bench import tune_rows
+from bench.measures import TUNE
+from bench.program import run_program
+
+if __name__ == "__main__":
+    run_program(__doc__.splitlines()[0], "tune", TUNE, tune_rows)
