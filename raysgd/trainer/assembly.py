@@ -79,7 +79,10 @@ def connect_ray(*, joins: bool = False) -> None:
     try:
         ray.init(address="auto" if joins else None)
     except ConnectionError as error:
-        raise UsageError(f"there is no Ray cluster here to attach to: {error}") from None
+        what = (
+            "there is no Ray cluster here to attach to" if joins else "the Ray cluster that is said to be here is not"
+        )
+        raise UsageError(f"{what}: {error}") from None
 
 
 def owns_cluster() -> bool:

@@ -28,11 +28,6 @@ class RunControl:
     _channel: Channel | None
     _stream: ResultStream | None
 
-    @property
-    def spec(self) -> TrainerSpec:
-        """All it was given; for the inside of raysgd."""
-        return self._spec
-
     def status(self) -> RunStatus:
         """How the latest run stands.
 

@@ -112,13 +112,6 @@ class Trainer(ClassControl):
         self._is_closed = False
 
     @classmethod
-    def of_spec(cls, spec: TrainerSpec) -> Trainer:
-        """The Trainer of what another was given; for the inside of raysgd."""
-        trainer = cls.__new__(cls)
-        trainer._set_up(spec)
-        return trainer
-
-    @classmethod
     def attach(cls, name: str) -> Trainer:
         """Take hold of a Trainer that was made, maybe by another driver, with ``RunConfig(name=name, detached=True)``.
 
@@ -133,7 +126,8 @@ class Trainer(ClassControl):
         check_component("Trainer.attach(name)", name)
         assembly.connect_ray(joins=True)
         channel = Channel.attach(name)
-        trainer = cls.of_spec(assembly.spec_of(channel.settings))
+        trainer = cls.__new__(cls)
+        trainer._set_up(assembly.spec_of(channel.settings))
         trainer._channel = channel
         return trainer
 
@@ -297,15 +291,6 @@ class Trainer(ClassControl):
         )
 
     # -- life -----------------------------------------------------------------------------------------------------
-
-    def warm_up(self, runs_uri: str) -> None:
-        """Ask for the workers' processes, for a run in this folder of runs; for the inside of raysgd. Returns at once.
-
-        Raises:
-            InfeasibleError: The placement group that this process is in cannot hold them.
-        """
-        self._runs_uri = runs_uri
-        self._connect()
 
     def shutdown(self) -> None:
         """End a live run, all workers, and give the resources back. May be called again."""

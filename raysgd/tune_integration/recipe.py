@@ -14,6 +14,7 @@ from raysgd._util.wording import with_article
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError, InfeasibleError
 from raysgd.trainer.assembly import TrainerSpec, arguments_of
+from raysgd.trainer.inside import spec_of_trainer
 from raysgd.trainer.trainer import Trainer
 from raysgd.workers.cluster import check_feasible
 from raysgd.workers.pickling import Packed
@@ -85,7 +86,7 @@ class Recipe:
         changed = dict(given)
         if isinstance(num_workers := changed.get("num_workers"), list):  # as it is after a look through JSON
             changed["num_workers"] = tuple(math.inf if most is None else most for most in num_workers)
-        return Trainer(**{**arguments, **changed}).spec
+        return spec_of_trainer(Trainer(**{**arguments, **changed}))
 
     def resources(self, config: dict[str, Any]) -> PlacementGroupFactory:
         """What Tune is to reserve for a trial.
@@ -123,4 +124,4 @@ def trial_resources(trainer: Trainer | None = None, **arguments: Any) -> Placeme
     Raises:
         ConfigError: The arguments cannot work.
     """
-    return bundles_of((Trainer(**arguments) if trainer is None else trainer).spec)
+    return bundles_of(spec_of_trainer(Trainer(**arguments) if trainer is None else trainer))

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray import tune
 
+from raysgd.trainer.inside import spec_of_trainer
 from raysgd.trainer.trainer import Trainer
 
 
@@ -54,7 +55,7 @@ def search(
         Exception: As of `raysgd.Trainer.to_trainable` and `ray.tune.Tuner.fit`. An error of a trial is in its result.
     """
     files = run_config or tune.RunConfig()
-    kept = trainer.spec.checkpoint
+    kept = spec_of_trainer(trainer).checkpoint
     if files.checkpoint_config in (None, tune.CheckpointConfig()):
         files = dataclasses.replace(
             files,

@@ -19,6 +19,7 @@ from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
 from raysgd.trainer.given import check_tuned_func, plan_data
+from raysgd.trainer.inside import spec_of_trainer
 from raysgd.trainer.trainer import Trainer
 from raysgd.tune_integration.folds import FoldsTrial
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
@@ -120,7 +121,7 @@ def make_trainable(
     cross_validate: bool = False,
 ) -> type[Trainable]:
     """See `raysgd.Trainer.to_trainable`."""
-    spec = trainer.spec
+    spec = spec_of_trainer(trainer)
     if spec.run.detached:
         raise ConfigError(
             "RunConfig(detached=True) is for runs that outlive their driver; a trial ends with its search."

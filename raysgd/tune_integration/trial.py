@@ -21,6 +21,7 @@ from raysgd.errors import ConfigError, RaySGDError
 from raysgd.result import Result
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.given import resolve_data, start_streams
+from raysgd.trainer.inside import trainer_of_spec, warm_up
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.trainer import Trainer
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint
@@ -76,8 +77,8 @@ class Trial:
                 self.close()
                 check_feasible(spec.scaling, spec.failure.spares)
                 keeps_all = replace(spec.checkpoint, num_to_keep=None)
-                self._spec, self._trainer = spec, Trainer.of_spec(replace(spec, checkpoint=keeps_all))
-            self._trainer.warm_up(folder)
+                self._spec, self._trainer = spec, trainer_of_spec(replace(spec, checkpoint=keeps_all))
+            warm_up(self._trainer, folder)
         except (RaySGDError, RayError) as problem:
             self._problem = problem
 

@@ -40,7 +40,7 @@ WORKER = [
     "world_rank",
     "world_size",
 ]
-MODULES = ["backends", "callbacks", "errors", "torch"]  # reached through `raysgd` itself
+MODULES = ["backends", "callbacks", "data", "errors", "torch", "tune_integration"]  # reached through `raysgd` itself
 PUBLIC = sorted([*DRIVER, *CONFIG, *BACKENDS, *CALLBACKS, *WORKER, *MODULES])
 
 

@@ -15,7 +15,7 @@ def run_example(name: str, *arguments: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         cwd=folder,
-        env={**os.environ, "HOME": str(folder)},
+        env={**os.environ, "HOME": str(folder), "RAY_ADDRESS": "local"},  # not a cluster that is up already
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
