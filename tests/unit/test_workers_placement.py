@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.config import ScalingConfig
-from raysgd.workers.placement import Node, describe_bundle, explain_busy, explain_infeasible
+from raysgd.workers.placement import (
+    Node,
+    describe_bundle,
+    explain_busy,
+    explain_full,
+    explain_infeasible,
+    seat_bundle,
+    seats_in,
+)
 
 
 def node(total: dict[str, float], free: dict[str, float] | None = None, name: str = "n") -> Node:
@@ -147,3 +155,21 @@ def test_another_node_never_hurts(
 def test_a_bundle_in_words() -> None:
     assert describe_bundle({"CPU": 2, "GPU": 0.5, "TPU": 4}) == "2 CPU + 0.5 GPU + 4 TPU"
     assert describe_bundle({}) == "no resources"
+
+
+def test_a_placement_group_that_is_too_small_is_told_with_what_is_free_of_it() -> None:
+    scaling = ScalingConfig(num_workers=2, cpus_per_worker=2)
+    assert explain_full(scaling, [{"CPU": 0.0}, {"CPU": 2.0}, {"CPU": 2.0}]) is None
+    told = explain_full(scaling, [{"CPU": 0.0}, {"CPU": 3.0}], num_spares=1)
+    assert told == (
+        "needs room for 3 x (2 CPU) (2 workers, 1 spare), and its bundles have no resources | 3 CPU free, room for 1"
+    )
+    assert explain_full(ScalingConfig(num_workers=2, cpus_per_worker=0), [{"CPU": 0.002}]) is None
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 3))
+def test_each_bundle_of_a_group_has_as_many_seats_as_fit(free: list[int], cpus: int) -> None:
+    found = seats_in([{"CPU": float(amount)} for amount in free], {"CPU": float(cpus)})
+    assert [found.count(index) for index in range(len(free))] == [amount // cpus for amount in free]
+    assert found == sorted(found)
+    assert seat_bundle(ScalingConfig(cpus_per_worker=cpus)) == {"CPU": cpus}

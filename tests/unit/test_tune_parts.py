@@ -1,0 +1,155 @@
+"""The parts of trials that need no cluster: what they ask for, what folds come to, what is kept of a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.fs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import raysgd
+from raysgd.checkpoint import CheckpointStore, Manifest, StagingPool, Storage, part_prefix, take_snapshot
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.trainer.given import check_tuned_func
+from raysgd.trainer.inside import spec_of_trainer
+from raysgd.tune_integration import trial_resources
+from raysgd.tune_integration.copies import Pruning, copy_checkpoint
+from raysgd.tune_integration.folds import numbers_of, summary
+from raysgd.tune_integration.recipe import Recipe
+from raysgd.workers.pickling import Packed, dumps, loads
+
+
+def recipe(arguments_from: Any = None, **arguments: Any) -> Recipe:
+    return Recipe(spec_of_trainer(raysgd.Trainer(**{"backend": "none", **arguments})), arguments_from, None)
+
+
+def test_a_trial_asks_for_a_bundle_for_each_worker_and_spare_and_none_for_itself() -> None:
+    asked = recipe(num_workers=2, cpus_per_worker=3, failure=raysgd.FailureConfig(spares=1)).resources({})
+    assert asked.bundles == [{"CPU": 3.0}] * 3 and asked.head_bundle_is_empty
+    assert recipe(num_workers=(2, 5)).resources({}).bundles == [{"CPU": 1.0}] * 2
+    assert trial_resources(num_workers=2, placement_strategy="SPREAD").strategy == "SPREAD"
+    assert trial_resources(raysgd.Trainer(1, "none", cpus_per_worker=0)).bundles == [{"CPU": 0.001}]
+
+
+def test_a_config_changes_the_arguments_of_the_trainer_and_no_others() -> None:
+    made = recipe("trainer", num_workers=2, seed=5)
+    spec = made.spec_for({"trainer": {"num_workers": [1, None], "cpus_per_worker": 2}, "lr": 1.0})
+    assert spec.scaling.num_workers == (1, math.inf) and spec.scaling.cpus_per_worker == 2 and spec.seed == 5
+    assert made.spec_for({"lr": 1.0}) == made.spec
+    for wrong, says in (
+        ({"num_worker": 1}, "config\\['trainer'\\] has 'num_worker'"),
+        ({"run": None}, "config\\['trainer'\\] has 'run'"),
+        (3, "config\\['trainer'\\] is an int"),
+        ({"num_workers": 0}, "num_workers"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            made.spec_for({"trainer": wrong})
+    assert made.resources({"trainer": {"num_workers": 0}}).bundles == [{"CPU": 0.001}]  # it fails when it begins
+    with pytest.raises(ConfigError, match=r"trainer_args_from\(config\) is a list"):
+        recipe(lambda config: []).spec_for({})
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.floats(-1e6, 1e6)), min_size=1, max_size=6))
+def test_folds_come_to_the_mean_and_the_spread_of_what_all_have(done: list[dict[str, float]]) -> None:
+    found = summary(done)
+    assert found["folds"] == len(done)
+    shared = set.intersection(*map(set, done))
+    assert set(found) == {"folds"} | shared | {f"{name}_std" for name in shared}
+    for name in shared:
+        values = [each[name] for each in done]
+        assert found[name] == pytest.approx(np.mean(values), abs=1e-6)
+        assert found[f"{name}_std"] == pytest.approx(statistics.pstdev(values), abs=1e-6)
+
+
+def test_only_numbers_of_the_users_own_are_averaged() -> None:
+    result = {"loss": 1, "ok": True, "name": "a", "training_iteration": 3, "attempt": 1, "deep": {"x": 1.0}}
+    assert numbers_of(result) == {"loss": 1.0}
+
+
+def test_what_a_function_needs_beside_the_config_is_known_by_name() -> None:
+    def plain(config: Any) -> None: ...
+    def further(config: Any, data: Any, scale: float = 1.0, *, key: str) -> None: ...
+
+    assert check_tuned_func(plain)[1] == ()
+    assert sorted(check_tuned_func(further)[1]) == ["data", "key"]
+    assert check_tuned_func(functools.partial(further, data=1, key="a"))[1] == ()
+    for wrong in (3, dict, "train"):
+        with pytest.raises(ConfigError):
+            check_tuned_func(wrong)
+
+
+def test_a_packed_function_is_opened_where_it_is_unpickled_as_bound_and_not_before() -> None:
+    def train_func(config: dict[str, Any], scale: float) -> float:
+        return float(config["lr"] * scale)
+
+    packed = loads(dumps(Packed.of(train_func, "train_func")))
+    assert isinstance(packed, Packed) and packed.name.endswith("train_func")
+    function, config = loads(dumps((packed.bind({"scale": 3.0}), {"lr": 2.0})))
+    assert function(config) == 6.0 == packed.bind({"scale": 3.0})(config)
+
+
+def commit(storage: Storage, number: int, loss: float = 0.0) -> Checkpoint:
+    store = CheckpointStore(storage)
+    parts = take_snapshot({"n": number, "data": b"x" * 3000}, StagingPool(1)).write(
+        store.directory(number), part_prefix(1, 0)
+    )
+    manifest = Manifest(
+        number=number,
+        attempt=1,
+        iteration=number * 10,
+        time_total_s=1.0,
+        world_size=1,
+        created_s=1.0,
+        metrics={"loss": loss},
+        parts={0: parts},
+    )
+    return Checkpoint.of_manifest(store.commit(manifest), manifest)
+
+
+def test_a_copy_on_a_local_disk_is_links_that_outlive_the_original(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path / "run" / "checkpoints")
+    found = commit(storage, 3)
+    source, target = Storage.from_uri(str(found.path)), Storage.from_uri(tmp_path / "trial" / "checkpoint_000000")
+    copy_checkpoint(source, target)
+    copy_checkpoint(source, target)  # again, after a try that was cut off
+    names = source.list_names()
+    assert target.list_names() == names
+    assert all(Path(source.path_of(name)).stat().st_ino == Path(target.path_of(name)).stat().st_ino for name in names)
+    CheckpointStore(storage).delete(3)
+    assert raysgd.load_checkpoint(target.uri)["n"] == 3
+    with pytest.raises(CheckpointNotFoundError):
+        copy_checkpoint(source, Storage.from_uri(tmp_path / "trial" / "checkpoint_000001"))
+
+
+def test_a_copy_elsewhere_is_one_and_whole_when_its_manifest_is_there(tmp_path: Path) -> None:
+    storage = Storage(pyarrow.fs._MockFileSystem(), "run/checkpoints")
+    commit(storage, 3)
+    found = CheckpointStore(storage).directory(3)
+    target = Storage.from_uri(tmp_path / "copy")
+    copy_checkpoint(found, target)
+    assert raysgd.load_checkpoint(target.uri)["n"] == 3
+
+
+def test_what_tune_has_got_is_deleted_as_the_trainer_keeps_it(tmp_path: Path) -> None:
+    storage = Storage.from_uri(tmp_path / "run_001" / "checkpoints")
+    found = {number: commit(storage, number, loss) for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0))}
+    pruning = Pruning(RetentionPolicy(1, "loss", "min"))
+    pruning.prune(str(tmp_path / "run_001"), {number: found[number] for number in (1, 2, 3)})
+    assert CheckpointStore(storage).numbers() == [
+        2,
+        3,
+        4,
+    ]  # the best, the newest that Tune has got, and what it has not
+    pruning.prune(str(tmp_path / "run_001"), found)
+    assert CheckpointStore(storage).numbers() == [2, 4]
+    Pruning(RetentionPolicy(None)).prune(str(tmp_path / "run_001"), found)
+    assert CheckpointStore(storage).numbers() == [2, 4]
