@@ -68,3 +68,10 @@ def test_feeding_from_files(tmp_path: Path) -> None:
     first, later = document["rows"]
     assert (first["cells"].keys(), later["cells"].keys()) == ({"pyarrow", "raysgd"}, {"raysgd"})
     assert all(cell["value"] > 0 for row in (first, later) for cell in row["cells"].values()), document["rows"]
+
+
+@pytest.mark.timeout(220)
+def test_a_search(tmp_path: Path) -> None:
+    document = run("tune.py", "--system", "raysgd", output=tmp_path, file="tune.json")
+    assert [row["cells"]["raysgd"]["value"] > 0 for row in document["rows"]] == [True, True]
+    assert (tmp_path / "tune.md").exists()
