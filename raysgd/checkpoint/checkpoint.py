@@ -50,11 +50,16 @@ class Checkpoint:
     def from_path(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """The checkpoint in a folder; its manifest and the sizes of its files are checked, checksums when it is loaded.
 
+        Args:
+            path: A path, a URI, or a checkpoint of Ray Tune's.
+
         Raises:
             CheckpointNotFoundError: There is none.
             CheckpointCorruptError: Names the file that is missing or wrong.
         """
-        directory = Storage.from_uri(path)
+        given: Any = path
+        is_tunes = hasattr(given, "filesystem") and hasattr(given, "path")  # duck-typed: this module knows no Ray
+        directory = Storage(given.filesystem, given.path) if is_tunes else Storage.from_uri(path)
         try:
             manifest = read_manifest(directory)
         except CheckpointNotFoundError as error:

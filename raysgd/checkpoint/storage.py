@@ -72,6 +72,12 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({self.uri!r})"
 
+    def is_on(self, other: Storage) -> bool:
+        """Whether both are on the same file system, opened alike."""
+        if self._fs is None or other._fs is None:
+            return self._fs is other._fs
+        return bool(self._fs.equals(other._fs))
+
     @property
     def name(self) -> str:
         """The folder's own name, without what leads to it and without the options of its URI."""

@@ -60,6 +60,7 @@ class CheckpointDesk:
         self._last_told = plan.start.number  # to readers, as being saved
         self._first_number = 1
         self._attempt = 0
+        self._saves_first: bool | None = None
         self._started_from = plan.start
         self._collector = CheckpointCollector(0, 0, first_number=1, iterations_before=0, reduce=plan.reduce)
 
@@ -127,7 +128,7 @@ class CheckpointDesk:
                 is_resumed=start.is_checkpoint,
             )
 
-        self._attempt, self._started_from = attempt, start
+        self._attempt, self._started_from, self._saves_first = attempt, start, None
         self._collector = collector()
         if self._memory is not None:
             self._memory.begin_attempt(collector())
@@ -153,6 +154,7 @@ class CheckpointDesk:
             self._commit(said.manifest)
         elif isinstance(said, HeldNotStored):
             self._storing.discard(said.number)
+            self._out(Say(frames.NOT_SAVED, self._attempt, data={"number": said.number}))
             message = f"checkpoint {said.number} is in memory alone and could not be written to storage: {said.error}"
             self._out(Note("warning", {"message": message}))
         elif self._memory is not None:
@@ -255,15 +257,19 @@ class CheckpointDesk:
 
     def failed(self, number: int, error: str) -> str:
         self._in_flight.pop(number, None)
+        self._out(Say(frames.NOT_SAVED, self._attempt, data={"number": number}))
         message = f"checkpoint {number} could not be written: {error}"
         self._out(Note("warning", {"message": message}))
         return message
 
     def _tell_saving(self, said: Saved) -> None:
+        """Readers hear of each save once, and to which round it belongs: in a loop that saves first, to the next."""
+        if said.call == 0 and self._saves_first is None:
+            self._saves_first = said.reports == 0
         number = self.number_of(said.call)
         if number > self._last_told and number % self._stored_every == 0:
             self._last_told = number
-            iteration = self._started_from.iteration + said.reports
+            iteration = self._started_from.iteration + said.reports + bool(self._saves_first)
             self._out(Say(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -28,6 +28,15 @@ from raysgd.trainer.channel import Channel
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
+#: What an iteration needs to see.
+_OF_ROUNDS = {
+    frames.ATTEMPT,
+    frames.REPORTS,
+    frames.RANK_DONE,
+    frames.ATTEMPT_END,
+    frames.RUN_END,
+    frames.RUN_CLOSED,
+}
 
 
 class ResultStream:
@@ -68,8 +77,8 @@ class ResultStream:
         self._is_closed = False
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
-        self._saving: dict[int, int] = {}
-        self._saved_after = -1  # the round before the newest save
+        self._saving: set[int] = set()
+        self._rounds: dict[int, int] = {}
         self._values: list[Any] = []
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
@@ -159,23 +168,31 @@ class ResultStream:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
-    def wait_save_or_next(self, iteration: int, timeout_s: float) -> bool:
-        """Wait until a save after this round, the next result or the end is seen; whether it is."""
+    def wait_save_or_next(self, iteration: int, timeout_s: float) -> None:
+        """Wait until a save that belongs to this round is begun, or the next result or the end is there."""
         with self._changed:
-            return bool(self._results) or self._changed.wait_for(
-                lambda: self._has_more() or self.was_saved_after(iteration), timeout_s
+            self._changed.wait_for(
+                lambda: (
+                    bool(self._results) or self._has_more() or max(list(self._rounds.values()), default=0) >= iteration
+                ),
+                timeout_s,
             )
 
-    def was_saved_after(self, iteration: int) -> bool:
-        """Whether train_func has saved since it made this round."""
-        return self._saved_after >= iteration
-
-    def wait_saved(self, iteration: int, timeout_s: float) -> bool:
-        """Wait until what was saved by the end of this round is on storage, or the run is over; whether it is."""
+    def wait_saved(self, numbers: Collection[int], timeout_s: float) -> None:
+        """Wait until these checkpoints are on storage, or will not be, or the run is over."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._is_closed or all(before > iteration for before in list(self._saving.values())), timeout_s
-            )
+            self._changed.wait_for(lambda: self._is_closed or self._saving.isdisjoint(numbers), timeout_s)
+
+    @property
+    def saving(self) -> dict[int, int]:
+        """What is being saved: the rounds that the checkpoints of these numbers belong to."""
+        rounds = self.rounds
+        return {number: rounds[number] for number in list(self._saving)}
+
+    @property
+    def rounds(self) -> dict[int, int]:
+        """The rounds that checkpoints belong to, by number: also of those whose files do not tell yet."""
+        return dict(self._rounds)
 
     def stop(self, why: str, error: BaseException | None) -> None:
         """A callback wants the run to end; with an error, at once and with that error."""
@@ -239,7 +256,7 @@ class ResultStream:
             self._wake()
 
     def _buffer_frame(self, frame: Frame) -> None:
-        if frame.kind == frames.EVENT or self._is_behind or frame.seq < self._next_seq:
+        if frame.kind not in _OF_ROUNDS or self._is_behind or frame.seq < self._next_seq:
             return
         if self._buffered_bytes > self._buffer_bytes:
             self._is_behind = True
@@ -256,9 +273,12 @@ class ResultStream:
         elif frame.kind == frames.ATTEMPT:
             self._saving.clear()
         elif frame.kind == frames.SAVING:
-            self._saving[data["number"]] = self._saved_after = data["iteration"]
+            self._rounds[data["number"]] = data["iteration"]
+            self._saving.add(data["number"])
+        elif frame.kind == frames.NOT_SAVED:
+            self._saving.discard(data["number"])
         elif frame.kind in (frames.CHECKPOINT, frames.CHECKPOINT_SCORED):
-            self._saving.pop(data["number"], None)
+            self._saving.discard(data["number"])
             self._checkpoints[data["number"]] = Checkpoint(data["uri"], data["metrics"], data["iteration"])
         elif frame.kind == frames.CHECKPOINT_DELETED:
             self._checkpoints.pop(data["number"], None)
@@ -324,7 +344,7 @@ class ResultStream:
                 if frame.seq < self._next_seq:  # of another fetch, whose task was cancelled
                     continue
                 self._next_seq = frame.seq + 1
-                if frame.kind != frames.EVENT:
+                if frame.kind in _OF_ROUNDS:
                     self._buffer.append(frame)
                     self._buffered_bytes += frame.size_bytes
             self._is_behind = self._next_seq <= self._last_seen_seq

@@ -276,10 +276,9 @@ class Trainer(ClassControl):
             TrainerBusyError: A run of this Trainer is live.
         """
         self._check_free()
-        self._release()
         # Of a layer above this one, and not imported by those who do without Tune.
         integration = importlib.import_module("raysgd.tune_integration")
-        return integration.make_trainable(
+        trainable = integration.make_trainable(
             self,
             train_func,
             dataset,
@@ -289,6 +288,8 @@ class Trainer(ClassControl):
             trainer_args_from=trainer_args_from,
             cross_validate=cross_validate,
         )
+        self._release()
+        return trainable
 
     # -- life -----------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import statistics
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from ray.air.constants import TRAINING_ITERATION
 
-from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage import Storage
 from raysgd.data.plan import LONE, DatasetPlan
 from raysgd.errors import CheckpointCorruptError, ConfigError
@@ -26,11 +26,12 @@ _DONE = "folds.json"
 class FoldsTrial(Trial):
     """Its rounds are the folds: a result has the mean, over those that are done, of what each reported last."""
 
-    def prepare(self, config: dict[str, Any], folder: str) -> None:
+    def prepare(self, config: dict[str, Any], folder: Storage) -> None:
         super().prepare(config, folder)
         self._plan: DatasetPlan | None = None
         self._done: list[dict[str, float]] = []
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._checkpoints: dict[int, Storage] = {}
+        self._num_given = 0
         self._time_s = 0.0
 
     def next(self) -> Result | None:
@@ -40,17 +41,20 @@ class FoldsTrial(Trial):
         if self.is_over:
             return None
         fold = len(self._done)
-        self._stream = stream = self._run(_plan_of(plan, fold), {**self._config, "fold": fold})
-        rounds = deque(stream, maxlen=1)
-        if not rounds:
-            raise ConfigError(
-                f"fold {fold} has ended without a report: what train_func reports last is what judges it."
-            )
-        last = rounds[0]
-        if (checkpoint := newest(stream)[1]) is not None:
-            self._checkpoints[fold] = checkpoint
+        with self._asked():
+            stream = self._run(_plan_of(plan, fold), {**self._config, "fold": fold})
+            self._set_stream(stream)
+            rounds = deque(stream, maxlen=1)
+            if not rounds:
+                raise ConfigError(
+                    f"fold {fold} has ended without a report: what train_func reports last is what judges it."
+                )
+        if (found := newest(stream, math.inf)) is not None:
+            self._checkpoints[fold] = Storage.from_uri(str(found.checkpoint.path))
         self._prune(stream)
-        self._stream, self._time_s = None, self._time_s + last["time_total_s"]
+        self._set_stream(None)
+        last = rounds[0]
+        self._time_s += last["time_total_s"]
         self._done.append(numbers_of(last))
         return Result({**summary(self._done), "fold": dict(last), TRAINING_ITERATION: fold + 1}, [], ())
 
@@ -61,17 +65,19 @@ class FoldsTrial(Trial):
 
     @property
     def has_new_checkpoint(self) -> bool:
-        return len(self._done) > self._given
+        return len(self._done) > self._num_given
 
     def save_to(self, folder: Storage) -> dict[str, Any] | None:
-        """What is known of the folds that are done, and the newest checkpoint of each that this process has run."""
-        self._given = len(self._done)
+        """What is known of the folds that are done, and the newest checkpoint of each."""
+        self._num_given = len(self._done)
         if not self._done:
             return None
-        for fold, checkpoint in self._checkpoints.items():
-            copy_checkpoint(Storage.from_uri(str(checkpoint.path)), folder.child(f"fold_{fold}"))
+        folder.delete_file(_DONE)
+        for fold, source in self._checkpoints.items():
+            self._checkpoints[fold] = folder.child(f"fold_{fold}")  # it may be Tune that deletes the other
+            copy_checkpoint(source, self._checkpoints[fold])
         folder.write_bytes(_DONE, json.dumps({"done": self._done, "time_total_s": self._time_s}).encode())
-        return {TRAINING_ITERATION: self._given}
+        return {TRAINING_ITERATION: self._num_given}
 
     def go_on_from(self, folder: Storage) -> tuple[int, float]:
         try:
@@ -82,7 +88,9 @@ class FoldsTrial(Trial):
                 f"{folder.path_of(_DONE)} is not what a trial by folds has written: {error}"
             ) from error
         self.end()
-        self._done, self._time_s, self._checkpoints, self._given = done, time_s, {}, len(done)
+        self._done, self._time_s, self._num_given = done, time_s, len(done)
+        saved = {fold: folder.child(f"fold_{fold}") for fold in range(len(done))}
+        self._checkpoints = {fold: where for fold, where in saved.items() if where.exists()}
         return len(done), time_s
 
     def _make_plan(self) -> DatasetPlan:
@@ -99,11 +107,16 @@ class FoldsTrial(Trial):
 
 
 def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The mean of each metric that all folds have, and as ``<name>_std`` its standard deviation (over n); their number."""
-    names = [name for name in done[0] if all(name in each for each in done)]
-    means = {name: statistics.fmean(each[name] for each in done) for name in names}
-    spreads = {f"{name}_std": statistics.pstdev([each[name] for each in done], means[name]) for name in names}
-    return {**means, **spreads, "folds": len(done)}
+    """The mean of each metric that all folds have, and as ``<name>_std`` its standard deviation (over n); their number.
+
+    One that is infinite or not a number somewhere has no spread, and such a mean.
+    """
+    found: dict[str, Any] = {"folds": len(done)}
+    for name in (name for name in done[0] if all(name in each for each in done)):
+        values = np.array([each[name] for each in done], np.float64)
+        with np.errstate(all="ignore"):
+            found[name], found[f"{name}_std"] = float(values.mean()), float(values.std())
+    return found
 
 
 def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:

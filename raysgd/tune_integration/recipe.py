@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import ray
@@ -70,10 +70,17 @@ class Recipe:
         """
         if self.arguments_from is None:
             return self.spec
-        if callable(self.arguments_from):
-            given, source = self.arguments_from(config), "trainer_args_from(config)"
-        else:
-            given, source = config.get(self.arguments_from, {}), f"config[{self.arguments_from!r}]"
+        source = "trainer_args_from(config)" if callable(self.arguments_from) else f"config[{self.arguments_from!r}]"
+        try:
+            return self._changed(source, config)
+        except ConfigError:
+            raise
+        except Exception as error:  # in a function of the user's, or for a value that no check knows
+            raise ConfigError(f"{source} gives no arguments of Trainer: {type(error).__name__}: {error}") from error
+
+    def _changed(self, source: str, config: dict[str, Any]) -> TrainerSpec:
+        name = self.arguments_from
+        given = name(config) if callable(name) else config.get(str(name), {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{source} is {with_article(type(given).__name__)}; give a dict of arguments of Trainer.")
         arguments = arguments_of(self.spec)
@@ -81,9 +88,10 @@ class Recipe:
         for name in given:
             if name not in allowed:
                 raise ConfigError(f"{source} has {name!r}; a trial's Trainer can have {', '.join(allowed)}.")
-        if "backend" in given:
-            arguments["backend_args"] = None  # those of another backend
         changed = dict(given)
+        if "backend_args" in changed and "backend" not in changed:
+            own = {field.name: getattr(self.spec.backend, field.name) for field in fields(self.spec.backend)}
+            changed |= {"backend": self.spec.backend.name, "backend_args": {**own, **changed["backend_args"]}}
         if isinstance(num_workers := changed.get("num_workers"), list):  # as it is after a look through JSON
             changed["num_workers"] = tuple(math.inf if most is None else most for most in num_workers)
         return spec_of_trainer(Trainer(**{**arguments, **changed}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
@@ -13,12 +14,13 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.checks import check_callbacks
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage import Storage
 from raysgd.controller.reducing import check_reduce
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
-from raysgd.trainer.given import check_tuned_func, plan_data
+from raysgd.trainer.given import check_tuned_func, plan_data, resolve_start
 from raysgd.trainer.inside import spec_of_trainer
 from raysgd.trainer.trainer import Trainer
 from raysgd.tune_integration.folds import FoldsTrial
@@ -45,15 +47,15 @@ class RaySGDTrainable(Trainable):
 
     def setup(self, config: dict[str, Any], **parameters: Any) -> None:
         self._trial = (FoldsTrial if self._recipe.is_by_folds else Trial)(self._recipe, parameters)
-        self._promised = False
-        self._trial.prepare(config, self._folder.uri)
+        self._promised = self._has_reported = False
+        self._trial.prepare(config, self._folder)
 
     def step(self) -> dict[str, Any]:
         self._promised = False
         result = self._trial.next()
         if result is not None:
-            row = dict(result)
-        elif not self._trial.has_new_checkpoint:
+            row, self._has_reported = dict(result), True
+        elif not self._trial.has_new_checkpoint or not self._has_reported:
             return {RESULT_DUPLICATE: True}
         else:  # saved after the last round: Tune takes checkpoints with results only
             row = self._last
@@ -63,10 +65,11 @@ class RaySGDTrainable(Trainable):
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
         """The newest checkpoint of the rounds so far, in a folder of the trial; none where Tune has that already."""
-        was_promised, self._promised = self._promised, False
-        if not self._trial.has_new_checkpoint and (was_promised or self._trial.is_over):
+        # Where it was given with this result already, Tune asks twice: a scheduler, and then Tune itself.
+        if not self._trial.has_new_checkpoint and (self._promised or self._trial.is_over):
             return _TrainingResult(None, self._last)
         place = self._place
+        place._check_validation_file()  # as Ray does: a disk of this node alone is of no use to the search
         place._update_checkpoint_index({})
         metrics = self._trial.save_to(Storage(place.storage_filesystem, place.checkpoint_fs_path))
         if metrics is None:
@@ -82,12 +85,12 @@ class RaySGDTrainable(Trainable):
         folder = Storage(given.filesystem, given.path) if is_tunes else Storage.from_uri(given)
         self._iteration, self._time_total = self._trial.go_on_from(folder)
         self._time_since_restore, self._iterations_since_restore = 0.0, 0
-        self._restored = True
+        self._restored, self._promised, self._has_reported = True, False, False
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self._promised = False
+        self._promised = self._has_reported = False
         self._last_result = None
-        self._trial.prepare(new_config, self._folder.uri)
+        self._trial.prepare(new_config, self._folder)
         return True
 
     def cleanup(self) -> None:
@@ -126,6 +129,9 @@ def make_trainable(
         raise ConfigError(
             "RunConfig(detached=True) is for runs that outlive their driver; a trial ends with its search."
         )
+    if isinstance(checkpoint, (str, PathLike)):  # here, since trials have another working directory
+        checkpoint = Checkpoint.from_path(checkpoint)
+    resolve_start(checkpoint)
     function, needs = check_tuned_func(train_func)
     check_callbacks(callbacks)
     if trainer_args_from is not None and not isinstance(trainer_args_from, str) and not callable(trainer_args_from):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.air.constants import TRAINING_ITERATION
@@ -17,17 +19,17 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage import Storage
 from raysgd.data.plan import DatasetPlan
-from raysgd.errors import ConfigError, RaySGDError
-from raysgd.result import Result
+from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
+from raysgd.result import AUTOMATIC_KEYS, Result
 from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.given import resolve_data, start_streams
 from raysgd.trainer.inside import trainer_of_spec, warm_up
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.trainer import Trainer
-from raysgd.tune_integration.copies import Pruning, copy_checkpoint
+from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.recipe import Recipe, Work
 from raysgd.workers.cluster import check_feasible
-from raysgd.workers.pickling import loads
+from raysgd.workers.pickling import Shared, loads
 
 #: Seconds a result waits for what comes right after it: a save, the next result, the end.
 _LOOK_S = 0.25
@@ -35,6 +37,18 @@ _LOOK_S = 0.25
 _SAVE_S = 10.0
 #: Seconds a run that is ended early has for its callbacks and what is being written.
 _END_S = 10.0
+#: Seconds without a word from Tune after which it has left the trial: paused it, or keeps its process for another one.
+_LEFT_S = 10.0
+#: The same for a run that has no checkpoint to go on from, should it be asked again.
+_LEFT_FOR_GOOD_S = 60.0
+
+
+class Saved(NamedTuple):
+    """A checkpoint of a run, and the round it belongs to."""
+
+    number: int
+    round: int
+    checkpoint: Checkpoint
 
 
 class Trial:
@@ -48,28 +62,29 @@ class Trial:
     def __init__(self, recipe: Recipe, parameters: Mapping[str, Any]) -> None:
         self._recipe = recipe
         self._work: Work = ray.get(recipe.work)
-        self._parameters = dict(parameters)
+        self._parameters = {name: Shared(ray.put(value)) for name, value in parameters.items()}
         self._trainer: Trainer | None = None
         self._spec: TrainerSpec | None = None
         self._config: dict[str, Any] = {}
-        self._stream: ResultStream | None = None
         self._start: Any = None
-        self._highest = 0
-        self._given = 0  # number of the checkpoint that Tune has
         self._problem: Exception | None = None
-        self._pruning: Pruning | None = None
-        self._look_s = _LOOK_S
-        self._without = (0, 0)  # the last round given to Tune, and the last checkpoint that was there then
+        self._stream: ResultStream | None = None
+        self._set_stream(None)
+        self._highest = 0
+        self._last: Result | None = None
+        self._lock = threading.Lock()
+        self._is_asked = False
+        self._asked_at = time.monotonic()
+        threading.Thread(target=self._watch, name="raysgd-trial", daemon=True).start()
 
-    def prepare(self, config: dict[str, Any], folder: str) -> None:
+    def prepare(self, config: dict[str, Any], folder: Storage) -> None:
         """Have the next run be one with this config; its workers' processes come up meanwhile, or are there.
 
         What cannot work is raised by `next`, where Tune makes it the trial's error.
         """
         self.end()
         self._config, self._start, self._problem = config, self._work.checkpoint, None
-        self._highest = self._given = 0
-        self._look_s, self._without = _LOOK_S, (0, 0)
+        self._highest, self._last = 0, None
         try:
             self._check_parameters()
             spec = self._recipe.spec_for(config)
@@ -78,7 +93,7 @@ class Trial:
                 check_feasible(spec.scaling, spec.failure.spares)
                 keeps_all = replace(spec.checkpoint, num_to_keep=None)
                 self._spec, self._trainer = spec, trainer_of_spec(replace(spec, checkpoint=keeps_all))
-            warm_up(self._trainer, folder)
+            warm_up(self._trainer, uri_of(folder))
         except (RaySGDError, RayError) as problem:
             self._problem = problem
 
@@ -89,9 +104,9 @@ class Trial:
             CheckpointNotFoundError: It is there no more.
             CheckpointCorruptError: A file of it is missing or wrong.
         """
-        found = Checkpoint.from_path(folder.uri)
+        found = Checkpoint.from_path(uri_of(folder))
         self.end()
-        self._start, self._highest, self._given = found, found.iteration, 0
+        self._start, self._highest, self._last = found, found.iteration, None
         return found.iteration, found.time_total_s
 
     def next(self) -> Result | None:
@@ -102,49 +117,62 @@ class Trial:
         """
         if self._problem is not None:
             raise self._problem
-        if self._stream is None:
-            self._stream = self._begin()
-        for result in self._stream:
-            if result["training_iteration"] > self._highest:  # others were made again, after a failure
-                self._highest = result["training_iteration"]
-                self._wait_for_saves(self._stream)
-                return result
-        return None
+        with self._asked():
+            while True:
+                if self._stream is None:
+                    self._set_stream(self._begin())
+                stream = self._stream
+                assert stream is not None
+                for result in stream:
+                    if result["training_iteration"] > self._highest:  # others were made again, after a failure
+                        self._highest, self._last = result["training_iteration"], result
+                        self._wait_for_saves(stream)
+                        return result
+                if not self._was_left:
+                    return None
+                self._come_back()
 
     @property
     def is_over(self) -> bool:
         """Whether all is known of the run, and it has succeeded."""
         stream = self._stream
-        return stream is not None and stream.error is None and stream.is_drained
+        return stream is not None and stream.error is None and stream.is_drained and not self._was_left
 
     @property
     def has_new_checkpoint(self) -> bool:
         """Whether there is one of the rounds so far that Tune has not got."""
-        return self._newest()[0] > self._given
+        newest = self._newest()
+        return newest is not None and newest.number > self._given
 
     def save_to(self, folder: Storage) -> dict[str, Any] | None:
         """Put the newest checkpoint of the rounds so far into a folder of Tune's; what was reported with it, None: no such."""
-        self._given, found = self._newest()
-        if found is None:
-            return None
-        copy_checkpoint(Storage.from_uri(str(found.path)), folder)
-        if self._stream is not None:
+        with self._asked():
+            newest = self._newest()
+            if newest is None or self._stream is None:
+                return None
+            self._given = newest.number
+            metrics = self._metrics_of(newest)
+            copy_checkpoint(Storage.from_uri(str(newest.checkpoint.path)), folder, newest.round, metrics)
             self._prune(self._stream, self._given)
-        return {**found.metrics, TRAINING_ITERATION: found.iteration}
+            return {**metrics, TRAINING_ITERATION: newest.round}
 
     def end(self) -> None:
         """End a live run early, in peace; its workers stay."""
-        stream, self._stream = self._stream, None
-        if stream is not None and stream.is_live:
-            stream.cancel()
-        if stream is not None and not stream.wait_closed(_END_S):
-            self.close()
+        with self._lock:
+            stream = self._stream
+            self._set_stream(None)
         if stream is not None:
+            if stream.is_live:
+                stream.cancel()
+            if not stream.wait_closed(_END_S):
+                self.close()
             self._prune(stream)
 
     def close(self) -> None:
         """End everything and give the resources back."""
-        stream, self._stream = self._stream, None
+        with self._lock:
+            stream = self._stream
+            self._set_stream(None)
         trainer, self._trainer = self._trainer, None
         if stream is not None and stream.is_live:
             stream.cancel()
@@ -155,14 +183,16 @@ class Trial:
         if stream is not None:
             self._prune(stream)
 
-    def _wait_for_saves(self, stream: ResultStream) -> None:
-        """Tune takes a checkpoint with a result: with this one, though train_func may make it after the report."""
-        before, known = self._without
-        if any(number > known and found.iteration <= before for number, found in stream.checkpoints.items()):
-            self._look_s = _SAVE_S  # it came too late for its result
-        stream.wait_save_or_next(self._highest, self._look_s)
-        stream.wait_saved(self._highest, _SAVE_S)
-        self._without = self._highest, max(stream.checkpoints, default=0)
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _set_stream(self, stream: ResultStream | None) -> None:
+        """What is known of a run begins with it."""
+        self._stream = stream
+        self._given = 0  # number of the checkpoint that Tune has
+        self._was_left = False
+        self._look_s = _LOOK_S
+        self._without = (0, 0)  # the last round given to Tune, and the last checkpoint that was there then
+        self._given_up: set[int] = set()  # saves that were waited for in vain
 
     def _begin(self) -> ResultStream:
         assert self._spec is not None
@@ -172,8 +202,7 @@ class Trial:
         return self._run(resolve_data(given(self._config), self._spec.scaling), self._config)
 
     def _run(self, dataset: DatasetPlan | None, config: dict[str, Any]) -> ResultStream:
-        assert self._trainer is not None
-        assert self._spec is not None
+        assert self._trainer is not None and self._spec is not None
         kept = self._spec.checkpoint
         self._pruning = Pruning(RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order))
         callbacks = loads(self._work.callbacks)
@@ -188,17 +217,70 @@ class Trial:
             reduce=self._work.reduce,
         )
 
+    def _wait_for_saves(self, stream: ResultStream) -> None:
+        """Tune takes a checkpoint with a result: with this one, though train_func may make it after the report."""
+        before, known = self._without
+        if any(number > known and of <= before for number, of in stream.rounds.items()):
+            self._look_s = _SAVE_S  # it came too late for its result
+        stream.wait_save_or_next(self._highest, self._look_s)
+        wanted = {number for number, of in stream.saving.items() if of <= self._highest} - self._given_up
+        stream.wait_saved(wanted, _SAVE_S)
+        self._given_up |= wanted.intersection(stream.saving)  # not to be waited for with each result
+        self._without = self._highest, max(stream.rounds, default=0)
+
+    def _newest(self) -> Saved | None:
+        """The newest checkpoint of the rounds so far; of all where no more rounds come."""
+        return None if self._stream is None else newest(self._stream, math.inf if self.is_over else self._highest)
+
+    def _metrics_of(self, saved: Saved) -> dict[str, Any]:
+        if not saved.checkpoint.metrics and self._last is not None and saved.round == self._highest:
+            return {name: value for name, value in self._last.items() if name not in AUTOMATIC_KEYS}
+        return saved.checkpoint.metrics
+
     def _prune(self, stream: ResultStream, upto: float = math.inf) -> None:
         """Delete what the Trainer's ``CheckpointConfig`` does not keep of these numbers."""
-        if stream.run_dir is not None and self._pruning is not None:
+        if stream.run_dir is not None:
             passed = {number: found for number, found in stream.checkpoints.items() if number <= upto}
             with contextlib.suppress(RaySGDError):  # they take room, and nothing else
                 self._pruning.prune(stream.run_dir, passed)
 
-    def _newest(self) -> tuple[int, Checkpoint | None]:
-        """The newest checkpoint of the rounds so far, and its number; of all where no more rounds come."""
-        upto = math.inf if self.is_over else self._highest
-        return newest(self._stream, upto)
+    # -- trials that Tune leaves --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Tune waits for something."""
+        self._is_asked = True
+        try:
+            yield
+        finally:
+            self._is_asked, self._asked_at = False, time.monotonic()
+
+    def _watch(self) -> None:
+        """Tune tells no process that its trial is paused, or stopped while the process is kept: a run must not train on."""
+        while True:
+            time.sleep(1)
+            quiet_s = time.monotonic() - self._asked_at
+            with self._lock:
+                stream = self._stream
+                if stream is None or self._is_asked or self._was_left or not stream.is_live:
+                    continue
+                if quiet_s > (_LEFT_S if stream.checkpoints else _LEFT_FOR_GOOD_S):
+                    self._was_left = True
+                    with contextlib.suppress(RayError):
+                        stream.cancel()
+
+    def _come_back(self) -> None:
+        """Tune asks on after all: what the run had done by then was given, and it goes on from its newest checkpoint."""
+        with self._lock:
+            stream = self._stream
+            was_cancelled = stream is not None and isinstance(stream.error, RunCancelledError)
+            self._was_left = False
+        if stream is None or not was_cancelled:  # it had come to its end by itself
+            return
+        stream.wait_closed(_END_S)
+        found = newest(stream, math.inf)
+        self._start = self._start if found is None else found.checkpoint
+        self._set_stream(None)
 
     def _check_parameters(self) -> None:
         missing = [name for name in self._work.needs if name not in self._parameters]
@@ -209,8 +291,8 @@ class Trial:
             )
 
 
-def newest(stream: ResultStream | None, upto: float = math.inf) -> tuple[int, Checkpoint | None]:
-    """The newest checkpoint of a run among those up to a round, and its number; 0 without one."""
-    found = {} if stream is None else stream.checkpoints
-    numbers = [number for number, checkpoint in found.items() if checkpoint.iteration <= upto]
-    return (max(numbers), found[max(numbers)]) if numbers else (0, None)
+def newest(stream: ResultStream, upto: float) -> Saved | None:
+    """The newest checkpoint of a run among those that belong to a round up to this one."""
+    found, rounds = stream.checkpoints, stream.rounds
+    saved = [Saved(number, rounds.get(number, each.iteration), each) for number, each in found.items()]
+    return max((one for one in saved if one.round <= upto), default=None)

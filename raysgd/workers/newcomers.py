@@ -23,6 +23,8 @@ from raysgd.workers.seats import Seat, Seats, are_others_waiting
 
 #: Seconds between two looks for room.
 LOOK_S = 2.0
+#: Seconds for which no trial must have waited before another one grows.
+QUIET_S = 5.0
 #: Seconds before processes are started again after one that did not come up; twice as long after each further one.
 PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
@@ -65,6 +67,7 @@ class Newcomers:
         self._num_wanted = 0.0
         self._avoid: set[str] = set()
         self._pause_s = PAUSE_S
+        self._others_at = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
         self._has_looked = asyncio.Event()
         self._has_begun = False  # the group trains: it does not wait for those who come from here on
@@ -163,15 +166,20 @@ class Newcomers:
 
     def _room(self, missing: float) -> int:
         """How many more seats to ask for."""
-        if missing <= 0:
+        if missing <= 0 or (self._seats.is_given and self._are_others_first()):
             return 0
         if may_be_scaled():
             return int(min(missing, max(0, MAX_ASKED - len(self._coming))))
         nodes = [node for node in cluster_nodes() if node.node_id not in self._avoid]
-        if self._seats.is_given and are_others_waiting(self._seats.name, [node.total for node in nodes]):
-            return 0  # a trial that waits comes before one that grows
         unplaced = sum(not worker.seat.is_placed() for worker in self._coming)
         return int(max(0, min(missing, room_for(self._scaling.bundle(), nodes) - unplaced)))
+
+    def _are_others_first(self) -> bool:
+        """Of a trial: one that waits comes before one that grows, also if it has yet to say so."""
+        now = time.monotonic()
+        if are_others_waiting(self._seats.name, [node.total for node in cluster_nodes()]):
+            self._others_at = now
+        return now - self._others_at < QUIET_S
 
     def _start(self, worker: Worker) -> None:
         self._started[worker] = time.monotonic()

@@ -17,6 +17,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
+import ray
 import ray.cloudpickle
 
 from raysgd.errors import SerializationError
@@ -90,6 +91,17 @@ def find_unpicklable(
 
 
 @dataclass(frozen=True)
+class Shared:
+    """An argument that is in the object store.
+
+    Attributes:
+        ref: Where.
+    """
+
+    ref: Any
+
+
+@dataclass(frozen=True)
 class Packed:
     """A function of the user's as a pickle, for processes that only hand it on: opening it may import a framework.
 
@@ -110,7 +122,11 @@ class Packed:
         return cls(dumps_named(function, name), getattr(function, "__qualname__", type(function).__name__))
 
     def bind(self, keywords: Mapping[str, Any]) -> Callable[..., Any]:
-        """What stands for the function with these arguments here, and is that once it is pickled and opened."""
+        """What stands for the function with these arguments here, and is that once it is pickled and opened.
+
+        Args:
+            keywords: By name; what is `Shared` is fetched where it is opened.
+        """
         return _Bound(self, keywords)
 
 
@@ -129,7 +145,8 @@ class _Bound:
 
 def _open_bound(data: bytes, keywords: Mapping[str, Any]) -> Any:
     function = loads(data)
-    return functools.partial(function, **keywords) if keywords else function
+    values = {name: ray.get(value.ref) if isinstance(value, Shared) else value for name, value in keywords.items()}
+    return functools.partial(function, **values) if values else function
 
 
 def dumps_error(error: BaseException) -> bytes | None:

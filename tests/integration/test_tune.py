@@ -56,6 +56,7 @@ def nothing_is_held() -> bool:
         and all(group["state"] == "REMOVED" for group in placement_group_table().values())
         and not actor_pids("WorkerActor")
         and not actor_pids("TrainerActor")
+        and not actor_pids("SeatGuard")
     )
 
 
@@ -86,7 +87,8 @@ def counts(config: dict[str, Any]) -> str:
 
 
 def column(result: Any, name: str) -> list[Any]:
-    return list(result.metrics_dataframe[name])
+    """A metric of each round: where a save came late, Tune has the last one twice."""
+    return list(result.metrics_dataframe.drop_duplicates("training_iteration")[name])
 
 
 def events_in(result: Any) -> list[dict[str, Any]]:
@@ -180,11 +182,15 @@ def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> N
     class Sees(tune.Callback):
         """What is free when a trial that was stopped early is gone, and others are still running."""
 
-        def __init__(self) -> None:
-            self.stopped: list[int] = []
+        was_stopped = False
+        free = 0.0
 
         def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            self.stopped.append(trial.last_result["training_iteration"])
+            self.was_stopped = True
+
+        def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+            if self.was_stopped:  # while this one trains
+                self.free = max(self.free, ray.available_resources().get("CPU", 0.0))
 
     sees = Sees()
     scheduler = tune.schedulers.ASHAScheduler(max_t=30, grace_period=2, reduction_factor=2)
@@ -199,8 +205,85 @@ def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> N
     reached = [result.metrics["training_iteration"] for result in grid]
     assert max(reached) == 30 and min(reached) < 30
     assert [result.error for result in grid] == [None] * 4
+    assert sees.was_stopped and sees.free >= 2
     best = grid.get_best_result()
-    assert raysgd.load_checkpoint(best.checkpoint.path)["step"] == 30
+    assert raysgd.load_checkpoint(best.checkpoint)["step"] == 30
+
+
+class Told(tune.Callback):
+    """All results that Tune was given, by the trial's number; its own files lose some where a paused trial goes on."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, list[dict[str, Any]]] = {}
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+        self.results.setdefault(trial.trial_id, []).append(dict(result))
+
+    def column(self, result: Any, name: str) -> list[Any]:
+        return [row[name] for row in self.results[result.metrics["trial_id"]]]
+
+
+class Hooks(raysgd.Callback):
+    """Notes what it is told, in a file beside the run."""
+
+    def on_run_start(self, info: Any) -> None:
+        self.path = Path(info.run_dir, "hooks.txt")
+
+    def on_result(self, result: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{result['weight']}\n")
+
+
+def saves_first(config: dict[str, Any]) -> None:
+    state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
+    for step in range(state["step"] + 1, 4):
+        raysgd.save_checkpoint({"step": step, "weight": float(step)})
+        time.sleep(config["evaluates_s"])
+        raysgd.report(step=step, weight=float(step) + raysgd.world_rank())
+
+
+def test_a_loop_that_saves_first_has_each_checkpoint_with_its_own_round(fit: Fit, tmp_path: Path) -> None:
+    start = fit(raysgd.Trainer(1, "none").to_trainable(counts), {"steps": 1})[0].checkpoint.path
+    trainable = raysgd.Trainer(2, "none").to_trainable(
+        saves_first, checkpoint=os.path.relpath(start), reduce={"weight": "sum"}, callbacks=[Hooks()]
+    )
+    grid = fit(trainable, {"evaluates_s": tune.grid_search([0.0, 0.4])})
+    for result in grid:
+        assert result.error is None
+        assert column(result, "step") == column(result, "training_iteration") == [2, 3]
+        assert column(result, "weight") == [5.0, 7.0]
+        kept = [
+            (raysgd.load_checkpoint(found.path)["step"], metrics["step"]) for found, metrics in result.best_checkpoints
+        ]
+        assert kept == [(2, 2), (3, 3)]
+        told = [raysgd.Checkpoint.from_path(found) for found, _ in result.best_checkpoints]
+        assert [(found.iteration, found.metrics["step"]) for found in told] == [(2, 2), (3, 3)]
+        assert Path(result.path, "run_001/hooks.txt").read_text() == "5.0\n7.0\n"
+
+
+def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process waits for the slower one, and is asked on when the run was ended for that."""
+    scheduler = tune.schedulers.PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=3,
+        hyperparam_mutations={"lr": [1.0]},
+        quantile_fraction=0.0,
+        synch=True,
+    )
+    told = Told()
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"n": tune.grid_search([0, 1]), "steps": 40, "sleep": tune.sample_from(lambda config: [0.5, 4.5][config["n"]])},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+        files={"stop": {"training_iteration": 6}, "callbacks": [told]},
+    )
+    assert [result.metrics["training_iteration"] for result in grid] == [6, 6]
+    assert told.column(grid[0], "weight") == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    made = len(raysgd.load_run(f"{grid[0].path}/run_001").metrics)
+    assert made < 39, "it went on while it was paused"
 
 
 def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) -> None:
@@ -210,24 +293,25 @@ def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) ->
         hyperparam_mutations={"lr": [1.0, 100.0]},
         quantile_fraction=0.5,
         resample_probability=0.0,
-        synch=True,
     )
+    told = Told()
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
-        {"lr": tune.grid_search([1.0, 100.0]), "steps": 12, "sleep": 0.05},
+        {"lr": tune.grid_search([1.0, 100.0]), "steps": 24, "sleep": 0.05},
         scheduler=scheduler,
         metric="weight",
         mode="max",
         reuse_actors=True,
+        files={"callbacks": [told]},
     )
     assert [result.error for result in grid] == [None, None]
     for result in grid:
-        assert result.metrics["training_iteration"] == 12
-        assert raysgd.load_checkpoint(result.checkpoint.path)["step"] == 12
-    exploited = grid[0]
-    assert exploited.metrics["weight"] > 12 * 1.0 + 100  # some of it was the other's
-    weights = column(exploited, "weight")
-    assert weights[0] == 1.0 and max(weights) > 300
+        assert told.column(result, "training_iteration") == told.column(result, "step")
+        assert result.metrics["training_iteration"] == 24
+        assert raysgd.load_checkpoint(result.checkpoint)["step"] == 24
+    weights = told.column(grid[0], "weight")
+    assert weights[:4] == [1.0, 2.0, 3.0, 4.0]
+    assert max(np.diff(weights)) > 200, weights  # it went on from the other's, which is ahead by more than a step
 
 
 def test_what_cannot_fit_is_said_with_the_arithmetic(fit: Fit) -> None:
@@ -250,6 +334,9 @@ def test_arguments_of_the_trainer_are_dimensions_of_the_search(fit: Fit) -> None
     trainable = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from=arguments)
     grid = fit(trainable, {"lr": tune.grid_search([1.0, 2.0])}, reuse_actors=True, max_concurrent_trials=1)
     assert [result.metrics["world_size"] for result in grid] == [1, 3]
+    broken = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from=lambda config: {}[config["lr"]])
+    (failed,) = fit(broken, {"lr": 1.0})
+    assert isinstance(failed.error, ConfigError) and "KeyError: 1.0" in str(failed.error)
     bad = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from="trainer")
     (refused,) = fit(bad, {"trainer": {"num_worker": 3}})
     assert isinstance(refused.error, ConfigError) and "config['trainer'] has 'num_worker'" in str(refused.error)
@@ -257,6 +344,7 @@ def test_arguments_of_the_trainer_are_dimensions_of_the_search(fit: Fit) -> None
 
 def test_parameters_and_resources_of_tunes_own_making(fit: Fit) -> None:
     def train_func(config: dict[str, Any], data: Any, scale: float = 1.0) -> None:
+        assert not data.flags.writeable  # the object store's own memory
         raysgd.report(total=float(data.sum()) * scale * config["lr"])
 
     trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
@@ -379,6 +467,9 @@ def test_a_trial_by_folds_goes_on_after_those_that_are_done(fit: Fit, tmp_path: 
     assert result.error is None
     assert column(result, "fold/fold_of_it") == [0, 1, 2, 3]
     assert result.metrics["folds"] == 4 and not (tmp_path / "ends").exists()
+    assert [raysgd.load_checkpoint(f"{result.checkpoint.path}/fold_{fold}")["mean"] > 0 for fold in range(4)] == [
+        True
+    ] * 4
     with pytest.raises(ConfigError, match="cross_validate=True is for a tuple"):
         raysgd.Trainer(1, "none").to_trainable(fits_folds, {"x": np.arange(4)}, cross_validate=True)
 
@@ -451,6 +542,7 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
 
 def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
+    told = Told()
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
         {"lr": tune.grid_search([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), "steps": 9, "sleep": 0.02},
@@ -458,10 +550,11 @@ def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
         metric="weight",
         mode="max",
         reuse_actors=True,
+        files={"callbacks": [told]},
     )
     assert [result.error for result in grid] == [None] * 6
     for result in grid:
-        weights = column(result, "weight")
+        weights = told.column(result, "weight")
         assert weights[-1] == pytest.approx(result.config["lr"] * result.metrics["training_iteration"])
     assert max(result.metrics["training_iteration"] for result in grid) == 9
 

@@ -22,7 +22,7 @@ from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.trainer.given import check_tuned_func
 from raysgd.trainer.inside import spec_of_trainer
 from raysgd.tune_integration import trial_resources
-from raysgd.tune_integration.copies import Pruning, copy_checkpoint
+from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.folds import numbers_of, summary
 from raysgd.tune_integration.recipe import Recipe
 from raysgd.workers.pickling import Packed, dumps, loads
@@ -54,6 +54,8 @@ def test_a_config_changes_the_arguments_of_the_trainer_and_no_others() -> None:
         with pytest.raises(ConfigError, match=says):
             made.spec_for({"trainer": wrong})
     assert made.resources({"trainer": {"num_workers": 0}}).bundles == [{"CPU": 0.001}]  # it fails when it begins
+    spec = recipe("trainer", backend="torch").spec_for({"trainer": {"backend_args": {"init_timeout_s": 7.0}}})
+    assert spec.backend == raysgd.TorchConfig(init_timeout_s=7.0)
     with pytest.raises(ConfigError, match=r"trainer_args_from\(config\) is a list"):
         recipe(lambda config: []).spec_for({})
 
@@ -68,6 +70,18 @@ def test_folds_come_to_the_mean_and_the_spread_of_what_all_have(done: list[dict[
         values = [each[name] for each in done]
         assert found[name] == pytest.approx(np.mean(values), abs=1e-6)
         assert found[f"{name}_std"] == pytest.approx(statistics.pstdev(values), abs=1e-6)
+
+
+def test_a_fold_that_diverged_has_a_mean_that_says_so() -> None:
+    found = summary([{"loss": 1.0, "big": 1e308}, {"loss": math.nan, "big": 1e308}, {"loss": math.inf, "big": 1e308}])
+    assert math.isnan(found["loss"]) and math.isnan(found["loss_std"]) and found["big"] == math.inf
+    assert summary([{"loss": math.inf}])["loss"] == math.inf
+
+
+def test_a_file_system_that_no_uri_tells_of_is_refused(tmp_path: Path) -> None:
+    assert uri_of(Storage.from_uri(tmp_path)) == str(tmp_path)
+    with pytest.raises(ConfigError, match="needs settings that the workers do not know"):
+        uri_of(Storage(pyarrow.fs.SubTreeFileSystem("bucket", pyarrow.fs._MockFileSystem()), "exp/trial"))
 
 
 def test_only_numbers_of_the_users_own_are_averaged() -> None:
@@ -120,10 +134,18 @@ def test_a_copy_on_a_local_disk_is_links_that_outlive_the_original(tmp_path: Pat
     found = commit(storage, 3)
     source, target = Storage.from_uri(str(found.path)), Storage.from_uri(tmp_path / "trial" / "checkpoint_000000")
     copy_checkpoint(source, target)
-    copy_checkpoint(source, target)  # again, after a try that was cut off
-    names = source.list_names()
-    assert target.list_names() == names
-    assert all(Path(source.path_of(name)).stat().st_ino == Path(target.path_of(name)).stat().st_ino for name in names)
+    assert target.list_names() == source.list_names()
+    (part,) = [name for name in source.list_names() if name != "manifest.json" and name.endswith(".json")]
+    assert Path(source.path_of(part)).stat().st_ino == Path(target.path_of(part)).stat().st_ino
+    copy_checkpoint(source, target, 31, {"loss": 0.5})  # again, after a try that was cut off
+    told = Checkpoint.from_path(target.uri)
+    assert (told.iteration, told.metrics) == (31, {"loss": 0.5})
+    assert Checkpoint.from_path(source.uri).iteration == 30
+    other = Storage.from_uri(str(commit(Storage.from_uri(tmp_path / "run_002" / "checkpoints"), 7).path))
+    copy_checkpoint(other, target)
+    assert raysgd.load_checkpoint(target.uri)["n"] == 7
+    copy_checkpoint(source, target)
+    assert not any(name.startswith(".") or "tmp" in name for name in target.list_names())
     CheckpointStore(storage).delete(3)
     assert raysgd.load_checkpoint(target.uri)["n"] == 3
     with pytest.raises(CheckpointNotFoundError):
