@@ -12,6 +12,7 @@ import pytest
 
 from support import leftovers
 from support.leftovers import ProcessState
+from support.poll import until
 
 
 def test_nothing_changed_is_nothing_found() -> None:
@@ -59,6 +60,7 @@ def test_process_whose_parent_is_gone_is_found_and_ended() -> None:
     before = leftovers.marked_processes()
     sleeper = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     subprocess.run([sys.executable, "-c", sleeper], check=True, start_new_session=True)
+    assert until(lambda: bool(leftovers.marked_processes() - before), 10)  # it may have no environment to look at yet
     (found,) = leftovers.end_processes(before, timeout_s=0.3)
     assert "time.sleep(60)" in found
     assert leftovers.end_processes(before) == []

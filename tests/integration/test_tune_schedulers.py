@@ -1,0 +1,263 @@
+"""Searches with real schedulers and search algorithms: trials that are stopped, paused, cloned, grown, killed and restored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray import tune
+from ray.util import placement_group_table
+
+import raysgd
+from raysgd.tune_integration import search
+from support.poll import until
+from support.runs import PATIENCE_S, travels_by_value
+from support.searches import Fit, Told, column, counts, events_in, fit_in, nothing_is_held, what_is_held
+
+travels_by_value(__name__)
+travels_by_value("support.searches")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
+    return fit_in(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(ray_cluster: Any) -> Iterator[None]:
+    yield
+    assert until(nothing_is_held, PATIENCE_S), what_is_held()
+
+
+def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> None:
+    class Sees(tune.Callback):
+        """What is free when a trial that was stopped early is gone, and others are still running."""
+
+        was_stopped = False
+        free = 0.0
+
+        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            self.was_stopped = True
+
+        def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+            if self.was_stopped:  # while this one trains
+                self.free = max(self.free, ray.available_resources().get("CPU", 0.0))
+
+    sees = Sees()
+    scheduler = tune.schedulers.ASHAScheduler(max_t=30, grace_period=2, reduction_factor=2)
+    grid = fit(
+        raysgd.Trainer(2, "none").to_trainable(counts),
+        {"lr": tune.grid_search([4.0, 3.0, 2.0, 1.0]), "steps": 30, "sleep": 0.1},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        files={"callbacks": [sees]},
+    )
+    reached = [result.metrics["training_iteration"] for result in grid]
+    assert max(reached) == 30 and min(reached) < 30
+    assert [result.error for result in grid] == [None] * 4
+    assert sees.was_stopped and sees.free >= 2
+    best = grid.get_best_result()
+    assert raysgd.load_checkpoint(best.checkpoint)["step"] == 30
+
+
+def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process waits for the slower one, and is asked on when the run was ended for that."""
+    scheduler = tune.schedulers.PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=3,
+        hyperparam_mutations={"lr": [1.0]},
+        quantile_fraction=0.0,
+        synch=True,
+    )
+    told = Told()
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"n": tune.grid_search([0, 1]), "steps": 40, "sleep": tune.sample_from(lambda config: [0.5, 4.5][config["n"]])},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+        files={"stop": {"training_iteration": 6}, "callbacks": [told]},
+    )
+    assert [result.metrics["training_iteration"] for result in grid] == [6, 6]
+    assert told.column(grid[0], "weight") == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    made = len(raysgd.load_run(f"{grid[0].path}/run_001").metrics)
+    assert made < 39, "it went on while it was paused"
+
+
+def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) -> None:
+    scheduler = tune.schedulers.PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=4,
+        hyperparam_mutations={"lr": [1.0, 100.0]},
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+    )
+    told = Told()
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"lr": tune.grid_search([1.0, 100.0]), "steps": 24, "sleep": 0.05},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+        files={"callbacks": [told]},
+    )
+    assert [result.error for result in grid] == [None, None]
+    for result in grid:
+        assert told.column(result, "training_iteration") == told.column(result, "step")
+        assert result.metrics["training_iteration"] == 24
+        assert raysgd.load_checkpoint(result.checkpoint)["step"] == 24
+    weights = told.column(grid[0], "weight")
+    assert weights[:4] == [1.0, 2.0, 3.0, 4.0]
+    assert max(np.diff(weights)) > 200, weights  # it went on from the other's, which is ahead by more than a step
+
+
+def test_a_trial_grows_when_others_end_but_not_before_those_that_wait(fit: Fit) -> None:
+    trainable = raysgd.Trainer((1, 3), "none", cpus_per_worker=2).to_trainable(counts)
+    # The second ends first; the fifth waits for that, and must have begun long before the next ends.
+    steps = tune.sample_from(lambda config: [300, 20, 150, 150, 20][config["n"]])
+    grid = fit(trainable, {"n": tune.grid_search([0, 1, 2, 3, 4]), "steps": steps, "sleep": 0.1})
+    assert [result.error for result in grid] == [None] * 5
+    events = [event for result in grid for event in events_in(result)]
+    starts = [event for event in events if event["kind"] == "attempt_start"]
+    grew_at = [event["timestamp"] for event in starts if event["data"]["world_size"] > 1]
+    last_began = max(event["timestamp"] for event in events if event["kind"] == "run_start")
+    assert min(grew_at) > last_began
+    assert column(grid[0], "world_size")[-1] == 3
+    assert column(grid[0], "training_iteration") == list(range(1, 301))
+
+
+def test_what_a_trial_has_grown_by_goes_with_its_process(fit: Fit) -> None:
+    class KillsTheGrown(tune.Callback):
+        num_groups = 0
+
+        def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+            if result["world_size"] == 2 and not self.num_groups:
+                self.num_groups = sum(group["state"] == "CREATED" for group in placement_group_table().values())
+                os.kill(result["pid"], signal.SIGKILL)
+
+    kills = KillsTheGrown()
+    trainable = raysgd.Trainer((1, 2), "none").to_trainable(counts)
+    (result,) = fit(trainable, {"steps": 600, "sleep": 0.1}, files={"callbacks": [kills]})
+    assert result.error is not None
+    assert kills.num_groups == 2
+    assert until(nothing_is_held, PATIENCE_S)
+
+
+def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
+    trainable = raysgd.Trainer(1, "none", cpus_per_worker=4).to_trainable(counts)
+    grid = fit(trainable, {"lr": tune.uniform(0.0, 1.0), "steps": 2}, num_samples=30, reuse_actors=True)
+    assert len(grid) == 30 and not grid.errors
+    assert {result.metrics["training_iteration"] for result in grid} == {2}
+    assert len({result.metrics["worker"] for result in grid}) <= 4
+    assert until(nothing_is_held, PATIENCE_S)
+
+
+def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
+    scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
+    told = Told()
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"lr": tune.grid_search([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), "steps": 9, "sleep": 0.02},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+        reuse_actors=True,
+        files={"callbacks": [told]},
+    )
+    assert [result.error for result in grid] == [None] * 6
+    for result in grid:
+        weights = told.column(result, "weight")
+        assert weights[-1] == pytest.approx(result.config["lr"] * result.metrics["training_iteration"])
+    assert max(result.metrics["training_iteration"] for result in grid) == 9
+
+
+SEARCH = """
+import os, sys, time
+import ray
+import raysgd
+from ray import tune
+
+def train_func(config):
+    state = raysgd.load_checkpoint() or {"step": 0}
+    for step in range(state["step"] + 1, 31):
+        time.sleep(0.1)
+        raysgd.report(step=step, began=state["step"])
+        raysgd.save_checkpoint({"step": step})
+
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
+path = os.path.join(sys.argv[1], "search")
+if tune.Tuner.can_restore(path):
+    tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
+else:
+    files = tune.RunConfig(name="search", storage_path=sys.argv[1], verbose=0)
+    tuner = tune.Tuner(trainable, param_space={"lr": tune.grid_search([1, 2, 3])}, run_config=files)
+grid = tuner.fit()
+for result in grid:
+    saved = raysgd.load_checkpoint(result.checkpoint.path)["step"]
+    print("TRIAL", result.error, result.metrics["step"], result.metrics["began"], saved)
+"""
+
+
+def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(SEARCH)
+    root = Path(raysgd.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "TUNE_GLOBAL_CHECKPOINT_S": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    command = [sys.executable, "search.py", str(tmp_path / "runs")]
+    first = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        saved = tmp_path / "runs/search"
+        assert until(lambda: len(list(saved.glob("*/checkpoint_00001*"))) >= 4, 120), list(saved.glob("*/*"))
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    trials = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("TRIAL")]
+    assert len(trials) == 3, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [(error, step, saved) for error, step, _, saved in trials] == [("None", "30", "30")] * 3
+    assert sum(int(began) > 0 for _, _, began, _ in trials) >= 2, trials  # they went on from what they had saved
+
+
+def test_search_with_optuna(ray_cluster: Any, tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    grid = search(
+        raysgd.Trainer(1, "none", checkpoint=raysgd.CheckpointConfig(num_to_keep=1)),
+        counts,
+        {"lr": tune.uniform(0.0, 10.0), "steps": 2},
+        metric="weight",
+        mode="max",
+        num_samples=6,
+        search_alg=OptunaSearch(seed=0),
+        max_concurrent_trials=2,
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    assert len(grid) == 6 and not grid.errors
+    assert len({result.config["lr"] for result in grid}) == 6
+    best = grid.get_best_result()
+    assert best.metrics["weight"] == pytest.approx(2 * best.config["lr"])
+    assert best.metrics["weight"] == max(result.metrics["weight"] for result in grid)
+    assert [len(result.best_checkpoints) for result in grid] == [1] * 6
+    assert len({result.metrics["worker"] for result in grid}) <= 2

@@ -1,0 +1,93 @@
+"""What tests of searches share: a search without its display, trials that count, and looks at what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.util import placement_group_table
+
+import raysgd
+from support.runs import actor_pids
+
+Fit = Callable[..., tune.ResultGrid]
+
+
+def fit_in(folder: Path) -> Fit:
+    """Runs a search, whose files go to this folder."""
+
+    def fit(trainable: Any, space: dict[str, Any] | None = None, **settings: Any) -> tune.ResultGrid:
+        files = {"storage_path": str(folder), "verbose": 0, **settings.pop("files", {})}
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=tune.TuneConfig(**settings),
+            run_config=tune.RunConfig(**files),
+        )
+        return tuner.fit()
+
+    return fit
+
+
+def nothing_is_held() -> bool:
+    """Whether all resources are free, and no trial's group or process is left."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return (
+        free.get("CPU") == total["CPU"]
+        and all(group["state"] == "REMOVED" for group in placement_group_table().values())
+        and not actor_pids("WorkerActor")
+        and not actor_pids("TrainerActor")
+        and not actor_pids("SeatGuard")
+    )
+
+
+def what_is_held() -> str:
+    """For the message of a test that found something."""
+    groups = [(group["name"], group["state"]) for group in placement_group_table().values()]
+    actors = {kind: actor_pids(kind) for kind in ("WorkerActor", "TrainerActor", "SeatGuard")}
+    return f"{ray.available_resources()}, {groups}, {actors}"
+
+
+def counts(config: dict[str, Any]) -> str:
+    """Counts to ``steps``, by way of its checkpoints."""
+    state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
+    step, weight = state["step"], state["weight"]
+    while step < config.get("steps", 3):
+        if (step, raysgd.world_rank()) == (config.get("dies_at"), 1) and not os.path.exists(config["mark"]):
+            Path(config["mark"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(config.get("sleep", 0.0))
+        step, weight = step + 1, weight + config.get("lr", 1.0)
+        raysgd.report(step=step, weight=weight, rank=raysgd.world_rank(), worker=os.getpid())
+        raysgd.save_checkpoint({"step": step, "weight": weight})
+    return "done"
+
+
+def column(result: Any, name: str) -> list[Any]:
+    """A metric of each round: where a save came late, Tune has the last one twice."""
+    return list(result.metrics_dataframe.drop_duplicates("training_iteration")[name])
+
+
+def events_in(result: Any) -> list[dict[str, Any]]:
+    """What a trial's run has in its journal of events."""
+    return [json.loads(line) for line in Path(result.path, "run_001/events.jsonl").read_text().splitlines()]
+
+
+class Told(tune.Callback):
+    """All results that Tune was given, by the trial's number; its own files lose some where a paused trial goes on."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, list[dict[str, Any]]] = {}
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+        self.results.setdefault(trial.trial_id, []).append(dict(result))
+
+    def column(self, result: Any, name: str) -> list[Any]:
+        return [row[name] for row in self.results[result.metrics["trial_id"]]]
