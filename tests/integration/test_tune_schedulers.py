@@ -165,6 +165,8 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
     assert until(nothing_is_held, PATIENCE_S)
 
 
+# It did not end once, on a loaded machine, with one of its trials paused; that is not explained yet.
+@pytest.mark.long
 def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
     told = Told()
