@@ -54,10 +54,11 @@ def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> N
                 self.free = max(self.free, ray.available_resources().get("CPU", 0.0))
 
     sees = Sees()
+    worse_is_slower = tune.sample_from(lambda config: 0.4 / config["lr"])  # and comes to a rung after the better ones
     scheduler = tune.schedulers.ASHAScheduler(max_t=30, grace_period=2, reduction_factor=2)
     grid = fit(
         raysgd.Trainer(2, "none").to_trainable(counts),
-        {"lr": tune.grid_search([4.0, 3.0, 2.0, 1.0]), "steps": 30, "sleep": 0.1},
+        {"lr": tune.grid_search([4.0, 3.0, 2.0, 1.0]), "steps": 30, "sleep": worse_is_slower},
         scheduler=scheduler,
         metric="weight",
         mode="max",
