@@ -117,6 +117,7 @@ class CheckpointDesk:
             self._last_number, start.number
         )  # one in memory may be written yet: its number is taken
         self._first_number = self._last_number + 1
+        self._last_told = self._last_number  # a number that came to nothing is another save's now
 
         def collector() -> CheckpointCollector:
             return CheckpointCollector(
