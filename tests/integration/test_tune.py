@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,11 @@ from raysgd.errors import ConfigError, InfeasibleError, TrainerBusyError
 from raysgd.tune_integration import trial_resources
 from support.poll import until
 from support.runs import PATIENCE_S, is_alive, travels_by_value
-from support.searches import Fit, column, counts, fit_in, nothing_is_held, what_is_held
+from support.searches import Fit, column, counts
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
-    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    return fit_in(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(ray_cluster: Any) -> Iterator[None]:
-    yield
-    assert until(nothing_is_held, PATIENCE_S), what_is_held()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("nothing_is_left_of_trials")]
 
 
 def test_a_grid_of_trials(fit: Fit) -> None:

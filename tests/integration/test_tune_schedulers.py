@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,11 @@ import raysgd
 from raysgd.tune_integration import search
 from support.poll import until
 from support.runs import PATIENCE_S, travels_by_value
-from support.searches import Fit, Told, column, counts, events_in, fit_in, nothing_is_held, what_is_held
+from support.searches import Fit, Told, column, counts, events_in, nothing_is_held
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
-    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    return fit_in(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(ray_cluster: Any) -> Iterator[None]:
-    yield
-    assert until(nothing_is_held, PATIENCE_S), what_is_held()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("nothing_is_left_of_trials")]
 
 
 def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> None:
