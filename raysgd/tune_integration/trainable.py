@@ -51,15 +51,16 @@ class RaySGDTrainable(Trainable):
         self._trial.prepare(config, self._folder)
 
     def step(self) -> dict[str, Any]:
+        # The end is told by itself, as Tune's functions tell it: schedulers that pause trials judge a round, and HyperBand
+        # forgets those that it has paused where the last of a bracket comes to its end in the round that is judged.
         self._promised = False
         result = self._trial.next()
         if result is not None:
-            row, self._has_reported = dict(result), True
+            row, self._has_reported = {**result, DONE: False}, True
         elif not self._trial.has_new_checkpoint or not self._has_reported:
             return {RESULT_DUPLICATE: True}
         else:  # saved after the last round: Tune takes checkpoints with results only
-            row = self._last
-        row[DONE] = self._trial.is_over
+            row = {**self._last, DONE: True}
         self._promised = row[SHOULD_CHECKPOINT] = self._trial.has_new_checkpoint
         return row
 

@@ -153,8 +153,6 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
     assert until(nothing_is_held, PATIENCE_S)
 
 
-# It did not end once, on a loaded machine, with one of its trials paused; that is not explained yet.
-@pytest.mark.long
 def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
     told = Told()
@@ -172,6 +170,20 @@ def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
         weights = told.column(result, "weight")
         assert weights[-1] == pytest.approx(result.config["lr"] * result.metrics["training_iteration"])
     assert max(result.metrics["training_iteration"] for result in grid) == 9
+
+
+def test_hyperband_ends_where_the_last_trial_is_over_in_the_round_that_is_judged(fit: Fit) -> None:
+    """The other one waits for it, paused, and nobody would ask for it again if the last round came with the end."""
+    scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=3, reduction_factor=3)
+    grid = fit(
+        raysgd.Trainer(1, "none").to_trainable(counts),
+        {"n": tune.grid_search([0, 1]), "steps": 3, "sleep": tune.sample_from(lambda config: [0.0, 2.0][config["n"]])},
+        scheduler=scheduler,
+        metric="weight",
+        mode="max",
+    )
+    assert [result.metrics["training_iteration"] for result in grid] == [3, 3]
+    assert [raysgd.load_checkpoint(result.checkpoint)["step"] for result in grid] == [3, 3]
 
 
 SEARCH = """
