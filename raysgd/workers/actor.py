@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.names import FileEntry
 from raysgd.session.progress import Pulse
@@ -72,15 +72,13 @@ class WorkerActor:
         """
         self._controller = controller
         backend = config.make()
-        gc.disable()  # it would walk half a million objects again and again, all of which stay: 0.2 s of torch's import
         try:
-            backend.load()
-            if warm_up:
-                backend.warm_up()
+            with uncollected():
+                backend.load()
+                if warm_up:
+                    backend.warm_up()
         except ImportError as error:
             return str(error)
-        finally:
-            gc.enable()
         self._backend = backend
         import raysgd.workers.making  # noqa: F401  (for what comes; the TrainerActor imports this module without it)
 
