@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysgd import backends, callbacks, data, errors, torch, tune_integration
-    from raysgd.backends.base import Backend, BackendConfig
+    from raysgd.backends.base import Backend, BackendConfig, Coordinator
+    from raysgd.backends.horovod import HorovodConfig
+    from raysgd.backends.jax import JaxConfig
     from raysgd.backends.none import NoneConfig
+    from raysgd.backends.tensorflow import TensorflowConfig
     from raysgd.backends.torch import TorchConfig
     from raysgd.callbacks.base import Callback, Stop
     from raysgd.checkpoint.checkpoint import Checkpoint
@@ -46,8 +49,11 @@ _HOMES = {
     "Callback": "raysgd.callbacks.base",
     "Checkpoint": "raysgd.checkpoint.checkpoint",
     "CheckpointConfig": "raysgd.config",
+    "Coordinator": "raysgd.backends.base",
     "Event": "raysgd.result",
     "FailureConfig": "raysgd.config",
+    "HorovodConfig": "raysgd.backends.horovod",
+    "JaxConfig": "raysgd.backends.jax",
     "NoneConfig": "raysgd.backends.none",
     "Result": "raysgd.result",
     "ResultStream": "raysgd.trainer.stream",
@@ -55,6 +61,7 @@ _HOMES = {
     "RunInfo": "raysgd.result",
     "RunStatus": "raysgd.result",
     "Stop": "raysgd.callbacks.base",
+    "TensorflowConfig": "raysgd.backends.tensorflow",
     "TorchConfig": "raysgd.backends.torch",
     "Trainer": "raysgd.trainer.trainer",
     "barrier": "raysgd.session.api",
@@ -81,7 +88,8 @@ _MODULES = ("backends", "callbacks", "data", "errors", "torch", "tune_integratio
 __all__ = [  # noqa: RUF022  (the order of a user's reading)
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
     "RunConfig", "FailureConfig", "CheckpointConfig",
-    "Backend", "BackendConfig", "TorchConfig", "NoneConfig",
+    "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "NoneConfig",
+    "Backend", "BackendConfig", "Coordinator",
     "Callback", "Stop",
     "report", "save_checkpoint", "load_checkpoint", "get_dataset", "get_datasets", "should_stop",
     "barrier", "broadcast", "device",

@@ -12,13 +12,17 @@ The order of calls in a worker, and the thread they come from::
     tear_down()                         the training thread if train_func failed, any thread after all ranks returned
     abort()                             any thread, while train_func may be blocked in a collective
 
-and again from `open_rendezvous` for the next attempt, possibly with another rank and another number of members.
+and again from `open_rendezvous` for the next attempt, possibly with another rank and another number of members. Where a
+process cannot join a second group (`BackendConfig.reforms_in_process`), it is another process that does all of this.
+
+A backend whose members meet at a server has a third part, a `Coordinator`: it is made once, in a process of its own beside
+the TrainerActor, and its `Coordinator.open` is called in place of `Backend.open_rendezvous`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,19 +54,36 @@ class BackendConfig(ABC):
     """Settings of a backend: a frozen keyword-only dataclass, checked when made."""
 
     name: ClassVar[str]
+    #: Whether the workers of a node must see each other's GPUs in ``CUDA_VISIBLE_DEVICES``.
+    shares_gpus: ClassVar[bool] = False
+    #: Whether there is a `Coordinator`.
+    is_coordinated: ClassVar[bool] = False
+
+    @property
+    def reforms_in_process(self) -> bool:
+        """Whether a living process can leave one group and join another.
+
+        Where it cannot, those that were in a group are replaced for the next one, by spares first, whether it is for a
+        failure, another size or another run.
+        """
+        return True
 
     @abstractmethod
     def make(self) -> Backend:
         """The backend's worker half; called in the worker process."""
 
+    def make_coordinator(self) -> Coordinator:
+        """The part that is called where ``is_coordinated``; called in the process where it stays.
+
+        Raises:
+            ImportError: What it needs is not installed; the text names the extra to install.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no coordinator")
+
 
 class Backend(ABC):
     """The worker half. Attributes of an instance belong to one process; nothing is shared between Trainers."""
 
-    #: Whether a living process can leave one group and join another. Where it cannot, workers are replaced instead.
-    reforms_in_process: ClassVar[bool] = True
-    #: Whether the workers of a node must see each other's GPUs in ``CUDA_VISIBLE_DEVICES``.
-    shares_gpus: ClassVar[bool] = False
     #: Whether `set_up` waits for the other members. It is then called when all of them have train_func in their memory: a
     #: process that is new may need minutes to import what train_func uses, in which its peers wait where they can be freed.
     waits_for_members: ClassVar[bool] = True
@@ -79,9 +100,9 @@ class Backend(ABC):
         """Import what training loops import later, in a process that nobody waits for: a spare, or a newcomer."""
         return
 
-    @abstractmethod
     def open_rendezvous(self, node_ip: str) -> str:
         """Open the place where the members meet, bound to ``node_ip``; returns what `Member.rendezvous` shall be."""
+        return ""
 
     @abstractmethod
     def set_up(self, member: Member) -> None:
@@ -102,3 +123,20 @@ class Backend(ABC):
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """How objects are reduced when train_func returns them: wrapped models unwrapped, GPU tensors on the CPU."""
         return {}
+
+
+class Coordinator(ABC):
+    """A server that the members of a backend meet at. It outlives them, and every group of a Trainer meets there."""
+
+    @abstractmethod
+    def open(self, node_ip: str, members: Sequence[Member]) -> str:
+        """Make ready for a group; returns what `Member.rendezvous` shall be. What the group before it left is forgotten.
+
+        Args:
+            node_ip: The address of this process's node, the only one that servers may bind.
+            members: By rank; their ``rendezvous`` is empty.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """No further group is to come: close the server."""

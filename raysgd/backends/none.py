@@ -26,9 +26,6 @@ class NoneBackend(Backend):
     def load(self) -> None:
         return None
 
-    def open_rendezvous(self, node_ip: str) -> str:
-        return ""
-
     def set_up(self, member: Member) -> None:
         return None
 

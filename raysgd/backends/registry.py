@@ -1,20 +1,30 @@
-"""From what the user gave as ``backend`` and ``backend_args`` to a `BackendConfig`. Driver side."""
+"""From what the user gave as ``backend`` and ``backend_args`` to a `BackendConfig`. Driver side.
+
+Other distributions add backends by an entry point of the group ``raysgd.backends``, whose name is the backend's and whose
+object is its config's class. It is imported when a Trainer asks for that name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from raysgd.backends.base import BackendConfig
+from raysgd.backends.horovod import HorovodConfig
+from raysgd.backends.jax import JaxConfig
 from raysgd.backends.none import NoneConfig
+from raysgd.backends.tensorflow import TensorflowConfig
 from raysgd.backends.torch import TorchConfig
 from raysgd.config import from_mapping
 from raysgd.errors import ConfigError
 
-_CONFIGS: dict[str, type[BackendConfig]] = {"torch": TorchConfig, "none": NoneConfig}
-_LATER = ("horovod", "tensorflow", "jax")
+ENTRY_POINTS = "raysgd.backends"
+_CONFIGS: dict[str, type[BackendConfig]] = {
+    config.name: config for config in (TorchConfig, HorovodConfig, TensorflowConfig, JaxConfig, NoneConfig)
+}
 
 
 def resolve_backend(
@@ -23,7 +33,7 @@ def resolve_backend(
     """The config that ``backend`` and ``backend_args`` mean together.
 
     Raises:
-        ConfigError: An unknown name, a config of another backend, an unknown field.
+        ConfigError: An unknown name, a config of another backend, an unknown field, an entry point that gives none.
     """
     if isinstance(backend, BackendConfig):
         if backend_args is None:
@@ -45,10 +55,27 @@ def resolve_backend(
 def _config_type(name: Any) -> type[BackendConfig]:
     if isinstance(name, str) and name in _CONFIGS:
         return _CONFIGS[name]
-    if name in _LATER:
-        raise ConfigError(f"backend={name!r} is not in this version; it has {', '.join(map(repr, _CONFIGS))}.")
-    close = difflib.get_close_matches(str(name), list(_CONFIGS), n=1)
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _CONFIGS}
+    if isinstance(name, str) and name in others:
+        return _load(others[name])
+    known = [*_CONFIGS, *sorted(others)]
+    close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(
-        f"backend={name!r} is not known{hint}; give one of {', '.join(map(repr, _CONFIGS))} or a BackendConfig."
+        f"backend={name!r} is not known{hint}; give one of {', '.join(map(repr, known))} or a BackendConfig."
     )
+
+
+def _load(point: EntryPoint) -> type[BackendConfig]:
+    try:
+        found = point.load()
+    except Exception as error:  # whatever another distribution does when it is imported
+        raise ConfigError(
+            f"backend={point.name!r} is the entry point {point.value}, which cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, BackendConfig)):
+        raise ConfigError(
+            f"backend={point.name!r} is the entry point {point.value}, which is no subclass of raysgd.BackendConfig."
+        )
+    return found

@@ -15,10 +15,12 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Member
+from raysgd.backends.gloo_sockets import GlooGroup
+from raysgd.backends.meeting import family_of, interface_of
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.errors import ConfigError, RaySGDError
 
@@ -45,6 +47,7 @@ class TorchConfig(BackendConfig):
     """
 
     name: ClassVar[str] = "torch"
+    shares_gpus: ClassVar[bool] = True
     backend: str | None = None
     init_timeout_s: float = 10
     timeout_s: float = 1800
@@ -62,13 +65,11 @@ class TorchConfig(BackendConfig):
 class TorchBackend(Backend):
     """One process's membership in a torch process group."""
 
-    shares_gpus = True
-
     def __init__(self, config: TorchConfig) -> None:
         self._config = config
         self._listener: socket.socket | None = None
         self._store: Any = None
-        self._gloo = _GlooGroup()
+        self._gloo = GlooGroup()
 
     def load(self) -> None:
         try:
@@ -84,7 +85,7 @@ class TorchBackend(Backend):
 
     def open_rendezvous(self, node_ip: str) -> str:
         # The listening socket is ours and stays open until the store has it, so no other process can take the port.
-        self._listener = socket.create_server((node_ip, 0), family=_family(node_ip), backlog=2048)
+        self._listener = socket.create_server((node_ip, 0), family=family_of(node_ip), backlog=2048)
         return json.dumps([node_ip, self._listener.getsockname()[1]])
 
     def set_up(self, member: Member) -> None:
@@ -113,7 +114,7 @@ class TorchBackend(Backend):
     def tear_down(self) -> None:
         import torch.distributed as dist
 
-        self._gloo = _GlooGroup()
+        self._gloo = GlooGroup()
         gc.collect()  # what a traceback or a cycle still holds of the group keeps its sockets open
         if dist.is_initialized():
             try:
@@ -130,7 +131,7 @@ class TorchBackend(Backend):
         import torch.distributed as dist
 
         with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
-            gloo_sockets.cut(self._gloo.own, self._gloo.of_peers)
+            self._gloo.cut()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
@@ -145,14 +146,9 @@ class TorchBackend(Backend):
         return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        return {
-            DistributedDataParallel: lambda wrapped: (_same, (wrapped.module,)),
-            torch.Tensor: _reduce_tensor,
-            torch.nn.Parameter: _reduce_tensor,
-        }
+        return {DistributedDataParallel: lambda wrapped: (_same, (wrapped.module,)), **tensor_reducers()}
 
     def _join_store(self, member: Member, host: str, port: int) -> Any:
         import torch.distributed as dist
@@ -172,19 +168,18 @@ class TorchBackend(Backend):
         )
 
 
-class _GlooGroup(NamedTuple):
-    """Where the members of a gloo group listen for each other."""
+def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+    """How tensors are reduced when train_func returns them: on the CPU."""
+    import torch
 
-    own: frozenset[gloo_sockets.Address] = frozenset()
-    of_peers: frozenset[gloo_sockets.Address] = frozenset()
+    return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor}
 
 
-def _meet(store: Any, member: Member, own: set[gloo_sockets.Address]) -> _GlooGroup:
+def _meet(store: Any, member: Member, own: set[gloo_sockets.Address]) -> GlooGroup:
     """Tell the other members where this one listens, and hear it of them."""
     keys = [f"raysgd/gloo/{rank}" for rank in range(member.world_size)]
     store.set(keys[member.rank], json.dumps(sorted(own)))
-    told = [json.loads(value) for value in store.multi_get(keys)]
-    return _GlooGroup(frozenset(own), frozenset((host, port) for each in told for host, port in each) - own)
+    return GlooGroup.of(own, [json.loads(value) for value in store.multi_get(keys)])
 
 
 def _check_available(backend: str) -> None:
@@ -206,10 +201,6 @@ def _check_available(backend: str) -> None:
         )
 
 
-def _family(node_ip: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in node_ip else socket.AF_INET
-
-
 def _export(member: Member, host: str, port: int) -> None:
     """The variables torchrun would set, which libraries read; gloo's own sockets bind the node's address by them."""
     os.environ.update(
@@ -222,18 +213,9 @@ def _export(member: Member, host: str, port: int) -> None:
         NODE_RANK=str(member.node_rank),
         GROUP_RANK=str(member.node_rank),
     )
-    interface = _interface_of(member.node_ip)
+    interface = interface_of(member.node_ip)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _interface_of(node_ip: str) -> str | None:
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == node_ip for address in addresses):
-            return str(name)
-    return None
 
 
 def _same(obj: Any) -> Any:

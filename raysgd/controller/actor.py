@@ -65,7 +65,6 @@ class TrainerActor:
             settings.failure,
             controller=settings.name,
             runtime_env=settings.runtime_env,
-            shares_gpus=settings.shares_gpus,
             room=settings.room,
         )
         self._group.on_seat_added(self._guard_seats)

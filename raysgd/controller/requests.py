@@ -37,7 +37,6 @@ class TrainerSettings:
     failure: FailureConfig
     checkpoint: CheckpointConfig
     runtime_env: Mapping[str, Any] | None = None
-    shares_gpus: bool = False
     alias: str | None = None
     room: Room | None = None
     run: RunConfig = field(default_factory=RunConfig)

@@ -104,7 +104,6 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         failure=dataclasses.replace(spec.failure, on_resize=None),  # a function of the user's: it goes to the workers
         checkpoint=spec.checkpoint,
         runtime_env=spec.runtime_env,
-        shares_gpus=spec.backend.name in ("torch", "horovod"),
         alias=spec.run.name if spec.run.detached else None,
         room=None if spec.run.detached else find_room(spec.scaling, spec.failure.spares),  # it outlives the group
         run=spec.run,

@@ -12,6 +12,9 @@ import sys
 import sysconfig
 import time
 
+#: Modules that TensorFlow makes of functions, in files of its own that it deletes.
+_GENERATED = "__autograph_generated_file"
+
 
 def _installed_prefixes() -> tuple[str, ...]:
     places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, *site.getsitepackages()}
@@ -63,6 +66,8 @@ class ModuleWatch:
             path = getattr(module, "__file__", None)
             # Thousands of modules, looked at in every warm start: no system call for those that are installed.
             if name == "__main__" or not path or not path.endswith(".py") or path.startswith(self._prefixes):
+                continue
+            if name.startswith(_GENERATED):
                 continue
             real = os.path.realpath(path)
             if not real.startswith(self._prefixes):

@@ -31,6 +31,7 @@ from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy, explain_timeout, seat_bundle
 from raysgd.workers.process import Worker, WorkerStarter
 from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
+from raysgd.workers.rendezvous import Rendezvous
 from raysgd.workers.reserve import Reserve
 from raysgd.workers.seats import Room, Seat, Seats
 from raysgd.workers.storage_check import check_storage
@@ -53,7 +54,6 @@ class WorkerGroup:
         name: Unique in the cluster; names the placement groups and the actors.
         controller: Name of the TrainerActor.
         runtime_env: Ray runtime environment of the workers.
-        shares_gpus: Whether the workers of a node see each other's GPUs.
         room: Where the first of them are, and there is enough of it.
     """
 
@@ -66,13 +66,12 @@ class WorkerGroup:
         *,
         controller: str,
         runtime_env: Mapping[str, Any] | None,
-        shares_gpus: bool,
         room: Room | None = None,
     ) -> None:
         self._scaling = scaling
         self._start_timeout_s = failure.start_timeout_s
         self._num_spares = failure.spares
-        self._shares_gpus = shares_gpus
+        self._backend = backend
         self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
@@ -82,6 +81,7 @@ class WorkerGroup:
         self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
+        self._rendezvous = Rendezvous(name, backend)
         self.drains = Drains(lambda: self._members, self._reserve, self._lost_nodes)
         self.streams = WorkerStreams()
         self.agreement = Agreement(self.call)
@@ -145,6 +145,7 @@ class WorkerGroup:
         return [*told, *self._faulty.take_told()]
 
     async def _get_ready(self, keep_size: bool) -> list[str]:
+        self._retire()
         await self._form(keep_size)
         stale = {rank: modules for rank, modules in enumerate(await self._prepare()) if modules}
         if not stale:
@@ -185,7 +186,7 @@ class WorkerGroup:
             self._scaling,
             self._seats,
             self._starter,
-            bring_up=self._bring_up,
+            bring_up=Worker.bring_up,
             end=self._end,
             start_timeout_s=self._start_timeout_s,
         )
@@ -194,15 +195,10 @@ class WorkerGroup:
         if self._reserve.newcomers is not None:
             self._reserve.newcomers.want(self._scaling.max_workers - self.size, self._lost_nodes, after=after)
 
-    async def _bring_up(self, worker: Worker) -> str | None:
-        await self._locate(worker)
-        problem: str | None = await worker.loading
-        worker.is_loaded = problem is None
-        return problem
-
     def _start_missing(self) -> None:
         is_new = not self._seats.is_open
         if is_new:
+            self._rendezvous.begin()
             if not self._seats.is_given:
                 check_feasible(self._scaling, self._num_spares)
             self._seats.open(self.size + self._num_spares)
@@ -218,11 +214,8 @@ class WorkerGroup:
         """Wait until every process has said where it is, and has loaded the framework."""
         new = [worker for worker in self._all() if worker.info is None or not worker.is_loaded]
         # Together: what kills one in its import may kill the next there, and that is one failure.
-        answers = await self._gather(new * 2, [w.loading for w in new] + [self._locate(w) for w in new])
+        answers = await self._gather(new * 2, [w.loading for w in new] + [w.locate() for w in new])
         self._note_loaded(dict(zip(new, answers, strict=False)))
-
-    async def _locate(self, worker: Worker) -> None:
-        worker.info = await worker.handle.describe.remote()
 
     def _note_loaded(self, problems: Mapping[Worker, str | None]) -> None:
         bad = {worker: problem for worker, problem in problems.items() if problem is not None}
@@ -246,7 +239,7 @@ class WorkerGroup:
 
     async def _prepare(self) -> list[tuple[str, ...]]:
         workers = self._all()
-        gpus = visible_gpus([worker.info for worker in workers if worker.info is not None], shared=self._shares_gpus)
+        gpus = visible_gpus([w.info for w in workers if w.info is not None], shared=self._backend.shares_gpus)
         orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
@@ -288,13 +281,20 @@ class WorkerGroup:
     # -- an attempt -----------------------------------------------------------------------------------------------
 
     async def open_rendezvous(self) -> str:
-        """Where the members of the next attempt meet; on rank 0."""
+        """Where the members of the next attempt meet."""
+        if self._backend.is_coordinated:
+            return await self._rendezvous.open([self.member(rank, "") for rank in range(self.size)])
         first = self._member(0)
-        (rendezvous,) = await self._gather([first], [first.handle.open_rendezvous.remote()])
-        return str(rendezvous)
+        return str((await self._gather([first], [first.handle.open_rendezvous.remote()]))[0])
 
     def member(self, rank: int, rendezvous: str) -> Member:
         return self._member(rank).as_member(rank, rendezvous, self._scaling.gpus_per_worker)
+
+    def _retire(self) -> None:
+        """End those who were in a group and can join no other; spares and new ones take their ranks."""
+        for rank in () if self._backend.reforms_in_process else range(self.size):
+            if (worker := self._members[rank]) is not None and worker.has_joined:
+                self.kill(rank)
 
     async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """What the worker says: batches of events, and references to large values.
@@ -365,6 +365,7 @@ class WorkerGroup:
             self._drop(worker)
             self._end(worker)
         self._reserve.close()
+        self._rendezvous.close()
         self._agents.close()
         self._seats.close()
         self._has_formed = False

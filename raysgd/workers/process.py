@@ -25,6 +25,7 @@ class Worker:
         loading: The answer of its first call, the import of the framework.
         info: Where it is, once it has said so.
         identity: Its place in the group, once that is complete.
+        has_joined: It was told to join a group.
     """
 
     seat: Seat
@@ -33,14 +34,27 @@ class Worker:
     is_loaded: bool = False
     info: WorkerInfo | None = None
     identity: Identity | None = None
+    has_joined: bool = False
 
     @property
     def node(self) -> str:
         return "an unknown node" if self.info is None else self.info.node
 
+    async def locate(self) -> None:
+        """Wait until it says where it is."""
+        self.info = await self.handle.describe.remote()
+
+    async def bring_up(self) -> str | None:
+        """Wait until it serves; what is wrong where it cannot."""
+        await self.locate()
+        problem: str | None = await self.loading
+        self.is_loaded = problem is None
+        return problem
+
     def as_member(self, rank: int, rendezvous: str, gpus: float) -> Member:
-        """What it is told of its place in the next attempt; ``gpus``: how many each worker has."""
+        """What it is told of its place in the group it is to join now; ``gpus``: how many each worker has."""
         assert self.info is not None and self.identity is not None
+        self.has_joined = True
         return Member(
             rank=rank,
             world_size=self.identity.world_size,

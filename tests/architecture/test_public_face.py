@@ -20,7 +20,16 @@ DRIVER = [
     "load_run",
 ]
 CONFIG = ["CheckpointConfig", "FailureConfig", "RunConfig"]
-BACKENDS = ["Backend", "BackendConfig", "NoneConfig", "TorchConfig"]
+BACKENDS = [
+    "Backend",
+    "BackendConfig",
+    "Coordinator",
+    "HorovodConfig",
+    "JaxConfig",
+    "NoneConfig",
+    "TensorflowConfig",
+    "TorchConfig",
+]
 CALLBACKS = ["Callback", "Stop"]
 WORKER = [
     "barrier",

@@ -1,0 +1,172 @@
+"""The JAX backend: `jax.distributed` over all workers, with gloo between CPUs.
+
+Two facts shape it (see doc/design/0021-backends.md). JAX's coordination service usually lives in process 0, and every other
+process ends itself when that one dies: here it is in the coordinator's process, so that any worker may die. And with its
+recoverability switched on, a process that has left a broken group, and has dropped its devices, can join another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from raysgd.backends import gloo_sockets
+from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
+from raysgd.backends.gloo_sockets import GlooGroup
+from raysgd.backends.meeting import free_address
+from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.errors import RaySGDError
+
+_HOW_TO_GET_IT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
+_KEY = "raysgd/gloo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxConfig(BackendConfig):
+    """Settings of `jax.distributed`.
+
+    Attributes:
+        devices_per_worker: How many virtual devices a worker on CPUs has; of GPUs and TPUs it has those it was given.
+        collectives: What CPU devices of several workers communicate by: ``"gloo"`` or ``"mpi"``.
+        platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; None: GPUs where workers are given them, CPUs elsewhere.
+        init_timeout_s: Seconds for all members to join.
+        timeout_s: Seconds without a sign of life after which JAX's service takes a member for dead. raysgd finds out before
+            that (`raysgd.FailureConfig`); this is for what it cannot see.
+    """
+
+    name: ClassVar[str] = "jax"
+    is_coordinated: ClassVar[bool] = True
+    devices_per_worker: int = 1
+    collectives: str = "gloo"
+    platform: str | None = None
+    init_timeout_s: float = 30
+    timeout_s: float = 100
+
+    def __post_init__(self) -> None:
+        check_count("JaxConfig(devices_per_worker)", self.devices_per_worker, minimum=1)
+        check_choice("JaxConfig(collectives)", self.collectives, ("gloo", "mpi"))
+        if self.platform is not None:
+            check_choice("JaxConfig(platform)", self.platform, ("cpu", "cuda", "rocm", "tpu"))
+        check_amount("JaxConfig(init_timeout_s)", self.init_timeout_s, positive=True)
+        check_amount("JaxConfig(timeout_s)", self.timeout_s, positive=True)
+
+    def make(self) -> Backend:
+        return JaxBackend(self)
+
+    def make_coordinator(self) -> Coordinator:
+        return JaxCoordinator(self.timeout_s)
+
+
+class JaxCoordinator(Coordinator):
+    """JAX's coordination service, one for each group."""
+
+    def __init__(self, timeout_s: float) -> None:
+        try:
+            from jaxlib import _jax  # without jax, whose import takes five times as long
+        except ImportError as error:
+            raise ImportError(_HOW_TO_GET_IT) from error
+        self._make: Any = _jax.get_distributed_runtime_service
+        self._timeout_s = timeout_s
+        self._service: Any = None
+
+    def open(self, node_ip: str, members: Sequence[Member]) -> str:
+        self.close()
+        address = free_address(node_ip)
+        self._service = self._make(
+            address, len(members), heartbeat_timeout=math.ceil(self._timeout_s), shutdown_timeout=1, recoverable=True
+        )
+        return address
+
+    def close(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.shutdown()
+
+
+class JaxBackend(Backend):
+    """One process's membership in `jax.distributed`."""
+
+    def __init__(self, config: JaxConfig) -> None:
+        self._config = config
+        self._gloo = GlooGroup()
+        self._has_joined = False
+
+    def load(self) -> None:
+        try:
+            import jax  # noqa: F401
+        except ImportError as error:
+            raise ImportError(_HOW_TO_GET_IT) from error
+        _configure("jax_enable_recoverability", True)
+
+    def set_up(self, member: Member) -> None:
+        import jax
+
+        self._choose_devices(member)
+        self._has_joined = True
+        before = gloo_sockets.listeners()
+        jax.distributed.initialize(
+            coordinator_address=member.rendezvous,
+            num_processes=member.world_size,
+            process_id=member.rank,
+            cluster_detection_method="deactivate",
+            # Process 0 opens a service of its own in any case. Nobody comes there.
+            coordinator_bind_address=free_address(member.node_ip),
+            initialization_timeout=math.ceil(self._config.init_timeout_s),
+            heartbeat_timeout_seconds=math.ceil(self._config.timeout_s),
+            shutdown_timeout_seconds=1,
+        )
+        jax.devices()  # makes gloo's listener
+        self._gloo = self._meet(member, gloo_sockets.listeners() - before)
+
+    def tear_down(self) -> None:
+        import jax
+        import jax.extend
+
+        if not self._has_joined:
+            return
+        self._has_joined = False
+        self._gloo = GlooGroup()
+        for step in (gc.collect, jax.extend.backend.clear_backends, jax.distributed.shutdown, gc.collect):
+            with contextlib.suppress(Exception):  # what is broken already
+                step()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
+            self._gloo.cut()
+
+    def is_collective_error(self, error: BaseException) -> bool:
+        import jax
+
+        if isinstance(error, RaySGDError) or not isinstance(error, jax.errors.JaxRuntimeError):
+            return False
+        text = str(error).lower()
+        return any(word in text for word in ("gloo", "nccl", "unavailable", "coordination", "connection", "heartbeat"))
+
+    def _choose_devices(self, member: Member) -> None:
+        platform = self._config.platform or ("cuda" if member.has_gpu else "cpu")
+        _configure("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
+        if platform == "cpu":
+            _configure("jax_num_cpu_devices", self._config.devices_per_worker)
+            _configure("jax_cpu_collectives_implementation", self._config.collectives)
+
+    def _meet(self, member: Member, own: set[gloo_sockets.Address]) -> GlooGroup:
+        """Tell the other members where this one listens, and hear it of them, by way of the service."""
+        from jax._src.distributed import global_state  # there is no public way
+
+        client: Any = global_state.client
+        client.key_value_set(f"{_KEY}/{member.rank}", json.dumps(sorted(own)))
+        wait_ms = math.ceil(self._config.init_timeout_s * 1000)
+        told = [client.blocking_key_value_get(f"{_KEY}/{rank}", wait_ms) for rank in range(member.world_size)]
+        return GlooGroup.of(own, [json.loads(each) for each in told])
+
+
+def _configure(name: str, value: Any) -> None:
+    import jax
+
+    settings: Any = jax.config
+    settings.update(name, value)
