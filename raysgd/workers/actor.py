@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class WorkerActor:
         self._current = CurrentAttempt()
         self._instances: Instances | None = None
         self._is_in_group = False
+        self._leaving = threading.Lock()
         self._rank = 0
         self._stacks_file = make_readable()
         self._termination = Termination(self._told_to_end)
@@ -95,8 +97,9 @@ class WorkerActor:
         self._rank = order.rank
         self._current.expect()
         context.uninstall()
-        if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
-            self.leave()
+        with self._leaving:  # it may be under way still
+            if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
+                self._leave()
         self._modules.look()
         if stale := self._modules.stale():
             return stale
@@ -190,9 +193,8 @@ class WorkerActor:
 
     def leave(self) -> None:
         """Leave the group, once all ranks have returned."""
-        self._current.forget()
-        self._is_in_group = False
-        self._backend.tear_down()
+        with self._leaving:
+            self._leave()
 
     # -- the class API -------------------------------------------------------------------------------------------
 
@@ -221,6 +223,11 @@ class WorkerActor:
         self._backend.tear_down()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self._current.forget()
+        self._is_in_group = False
+        self._backend.tear_down()
 
     def _class_api(self) -> Instances:
         from raysgd.workers.instances import Instances

@@ -1,0 +1,298 @@
+"""A conformance suite for backends: what every one must do, third-party ones too. On a Ray cluster that is up.
+
+In a test module of your own, with a fixture that calls ``ray.init(num_cpus=8)``::
+
+    @pytest.mark.usefixtures("my_cluster")
+    class TestMyBackend(BackendSuite):
+        def make_config(self) -> BackendConfig:
+            return MyConfig()
+
+        @staticmethod
+        def make_total() -> Callable[[float], float]:
+            import my_framework
+
+            return my_framework.add_up_over_all_ranks
+
+`BackendOnNodesSuite` is the rest of it, on a cluster of two nodes (`ray.cluster_utils.Cluster`) with two CPUs each.
+
+Every test has a Trainer of its own, as a user would make it, and kills processes of its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from raysgd.backends import gloo_sockets
+from raysgd.backends.base import BackendConfig
+from raysgd.callbacks.progress import ProgressCallback
+from raysgd.config import FailureConfig, RunConfig
+from raysgd.session import api as session
+from raysgd.testing.cluster import ClusterState
+from raysgd.trainer.trainer import Trainer
+
+Total = Callable[[float], float]
+#: Far above what anything here takes.
+_PATIENCE_S = 90.0
+_STEP_S = 0.02
+_SLOW_STEP_S = 0.2
+
+
+class _Suite:
+    """What both suites need of a backend."""
+
+    def make_config(self) -> BackendConfig:
+        """A new config, as a user would make it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def make_total() -> Total:
+        """In a worker, in its group: a function that adds up one number over all ranks, by a collective."""
+        raise NotImplementedError
+
+    @contextmanager
+    def trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Iterator[Trainer]:
+        """One of this backend's, of which nothing is left in the cluster."""
+        with _nothing_is_left(), self._trainer(folder, num_workers, **settings) as made:
+            yield made
+
+    def _trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Trainer:
+        return Trainer(num_workers, self.make_config(), run=RunConfig(storage_path=str(folder)), **settings)
+
+
+class BackendSuite(_Suite):
+    """Subclass it as ``Test...`` with `make_config` and `make_total`; pytest runs its tests."""
+
+    #: Whether members can add up numbers; without it `make_total` is not called.
+    has_collectives: ClassVar[bool] = True
+    #: Seconds after which all members of a group have noticed that one was killed, and have left it.
+    notices_within_s: ClassVar[float] = 5.0
+
+    @pytest.mark.parametrize("num_workers", [1, 2, 3])
+    def test_ranks_and_a_sum(self, tmp_path: Path, num_workers: int) -> None:
+        with self.trainer(tmp_path, num_workers) as trainer:
+            seen = _run(trainer, self._look())
+        assert [each["rank"] for each in seen] == list(range(num_workers))
+        assert {each["size"] for each in seen} == {num_workers}
+        self._check_sums(seen)
+
+    def test_a_second_run(self, tmp_path: Path) -> None:
+        """In the same processes where these can join a second group, in others where not."""
+        with self.trainer(tmp_path, 2) as trainer:
+            first, second = (_run(trainer, self._look()) for _ in range(2))
+        self._check_sums(second)
+        self._check_kept([each["pid"] for each in first], [each["pid"] for each in second])
+
+    @pytest.mark.parametrize("victim", [0, 2])
+    def test_a_killed_rank_is_noticed_and_replaced(self, tmp_path: Path, victim: int) -> None:
+        train_func = self._until_one_is_killed(victim, tmp_path)
+        with self.trainer(tmp_path, 3, failure=FailureConfig(abort_grace_s=30)) as trainer:
+            seen = _run(trainer, train_func)
+        self._check_sums(seen)
+        others = [rank for rank in range(3) if rank != victim]
+        left_at = {rank: float((tmp_path / f"left_{rank}").read_text()) for rank in others}
+        killed_at = float((tmp_path / "killed").read_text())
+        late = {rank: at - killed_at for rank, at in left_at.items() if at - killed_at > self.notices_within_s}
+        assert not late, f"seconds until these noticed it: {late}"
+        before = [int((tmp_path / f"pid_{rank}").read_text()) for rank in others]
+        self._check_kept(before, [seen[rank]["pid"] for rank in others])
+
+    def test_a_smaller_group_and_a_larger_one(self, tmp_path: Path) -> None:
+        """Two go on where one of three was killed, and three when there is another one."""
+        train_func = self._through_sizes(tmp_path)
+        with self.trainer(tmp_path, (2, 3)) as trainer:
+            seen = _run(trainer, train_func)
+        assert [size for size, _ in seen[0]["groups"]][-3:] == [3, 2, 3]  # it may have begun with two
+        self._check_sums(seen)
+        for (_, before), (_, after) in pairwise(seen[0]["groups"][-3:]):
+            self._check_kept([before], [after])
+
+    def test_the_error_of_one_rank_is_told(self, tmp_path: Path) -> None:
+        """Not what followed from it in the others, which wait for that rank."""
+        with self.trainer(tmp_path, 3) as trainer:
+            with pytest.raises(LookupError, match="the cause"):
+                _run(trainer, self._raises_in(1))
+            self._check_sums(_run(trainer, self._look()))
+
+    def test_two_trainers_at_once(self, tmp_path: Path) -> None:
+        with _nothing_is_left(), self._trainer(tmp_path / "a", 2) as one, self._trainer(tmp_path / "b", 2) as other:
+            streams = [each.run_generator(self._look(50), callbacks=_quiet(), returns="all") for each in (one, other)]
+            both = [stream.get_returns() for stream in streams]
+        for seen in both:
+            self._check_sums(seen)
+        assert len({each["pid"] for seen in both for each in seen}) == 4
+
+    def test_a_group_that_was_left_leaves_nothing(self, tmp_path: Path) -> None:
+        """Neither listening ports nor threads grow with the number of groups that a process was in."""
+        num_groups = 8
+        with self.trainer(tmp_path, 2) as trainer:
+            first = self._remains_of(trainer, 2)
+            last = self._remains_of(trainer, num_groups)
+            pids = [each["pid"] for each in last]
+        if self.make_config().reforms_in_process:
+            for before, after in zip(first, last, strict=True):
+                grown = {name: after[name] - before[name] for name in ("ports", "threads")}
+                # One or two may be of Ray's own making, or a pool's that is filled by and by.
+                assert max(grown.values()) < num_groups / 2, f"rank {after['rank']}: {grown} in {num_groups} groups"
+        deadline = time.monotonic() + _PATIENCE_S
+        while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _remains_of(self, trainer: Trainer, num_groups: int) -> list[dict[str, Any]]:
+        for _ in range(num_groups):
+            self._check_sums(_run(trainer, self._look()))
+        return list(trainer.execute(_remains))
+
+    def _check_sums(self, seen: list[dict[str, Any]]) -> None:
+        expected = sum(range(1, len(seen) + 1)) if self.has_collectives else None
+        assert [each["total"] for each in seen] == [expected] * len(seen)
+
+    def _check_kept(self, before: list[int], after: list[int]) -> None:
+        if self.make_config().reforms_in_process:
+            assert after == before
+        else:
+            assert not set(before) & set(after)
+
+    def _total(self) -> Callable[[], Total]:
+        return self.make_total if self.has_collectives else _no_total
+
+    def _look(self, num_steps: int = 2) -> Callable[[], dict[str, Any]]:
+        make_total = self._total()
+
+        def train_func() -> dict[str, Any]:
+            total = make_total()
+            for _ in range(num_steps):
+                found = total(session.world_rank() + 1)
+            return {"rank": session.world_rank(), "size": session.world_size(), "total": found, "pid": os.getpid()}
+
+        return train_func
+
+    def _until_one_is_killed(self, victim: int, folder: Path) -> Callable[[], dict[str, Any]]:
+        make_total = self._total()
+
+        def train_func() -> dict[str, Any]:
+            rank, total = session.world_rank(), make_total()
+            found = total(rank + 1)
+            if (folder / "killed").exists():
+                return {"total": found, "pid": os.getpid()}
+            (folder / f"pid_{rank}").write_text(str(os.getpid()))
+            session.barrier()
+            try:
+                for step in range(10**6):
+                    if (step, rank) == (20, victim):
+                        (folder / "killed").write_text(str(time.time()))
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    total(1.0)
+                    time.sleep(_STEP_S)
+            finally:
+                (folder / f"left_{rank}").write_text(str(time.time()))
+            raise AssertionError("nobody was killed")
+
+        return train_func
+
+    def _through_sizes(self, folder: Path) -> Callable[[], dict[str, Any]]:
+        make_total = self._total()
+
+        def train_func() -> dict[str, Any]:
+            rank, size, total = session.world_rank(), session.world_size(), make_total()
+            saved = session.load_checkpoint() or {"groups": []}
+            groups = session.broadcast([*saved["groups"], [size, os.getpid()]])  # with the process of rank 0
+            for step in range(int(_PATIENCE_S / _SLOW_STEP_S)):
+                found = total(rank + 1)
+                if [each for each, _ in groups][-3:] == [3, 2, 3]:
+                    return {"total": found, "groups": groups}
+                session.save_checkpoint({"groups": groups})
+                if (step, rank, size) == (5, 2, 3) and not (folder / "killed").exists():
+                    (folder / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(_SLOW_STEP_S)
+            raise TimeoutError(f"the groups had the sizes {groups}")
+
+        return train_func
+
+    def _raises_in(self, rank: int) -> Callable[[], None]:
+        make_total = self._total()
+
+        def train_func() -> None:
+            total = make_total()
+            total(1.0)
+            if session.world_rank() == rank:
+                raise LookupError("the cause")
+            while True:
+                total(1.0)
+                session.barrier()
+
+        return train_func
+
+
+class BackendOnNodesSuite(_Suite):
+    """Subclass it as ``Test...``, with a fixture that brings up a cluster of two nodes with two CPUs each."""
+
+    def test_two_on_each_of_two_nodes(self, tmp_path: Path) -> None:
+        seen = self._run(tmp_path, 4, "PACK")
+        assert [each["node_rank"] for each in seen] == [0, 0, 1, 1]
+        assert [each["local_rank"] for each in seen] == [0, 1, 0, 1]
+
+    def test_one_on_each_of_two_nodes(self, tmp_path: Path) -> None:
+        seen = self._run(tmp_path, 2, "STRICT_SPREAD")
+        assert [each["node_rank"] for each in seen] == [0, 1]
+        assert [each["local_rank"] for each in seen] == [0, 0]
+
+    def _run(self, folder: Path, num_workers: int, strategy: str) -> list[dict[str, Any]]:
+        make_total = self.make_total
+
+        def train_func() -> dict[str, Any]:
+            found = make_total()(session.world_rank() + 1)
+            return {"total": found, "node_rank": session.node_rank(), "local_rank": session.local_rank()}
+
+        with self.trainer(folder, num_workers, placement_strategy=strategy) as trainer:
+            seen = _run(trainer, train_func)
+        assert [each["total"] for each in seen] == [sum(range(1, num_workers + 1))] * num_workers
+        return seen
+
+
+@contextmanager
+def _nothing_is_left() -> Iterator[None]:
+    before = ClusterState.now()
+    yield
+    left = before.leftovers()
+    assert not left, "; ".join(left)
+
+
+def _run(trainer: Trainer, train_func: Callable[[], Any]) -> list[Any]:
+    return list(trainer.run(train_func, callbacks=_quiet(), returns="all"))
+
+
+def _quiet() -> list[ProgressCallback]:
+    return [ProgressCallback(mode="off")]
+
+
+def _no_total() -> Total:
+    return _nothing  # type: ignore[return-value]
+
+
+def _nothing(value: float) -> None:
+    return None
+
+
+def _remains() -> dict[str, Any]:
+    """What of a group could be left in this process."""
+    process = psutil.Process()
+    return {
+        "rank": session.world_rank(),
+        "pid": os.getpid(),
+        "ports": len(gloo_sockets.listeners()),
+        "threads": process.num_threads(),
+    }

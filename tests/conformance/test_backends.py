@@ -1,0 +1,70 @@
+"""The conformance suite for backends, over every backend that is shipped."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import raysgd
+from raysgd.testing.backend_suite import BackendSuite
+from support.runs import travels_by_value
+from support.totals import TOTALS
+
+travels_by_value(__name__)
+travels_by_value("support.totals")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("ray_cluster")]
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
+)
+
+
+class TestNone(BackendSuite):
+    has_collectives = False
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.NoneConfig()
+
+
+class TestTorch(BackendSuite):
+    make_total = staticmethod(TOTALS["torch"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.TorchConfig()
+
+
+@needs_horovod
+class TestHorovodWithTorch(BackendSuite):
+    make_total = staticmethod(TOTALS["horovod-torch"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.HorovodConfig()
+
+
+@needs_horovod
+class TestHorovodWithTensorflow(BackendSuite):
+    make_total = staticmethod(TOTALS["horovod-tensorflow"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.HorovodConfig(framework="tensorflow")
+
+
+class TestTensorflow(BackendSuite):
+    make_total = staticmethod(TOTALS["tensorflow"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.TensorflowConfig()
+
+
+class TestTensorflowInNewProcesses(BackendSuite):
+    make_total = staticmethod(TOTALS["tensorflow"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.TensorflowConfig(replace_workers=True)
+
+
+class TestJax(BackendSuite):
+    make_total = staticmethod(TOTALS["jax"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.JaxConfig()
