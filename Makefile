@@ -9,11 +9,12 @@ STAMP := $(VENV)/installed.stamp
 EXTRAS := torch,mlflow,wandb,dev,doc
 # Large, and for the tests alone.
 FRAMEWORKS := $(VENV)/frameworks.stamp
+HOROVOD := $(VENV)/horovod.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit lint format bench doc clean
+.PHONY: help setup train test unit lint format bench doc horovod clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -30,7 +31,7 @@ help:  ## This page
 train: setup  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
-test: lint $(FRAMEWORKS)  ## Everything: lint, types, layers, and all tests
+test: lint $(HOROVOD)  ## Everything: lint, types, layers, and all tests
 	@echo "tests"
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -58,6 +59,10 @@ doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+horovod: $(FRAMEWORKS)  ## Build Horovod for the torch and TensorFlow that are installed here (a few minutes, once)
+	@sh tools/build_horovod.sh $(VENV)
+	@touch $(HOROVOD)
+
 clean:  ## Remove caches and built files; the environment stays
 	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(wildcard $(SOURCES)) -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -78,4 +83,9 @@ $(STAMP): setup.py constraints.txt tools/make_venv.sh
 $(FRAMEWORKS): $(STAMP)
 	@echo "set-up: TensorFlow and JAX (some hundred MB more)"
 	@$(PIP) install -c constraints.txt -e '.[tensorflow,jax]'
+	@touch $@
+
+# Its tests are skipped by name where it cannot be built, such as without a C++ compiler.
+$(HOROVOD): $(FRAMEWORKS) tools/build_horovod.sh
+	@sh tools/build_horovod.sh $(VENV) --if-possible
 	@touch $@

@@ -21,7 +21,7 @@ CORE = [
 
 EXTRAS = {
     "torch": ["torch>=2.6"],
-    "tensorflow": ["tensorflow>=2.16"],
+    "tensorflow": ["tensorflow>=2.16", "tf_keras>=2.16"],  # the second is Keras 2, which fits under its strategies
     "horovod": ["horovod>=0.28"],
     "jax": ["jax>=0.4.30"],
     "mlflow": ["mlflow>=3.0"],

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -66,6 +67,7 @@ class JaxCoordinator(Coordinator):
     """JAX's coordination service, one for each group."""
 
     def __init__(self, timeout_s: float) -> None:
+        _quieten()
         try:
             from jaxlib import _jax  # without jax, whose import takes five times as long
         except ImportError as error:
@@ -97,6 +99,7 @@ class JaxBackend(Backend):
         self._has_joined = False
 
     def load(self) -> None:
+        _quieten()
         try:
             import jax  # noqa: F401
         except ImportError as error:
@@ -163,6 +166,11 @@ class JaxBackend(Backend):
         wait_ms = math.ceil(self._config.init_timeout_s * 1000)
         told = [client.blocking_key_value_get(f"{_KEY}/{rank}", wait_ms) for rank in range(member.world_size)]
         return GlooGroup.of(own, [json.loads(each) for each in told])
+
+
+def _quieten() -> None:
+    """XLA tells of each step of the service, unless this is said before it is loaded."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def _configure(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -89,3 +90,22 @@ def test_ipv6() -> None:
             with server:
                 assert gloo_sockets.cut(set(), {address}) == 1
                 assert not is_open(client, server)
+
+
+def test_what_is_new_at_both_ends_is_the_groups_and_is_cut() -> None:
+    """Not what one end alone has told, such as a connection of another library to somebody else."""
+    before = gloo_sockets.connected()
+    with connected() as (_, server, client), connected() as (_, other_server, other_client):
+        theirs = [(client.getsockname(), client.getpeername())]  # as the process with the client would tell it
+        found = gloo_sockets.connected() - before
+        pairs = gloo_sockets.Pairs.of(found, [theirs])
+        assert pairs.ends == {(server.getsockname(), server.getpeername())}
+        assert pairs.cut() == 1
+        assert not is_open(server, client) and not is_open(client, server)
+        assert is_open(other_server, other_client) and is_open(other_client, other_server)
+
+
+def test_ends_that_came_as_json_are_the_same() -> None:
+    with connected() as (_, _, client):
+        told = json.loads(json.dumps([[client.getsockname(), client.getpeername()]]))
+        assert gloo_sockets.Pairs.of(gloo_sockets.connected(), [told]).cut() == 1
