@@ -105,7 +105,7 @@ class JaxPut:
                 values, becomes, self.origin.at(path), "set jax_enable_x64, or make them smaller, as by an index"
             )
         try:
-            put: jax.Array = jax.device_put(values, self.device)
+            put: jax.Array = self._on_device(values)
         except TypeError as error:
             raise no_type_for(values, self.origin, path, "JAX") from error
         except ValueError as error:
@@ -114,3 +114,25 @@ class JaxPut:
                 f"{str(error).splitlines()[0]} A last, short step has fewer rows: drop_last=True leaves it out."
             ) from error
         return put
+
+    def _on_device(self, values: NDArray[Any]) -> Any:
+        import jax
+
+        if spans_workers(self.device):  # these are this worker's part of an array that all of them have together
+            of_all: Any = jax.make_array_from_process_local_data
+            return of_all(self.device, values)
+        return jax.device_put(values, self.device)
+
+
+def spans_workers(device: Any) -> bool:
+    """Whether it is a sharding over devices of other processes too."""
+    return device is not None and not getattr(device, "is_fully_addressable", True)
+
+
+def check_sharding(device: Any, drop_last: bool) -> None:
+    """Raises a ConfigError where ranks could bring parts of different lengths, of which JAX would make a different array each."""
+    if spans_workers(device) and not drop_last:
+        raise ConfigError(
+            "to_jax(device=...) is a sharding over the devices of several workers, whose parts must be equally long: "
+            "give drop_last=True."
+        )

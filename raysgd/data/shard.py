@@ -10,7 +10,7 @@ from raysgd.config.checks import check_choice, check_count
 from raysgd.data.batches import Batches, Copies, Reading, Rows, no_length
 from raysgd.data.cursor import Cursor
 from raysgd.data.device_copies import CudaCopies
-from raysgd.data.jax_batches import ItemsToArrays, JaxPut, TableToArrays
+from raysgd.data.jax_batches import ItemsToArrays, JaxPut, TableToArrays, check_sharding
 from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
 from raysgd.data.names import check_columns
 from raysgd.data.plan import UNKNOWN_ROWS, Source
@@ -150,7 +150,9 @@ class Shard:
             columns: As in `to_torch`.
             dtypes: What NumPy takes for a dtype, such as ``jnp.bfloat16``, for all columns, or by column. By default those of
                 the data, of which JAX makes 32 bits unless ``jax_enable_x64`` is set; integers that do not fit are an error.
-            device: A device of this process, or a sharding over several; by default JAX's own choice.
+            device: A device of this process, or a sharding over several; by default JAX's own choice. With a sharding over
+                devices of other workers too, the batches of all ranks are one array: ``drop_last=True`` has them be equally
+                long, as they must be.
             drop_last: As in `to_torch`.
             collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows. NumPy arrays
                 in what it returns become JAX arrays.
@@ -158,9 +160,11 @@ class Shard:
             shuffle: See the class.
 
         Raises:
-            ConfigError: As in `to_torch`; also integers that would not fit into 32 bits.
+            ConfigError: As in `to_torch`; also integers that would not fit into 32 bits, and a sharding over other workers'
+                devices without ``drop_last``.
         """
         check_count("prefetch", prefetch, minimum=0)
+        check_sharding(device, drop_last)
         reader, origin = self._reader, self._origin(collate_fn)
         ahead, put = self._ahead(prefetch, collate_fn), JaxPut(origin, device)
         read: ItemsToArrays | TableToArrays

@@ -49,7 +49,15 @@ WORKER = [
     "world_rank",
     "world_size",
 ]
-MODULES = ["backends", "callbacks", "data", "errors", "torch", "tune_integration"]  # reached through `raysgd` itself
+MODULES = [
+    "backends",
+    "callbacks",
+    "data",
+    "errors",
+    "jax",
+    "torch",
+    "tune_integration",
+]  # reached through `raysgd` itself
 PUBLIC = sorted([*DRIVER, *CONFIG, *BACKENDS, *CALLBACKS, *WORKER, *MODULES])
 
 

@@ -1,0 +1,15 @@
+"""Helpers for JAX code, in the worker.
+
+::
+
+    mesh = raysgd.jax.mesh(("data", -1), ("model", 2))
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    for batch in split.to_jax(batch_size=64, device=by_rows, drop_last=True):
+        ...
+
+They also work outside a worker, with the devices of one process.
+"""
+
+from raysgd.jax.meshes import mesh
+
+__all__ = ["mesh"]

@@ -1,0 +1,87 @@
+"""JAX over two workers with two devices each: meshes, arrays of parts, and a worker that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raysgd
+from raysgd.errors import ConfigError
+from support.runs import make_trainer, quiet, travels_by_value
+
+travels_by_value(__name__)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+NUM_ROWS = 64
+
+
+@pytest.fixture
+def rows() -> dict[str, Any]:
+    return {"x": np.arange(NUM_ROWS, dtype=np.float32)}
+
+
+def test_a_mesh_has_all_devices_and_its_last_axis_within_a_worker(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func() -> dict[str, Any]:
+        mesh = raysgd.jax.mesh(("data", -1), ("model", 2))
+        return {
+            "shape": dict(mesh.shape),
+            "rows": [{device.process_index for device in row} for row in mesh.devices],
+            "default": dict(raysgd.jax.mesh().shape),
+        }
+
+    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
+        seen = trainer.run(train_func, callbacks=quiet(), returns="all")
+    for each in seen:
+        assert each["shape"] == {"data": 2, "model": 2}
+        assert each["rows"] == [{0}, {1}]
+        assert each["default"] == {"data": 4}
+
+
+def test_batches_of_all_workers_are_one_array_through_a_death(
+    ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]
+) -> None:
+    mark = tmp_path / "killed"
+
+    def train_func() -> dict[str, Any]:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        by_rows = NamedSharding(raysgd.jax.mesh(), PartitionSpec("data"))
+        total = jax.jit(lambda x: x.sum())
+        state = raysgd.load_checkpoint() or {"seen": 0.0, "steps": 0}
+        seen, steps = state["seen"], state["steps"]
+        for batch in raysgd.get_dataset().get_split().to_jax(batch_size=4, device=by_rows, drop_last=True):
+            assert batch["x"].shape == (8,)
+            seen, steps = seen + float(total(batch["x"])), steps + 1
+            raysgd.report(seen=seen, pid=os.getpid())
+            raysgd.save_checkpoint({"seen": seen, "steps": steps})
+            if (steps, raysgd.world_rank()) == (4, 0) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return {"seen": seen, "steps": steps, "pid": os.getpid()}
+
+    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
+        before = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+        ended = trainer.run(train_func, dataset=rows, callbacks=quiet(), returns="all")
+    assert [each["seen"] for each in ended] == [float(np.arange(NUM_ROWS).sum())] * 2
+    assert [each["steps"] for each in ended] == [NUM_ROWS // 8] * 2
+    assert (
+        ended[1]["pid"] == before[1] and ended[0]["pid"] != before[0]
+    )  # it was rank 0 that died, and the other stayed
+
+
+def test_parts_that_could_be_of_different_lengths_are_refused(
+    ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]
+) -> None:
+    def train_func() -> None:
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        by_rows = NamedSharding(raysgd.jax.mesh(), PartitionSpec("data"))
+        raysgd.get_dataset().get_split().to_jax(batch_size=4, device=by_rows)
+
+    with make_trainer(tmp_path, 2, "jax") as trainer, pytest.raises(ConfigError, match="drop_last=True"):
+        trainer.run(train_func, dataset=rows, callbacks=quiet())
