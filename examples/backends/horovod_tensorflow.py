@@ -32,7 +32,7 @@ def train_func(config: dict) -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf  # here, as the driver can do without it
 
-    model = tf.keras.Sequential([tf.keras.layers.Dense(128, "relu", input_shape=(64,)), tf.keras.layers.Dense(10)])
+    model = tf.keras.Sequential([tf.keras.layers.Dense(256, "relu", input_shape=(64,)), tf.keras.layers.Dense(10)])
     optimizer = tf.keras.optimizers.Adam(config["lr"])
     optimizer.build(model.trainable_variables)
     start = 0
@@ -54,6 +54,7 @@ def train_func(config: dict) -> None:
     batches = raysgd.get_dataset("train").get_split().to_tf(global_batch_size=32, shuffle="full", drop_last=True)
     (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # its part of all
     for epoch in range(start, config["epochs"]):
+        optimizer.learning_rate.assign(config["lr"] * (1 - epoch / config["epochs"]))
         losses = [train_step(batch) for batch in batches]
         right = tf.argmax(model(validation["image"]), 1) == validation["label"]
         raysgd.report(epoch=epoch, loss=tf.reduce_mean(losses), accuracy=tf.reduce_mean(tf.cast(right, tf.float32)))
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     args = parser.parse_args()
 
-    config = {"lr": 5e-3, "epochs": args.epochs}
+    config = {"lr": 1e-2, "epochs": args.epochs}
     backend = raysgd.HorovodConfig(framework="tensorflow")
     with raysgd.Trainer(num_workers=args.workers, backend=backend, seed=0) as trainer:
         trainer.run(train_func, config, dataset=make_data(), reduce={"loss": "mean", "accuracy": "mean"})

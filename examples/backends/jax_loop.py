@@ -31,8 +31,8 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
 def make_params() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)  # the same on all workers
     return {
-        "w1": random.normal(0, 0.2, (64, 128)).astype(np.float32), "b1": np.zeros(128, np.float32),
-        "w2": random.normal(0, 0.1, (128, 10)).astype(np.float32), "b2": np.zeros(10, np.float32),
+        "w1": random.normal(0, 0.2, (64, 256)).astype(np.float32), "b1": np.zeros(256, np.float32),
+        "w2": random.normal(0, 0.1, (256, 10)).astype(np.float32), "b2": np.zeros(10, np.float32),
     }  # fmt: skip
 
 
@@ -55,10 +55,10 @@ def train_func(config: dict) -> None:
         return -of_labels.mean()
 
     @jax.jit
-    def train_step(params: dict, momentum: dict, batch: dict) -> tuple[dict, dict, jax.Array]:
+    def train_step(params: dict, momentum: dict, batch: dict, lr: float) -> tuple[dict, dict, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(params, batch)
         momentum = jax.tree.map(lambda old, new: 0.9 * old + new, momentum, gradients)
-        return jax.tree.map(lambda weight, step: weight - config["lr"] * step, params, momentum), momentum, loss
+        return jax.tree.map(lambda weight, step: weight - lr * step, params, momentum), momentum, loss
 
     @jax.jit
     def accuracy_of(params: dict, batch: dict) -> jax.Array:
@@ -72,9 +72,10 @@ def train_func(config: dict) -> None:
     (validation,) = raysgd.get_dataset("validation").get_split().iter_batches(global_batch_size=360)
     validation = jax.tree.map(as_one, validation)
     for epoch in range(start, config["epochs"]):
+        lr = config["lr"] * (1 - epoch / config["epochs"])
         losses = []
         for batch in batches:
-            params, momentum, loss = train_step(params, momentum, jax.tree.map(as_one, batch))
+            params, momentum, loss = train_step(params, momentum, jax.tree.map(as_one, batch), lr)
             losses.append(loss)
         raysgd.report(epoch=epoch, loss=np.mean(losses), accuracy=accuracy_of(params, validation))
         raysgd.save_checkpoint({"epoch": epoch} | jax.device_get({"params": params, "momentum": momentum}))

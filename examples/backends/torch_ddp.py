@@ -31,8 +31,8 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
 
 
 def train_func(config: dict) -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
     start = 0
     if state := raysgd.load_checkpoint():
         model.load_state_dict(state["model"])
@@ -43,6 +43,7 @@ def train_func(config: dict) -> None:
     batches = raysgd.get_dataset("train").get_split().to_torch(global_batch_size=32, shuffle="full", drop_last=True)
     (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # its part of all
     for epoch in range(start, config["epochs"]):
+        optimizer.param_groups[0]["lr"] = config["lr"] * (1 - epoch / config["epochs"])
         losses = []
         for batch in batches:
             loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     args = parser.parse_args()
 
-    config = {"lr": 5e-3, "epochs": args.epochs}
+    config = {"lr": 1e-2, "epochs": args.epochs}
     with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0) as trainer:
         trainer.run(train_func, config, dataset=make_data(), reduce={"loss": "mean", "accuracy": "mean"})
         print(f"validation accuracy: {trainer.get_last_checkpoint().metrics['accuracy']:.4f}")

@@ -33,7 +33,7 @@ class Script:
     name: str
     framework: str
     backend: str | raysgd.BackendConfig
-    lr: float = 5e-3
+    lr: float = 1e-2
 
     def load(self) -> ModuleType:
         """Its module, whose functions reach the workers as those of a script do."""
