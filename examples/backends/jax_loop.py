@@ -1,0 +1,97 @@
+"""Handwritten digits with JAX, on two workers: one mesh of the devices of both.
+
+    python examples/backends/jax_loop.py [--workers 2] [--epochs 8]
+
+Each worker makes its part of a batch; to the jitted functions it is one array, and XLA adds what has to be reduced.
+"""
+
+# test: tests/docs/test_backend_examples.py
+
+import argparse
+
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import raysgd
+
+
+def make_data() -> dict[str, dict[str, np.ndarray]]:
+    """1,797 scans of 8 x 8 pixels, a fifth of them for validation."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    x_train, x_val, y_train, y_val = parts
+
+    def columns(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+        return {"image": x.astype(np.float32) / 16, "label": y.astype(np.int32)}
+
+    return {"train": columns(x_train, y_train), "validation": columns(x_val, y_val)}
+
+
+def make_params() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)  # the same on all workers
+    return {
+        "w1": random.normal(0, 0.2, (64, 256)).astype(np.float32), "b1": np.zeros(256, np.float32),
+        "w2": random.normal(0, 0.1, (256, 10)).astype(np.float32), "b2": np.zeros(10, np.float32),
+    }  # fmt: skip
+
+
+def train_func(config: dict) -> None:
+    import jax  # here, as the driver can do without it
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(jax.devices(), ("rows",))  # those of all workers
+
+    def as_one(part: np.ndarray) -> jax.Array:
+        """What each worker has a part of, as an array that all have together."""
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rows")), part)
+
+    def logits_of(params: dict, batch: dict) -> jax.Array:
+        return jax.nn.relu(batch["image"] @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+    def loss_of(params: dict, batch: dict) -> jax.Array:
+        of_labels = jnp.take_along_axis(jax.nn.log_softmax(logits_of(params, batch)), batch["label"][:, None], axis=1)
+        return -of_labels.mean()
+
+    @jax.jit
+    def train_step(params: dict, momentum: dict, batch: dict, lr: float) -> tuple[dict, dict, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        momentum = jax.tree.map(lambda old, new: 0.9 * old + new, momentum, gradients)
+        return jax.tree.map(lambda weight, step: weight - lr * step, params, momentum), momentum, loss
+
+    @jax.jit
+    def accuracy_of(params: dict, batch: dict) -> jax.Array:
+        return (logits_of(params, batch).argmax(1) == batch["label"]).mean()
+
+    start, params = 0, make_params()
+    momentum = jax.tree.map(np.zeros_like, params)
+    if state := raysgd.load_checkpoint():
+        start, params, momentum = state["epoch"] + 1, state["params"], state["momentum"]
+    batches = raysgd.get_dataset("train").get_split().iter_batches(global_batch_size=32, shuffle="full", drop_last=True)
+    (validation,) = raysgd.get_dataset("validation").get_split().iter_batches(global_batch_size=360)
+    validation = jax.tree.map(as_one, validation)
+    for epoch in range(start, config["epochs"]):
+        lr = config["lr"] * (1 - epoch / config["epochs"])
+        losses = []
+        for batch in batches:
+            params, momentum, loss = train_step(params, momentum, jax.tree.map(as_one, batch), lr)
+            losses.append(loss)
+        raysgd.report(epoch=epoch, loss=np.mean(losses), accuracy=accuracy_of(params, validation))
+        raysgd.save_checkpoint({"epoch": epoch} | jax.device_get({"params": params, "momentum": momentum}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=8)
+    args = parser.parse_args()
+
+    config = {"lr": 0.1, "epochs": args.epochs}
+    with raysgd.Trainer(num_workers=args.workers, backend="jax", seed=0) as trainer:
+        trainer.run(train_func, config, dataset=make_data(), reduce={"loss": "mean", "accuracy": "mean"})
+        print(f"validation accuracy: {trainer.get_last_checkpoint().metrics['accuracy']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
