@@ -96,6 +96,10 @@ class Backend(ABC):
             ImportError: It is not installed; the text names the extra to install.
         """
 
+    def is_worn_out(self) -> bool:
+        """Whether this process should be in no further group, for what the earlier ones have left; another takes its rank."""
+        return False
+
     def warm_up(self) -> None:
         """Import what training loops import later, in a process that nobody waits for: a spare, or a newcomer."""
         return

@@ -23,6 +23,8 @@ from raysgd.errors import RaySGDError
 
 #: The status code of gRPC and TensorFlow.
 _UNAVAILABLE = 14
+#: TensorFlow never ends a context's server: each leaves a port and some hundred threads, which do nothing.
+_MAX_GROUPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class TensorflowConfig(BackendConfig):
             ``MultiWorkerMirroredStrategy``. False, or without that package: it is what is installed, Keras 3.
         replace_workers: After a failure or a resize, and for the next run, have new processes in place of those that were in
             a group. False: they throw their TensorFlow context away and go on, which takes half a second; what was made in
-            it, such as a model in a global variable, is of no use then.
+            it, such as a model in a global variable, is of no use then. After four groups a process is replaced, since
+            TensorFlow leaves threads behind.
         init_timeout_s: Seconds for all members to meet.
     """
 
@@ -61,6 +64,7 @@ class TensorflowBackend(Backend):
         self._config = config
         self._place = MeetingPlace()
         self._has_joined = False
+        self._num_groups = 0
 
     def load(self) -> None:
         if self._config.legacy_keras:
@@ -83,8 +87,12 @@ class TensorflowBackend(Backend):
     def open_rendezvous(self, node_ip: str) -> str:
         return self._place.open(node_ip)
 
+    def is_worn_out(self) -> bool:
+        return self._num_groups >= _MAX_GROUPS
+
     def set_up(self, member: Member) -> None:
         self._has_joined = True
+        self._num_groups += 1
         addresses = self._place.meet(member, free_address(member.node_ip), self._config.init_timeout_s)
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": member.rank}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)

@@ -141,7 +141,8 @@ class BackendSuite(_Suite):
         if self.make_config().reforms_in_process:
             for before, after in zip(first, last, strict=True):
                 grown = {name: after[name] - before[name] for name in ("ports", "threads")}
-                # One or two may be of Ray's own making, or a pool's that is filled by and by.
+                # One or two may be of Ray's own making, or a pool's that is filled by and by. Where each group leaves
+                # something for good, a process is to be replaced in time (`Backend.is_worn_out`).
                 assert max(grown.values()) < num_groups / 2, f"rank {after['rank']}: {grown} in {num_groups} groups"
         deadline = time.monotonic() + _PATIENCE_S
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:

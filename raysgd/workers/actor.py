@@ -87,10 +87,11 @@ class WorkerActor:
         self._baseline.note_framework()
         return None
 
-    def prepare(self, order: PrepareOrder) -> tuple[str, ...]:
+    def prepare(self, order: PrepareOrder) -> str | None:
         """Make ready for a run: a clean slate, the environment.
 
-        Returns the modules of the user's that were loaded and have changed since: with any, this process must be replaced.
+        Returns why this process must be replaced, if it must: modules of the user's have changed since they were loaded, or
+        the framework has left too much behind.
         """
         from raysgd.session import context
 
@@ -102,12 +103,14 @@ class WorkerActor:
                 self._leave()
         self._modules.look()
         if stale := self._modules.stale():
-            return stale
+            return f"{', '.join(stale)} changed since they loaded it"
+        if self._backend.is_worn_out():
+            return "their framework does not free all that earlier groups have left"
         self._baseline.restore()
         if order.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.visible_gpus))
             os.environ["RAYSGD_DEVICE_INDEX"] = str(order.device_index)
-        return ()
+        return None
 
     def open_rendezvous(self) -> str:
         """Rank 0: where the others shall meet it."""

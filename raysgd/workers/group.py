@@ -147,15 +147,14 @@ class WorkerGroup:
     async def _get_ready(self, keep_size: bool) -> list[str]:
         self._retire()
         await self._form(keep_size)
-        stale = {rank: modules for rank, modules in enumerate(await self._prepare()) if modules}
+        stale = {rank: why for rank, why in enumerate(await self._prepare()) if why is not None}
         if not stale:
             return []
-        modules = sorted({module for names in stale.values() for module in names})
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
         await self._prepare()
-        return [f"replaced {len(stale)} warm workers: {', '.join(modules)} changed since they loaded it"]
+        return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
         """A process for every rank, up and loaded, that knows its place."""
@@ -237,7 +236,7 @@ class WorkerGroup:
         for worker, identity in zip(workers, identify(nodes), strict=True):
             worker.identity = identity
 
-    async def _prepare(self) -> list[tuple[str, ...]]:
+    async def _prepare(self) -> list[str | None]:
         workers = self._all()
         gpus = visible_gpus([w.info for w in workers if w.info is not None], shared=self._backend.shares_gpus)
         orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]

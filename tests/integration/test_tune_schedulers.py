@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,8 @@ def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
     try:
         saved = tmp_path / "runs/search"
         assert until(lambda: len(list(saved.glob("*/checkpoint_00001*"))) >= 4, 120), list(saved.glob("*/*"))
+        known_from = time.time() + 1  # what Tune writes down of the search from then on tells of these
+        assert until(lambda: _written_at(saved) > known_from, 60)
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
@@ -238,6 +241,11 @@ def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
     assert len(trials) == 3, done.stdout[-3000:] + done.stderr[-3000:]
     assert [(error, step, saved) for error, step, _, saved in trials] == [("None", "30", "30")] * 3
     assert sum(int(began) > 0 for _, _, began, _ in trials) >= 2, trials  # they went on from what they had saved
+
+
+def _written_at(search: Path) -> float:
+    """When Tune last wrote down how far a search has come."""
+    return max((path.stat().st_mtime for path in search.glob("experiment_state-*.json")), default=0.0)
 
 
 def test_search_with_optuna(ray_cluster: Any, tmp_path: Path) -> None:
