@@ -99,8 +99,7 @@ class Cursor:
         Raises:
             ConfigError: A part of this epoch was consumed in another order.
         """
-        if self._live is not None:
-            self._live.end()
+        self.end_pass()
         at = self._position
         if at.consumed and not self._goes_on(shuffle):
             raise ConfigError(
@@ -110,6 +109,11 @@ class Cursor:
             )
         self._live = Pass(self, self.order(shuffle, lanes))
         return self._live
+
+    def end_pass(self) -> None:
+        """End the pass that is under way, and its epoch; does nothing where none is."""
+        if self._live is not None:
+            self._live.end()
 
     def _goes_on(self, shuffle: Shuffle) -> bool:
         """Whether an epoch that was begun can go on in this order."""

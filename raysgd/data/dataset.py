@@ -102,6 +102,10 @@ class WorkerDataset:
         for cursor in self._cursors.values():
             cursor.restore(position)
 
+    def end_pass(self) -> None:
+        """A loop that is under way is over, and its epoch."""
+        self._cursors[self._rank].end_pass()
+
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
             return StreamCursor(self.name, self._seed, position)
@@ -208,6 +212,11 @@ class DataContext:
         All ranks give the same if they have taken equally many batches: `raysgd.data.check_agreement` tells.
         """
         return {name: dataset.position.to_json() for name, dataset in self._datasets.items()}
+
+    def end_passes(self) -> None:
+        """Loops that are under way are over, and their epochs, as if the next ones had begun."""
+        for dataset in self._datasets.values():
+            dataset.end_pass()
 
     def check(self, positions: Mapping[str, Any]) -> None:
         """That training could go on with these datasets at these positions.

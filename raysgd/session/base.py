@@ -113,6 +113,10 @@ class Session(ABC):
         self._check_live()
         return self._datasets.all()
 
+    def end_passes(self) -> None:
+        """Loops over datasets that are under way are over, and their epochs, as if the next ones had begun."""
+        self._datasets.end_passes()
+
     @abstractmethod
     def should_stop(self) -> bool: ...
 

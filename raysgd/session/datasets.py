@@ -54,6 +54,11 @@ class Datasets:
         """Where training stands in each dataset; empty where none was given."""
         return self._open().positions() if self._plan.sources else {}
 
+    def end_passes(self) -> None:
+        """Loops that are under way are over, and their epochs, as if the next ones had begun."""
+        if self._context is not None:
+            self._context.end_passes()
+
     def restore(self, positions: Mapping[str, Any]) -> None:
         """Go on at these positions.
 
