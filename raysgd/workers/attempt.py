@@ -259,6 +259,8 @@ class Attempt:
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         carried = _carriable(error, rank)
         line = traceback.format_exception_only(carried)[-1].strip()
+        if (advice := self._backend.explain(error)) is not None:
+            text, carried.__notes__ = f"{text}{advice}\n", [*getattr(carried, "__notes__", ()), advice]
         return Failed(
             exception=dumps_error(carried),  # its text and type arrive in any case
             type_name=f"{type(carried).__module__}.{type(carried).__qualname__}",

@@ -19,7 +19,7 @@ import pytest
 from support.project import ROOT, name_of
 from support.snippets import arguments_of
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
