@@ -29,8 +29,8 @@ class KerasCallback:
     After each epoch it reports ``epoch``, from 0, and Keras's logs as floats. A checkpoint holds ``epoch``, ``weights`` and
     ``optimizer`` as NumPy arrays, and the place in the datasets. All ranks use it alike.
 
-    A checkpoint between two epochs of ``fit`` stands between two epochs of the data where ``fit`` reads a dataset to its end,
-    that is, without ``steps_per_epoch``.
+    A checkpoint between two epochs of ``fit`` stands between two epochs of the data, unless ``fit`` is given other
+    ``steps_per_epoch``; then it stands where training does.
 
     Args:
         save_every: Epochs from checkpoint to checkpoint. The last epoch is saved in any case, also where ``fit`` ends early.
@@ -79,8 +79,8 @@ class KerasCallback:
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report, save, and stop where all ranks do."""
-        if self.params.get("steps") is None:  # a pass through the data, which Keras may leave at its last batch
-            context.acting().end_passes()
+        # Without a number of steps it was a pass through the data, which Keras may have left at its last batch.
+        context.acting().end_passes(only_finished=self.params.get("steps") is not None)
         api.report({"epoch": epoch, **{name: _plain(value) for name, value in (logs or {}).items()}})
         self._unsaved = epoch
         if (epoch + 1) % self._save_every == 0:

@@ -163,6 +163,34 @@ def test_a_run_goes_on_with_the_epoch_in_which_a_worker_died(ray_cluster: Any, t
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+class Enough(raysgd.Callback):
+    """Ends the run from the driver's side."""
+
+    def on_result(self, result: Any) -> None:
+        if result["epoch"] == 2:
+            raise raysgd.Stop("enough")
+
+
+def fit_for_long(config: dict[str, Any]) -> list[int]:
+    strategy = raysgd.tensorflow.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = recording([])
+    callback = raysgd.tensorflow.KerasCallback(save_every=1000)
+    data = raysgd.get_dataset().get_split().to_tf(4, collate_fn=pairs)
+    history = model.fit(data, epochs=2000, initial_epoch=callback.restore(model), callbacks=[callback], verbose=0)
+    return list(history.epoch)
+
+
+def test_all_ranks_stop_after_the_same_epoch_and_save_it(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, backend="tensorflow") as trainer:
+        given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": [*quiet(), Enough()]}
+        first, second = trainer.run(fit_for_long, {}, returns="all", **given)
+        run = latest_run(trainer)
+        saved = [checkpoint.load()["epoch"] for checkpoint in run.checkpoints]
+    assert first == second and 3 <= len(first) < 2000
+    assert saved == [first[-1]] == [run.metrics["epoch"].iloc[-1]]
+
+
 def fit_with_keras_3(config: dict[str, Any]) -> None:
     import tensorflow as tf
 

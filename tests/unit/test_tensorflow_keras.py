@@ -98,6 +98,24 @@ def test_a_checkpoint_stands_between_two_epochs_of_the_data(keras: Any, tmp_path
         assert (position.epoch, position.consumed) == (epochs, 0)
 
 
+@pytest.mark.parametrize("steps", [6, 4])
+def test_epochs_of_so_many_steps_go_on_where_training_stood(keras: Any, tmp_path: Path, steps: int) -> None:
+    rows: list[float] = []
+    for epochs in (2, 3):
+        with raysgd.local(dataset=dataset(), dir=tmp_path):
+            model = make_model(keras)
+            callback = raysgd.tensorflow.KerasCallback()
+            first = callback.restore(model)
+            data, look = pairs(rows).repeat(), len(rows)
+            given = {"steps_per_epoch": steps, "callbacks": [callback], "verbose": 0}
+            model.fit(data, epochs=epochs, initial_epoch=first, **given)
+            del rows[look - 4 : look]  # the look at the first batch
+        assert model.optimizer.iterations.numpy() == epochs * steps
+    whole = sorted(rows[:NUM_ROWS])
+    assert whole == sorted(dataset()["x"].tolist()), "not each row once in the first epoch"
+    assert len(rows) == {6: 3 * NUM_ROWS, 4: 2 * NUM_ROWS}[steps], "12 steps of 4 are two epochs of 6 steps"
+
+
 def test_every_nth_epoch_is_saved_and_the_last(keras: Any, tmp_path: Path) -> None:
     fit(keras, tmp_path, 5, save_every=2)
     assert [checkpoint.load()["epoch"] for checkpoint in saved(tmp_path)] == [1, 3, 4]
