@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd import backends, callbacks, data, errors, jax, torch, tune_integration
+    from raysgd import backends, callbacks, data, errors, jax, tensorflow, torch, tune_integration
     from raysgd.backends.base import Backend, BackendConfig, Coordinator
     from raysgd.backends.horovod import HorovodConfig
     from raysgd.backends.jax import JaxConfig
@@ -83,7 +83,7 @@ _HOMES = {
     "world_rank": "raysgd.session.api",
     "world_size": "raysgd.session.api",
 }
-_MODULES = ("backends", "callbacks", "data", "errors", "jax", "torch", "tune_integration")
+_MODULES = ("backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration")
 
 __all__ = [  # noqa: RUF022  (the order of a user's reading)
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
@@ -95,7 +95,7 @@ __all__ = [  # noqa: RUF022  (the order of a user's reading)
     "barrier", "broadcast", "device",
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "in_worker", "local",
     "load_run", "compare_runs",
-    "backends", "callbacks", "data", "errors", "jax", "torch", "tune_integration",
+    "backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration",
 ]  # fmt: skip
 
 

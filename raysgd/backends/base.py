@@ -124,6 +124,10 @@ class Backend(ABC):
         """Whether ``error`` looks like the consequence of a peer's failure rather than a cause."""
         return False
 
+    def explain(self, error: BaseException) -> str | None:
+        """What to do about an error of train_func whose own text does not tell, for the user to read below it."""
+        return None
+
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """How objects are reduced when train_func returns them: wrapped models unwrapped, GPU tensors on the CPU."""
         return {}

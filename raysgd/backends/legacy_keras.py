@@ -9,9 +9,14 @@ import os
 _SWITCH = "TF_USE_LEGACY_KERAS"
 
 
+def has_legacy_keras() -> bool:
+    """Whether it is installed here."""
+    return importlib.util.find_spec("tf_keras") is not None
+
+
 def use_legacy_keras() -> bool:
     """Have ``tf.keras`` be Keras 2, where that is installed; whether it is. To be called before TensorFlow is imported."""
-    if importlib.util.find_spec("tf_keras") is None:
+    if not has_legacy_keras():
         return False
     os.environ[_SWITCH] = "1"
     return True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.legacy_keras import use_legacy_keras
+from raysgd.backends.legacy_keras import has_legacy_keras, use_legacy_keras
 from raysgd.backends.meeting import MeetingPlace, free_address
 from raysgd.config.checks import check_amount
 from raysgd.errors import RaySGDError
@@ -126,6 +126,18 @@ class TensorflowBackend(Backend):
             return True
         # The second: another process has got the port meanwhile.
         return any(words in str(error) for words in ("ollective", "Could not start gRPC server"))
+
+    def explain(self, error: BaseException) -> str | None:
+        # What Keras 3 makes of a batch for several workers.
+        if not isinstance(error, ValueError) or "to convert a value (PerReplica" not in str(error):
+            return None
+        if not has_legacy_keras():
+            way = "install it in the workers, pip install tf_keras, and tf.keras is Keras 2"
+        elif not self._config.legacy_keras:
+            way = "leave TensorflowConfig(legacy_keras=True) at its default, and tf.keras is Keras 2"
+        else:
+            way = "make the model with tf.keras, which is Keras 2 here, rather than with `import keras`"
+        return f"raysgd: Keras 3's fit does not work under MultiWorkerMirroredStrategy. Keras 2's does: {way}."
 
 
 def _switch_health_checks_off() -> None:

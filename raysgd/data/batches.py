@@ -84,6 +84,7 @@ class Batches(Generic[T]):
                             if self._copies is not None:
                                 batch = self._copies.finish(batch)
                             walk.consume(place)
+                            walk.is_finished = not self._deal.may_go_on(place)
                     if step is None:
                         return
                     step = None  # a batch the loop is done with is not held here

@@ -99,8 +99,7 @@ class Cursor:
         Raises:
             ConfigError: A part of this epoch was consumed in another order.
         """
-        if self._live is not None:
-            self._live.end()
+        self.end_pass()
         at = self._position
         if at.consumed and not self._goes_on(shuffle):
             raise ConfigError(
@@ -110,6 +109,15 @@ class Cursor:
             )
         self._live = Pass(self, self.order(shuffle, lanes))
         return self._live
+
+    def end_pass(self, *, only_finished: bool = False) -> None:
+        """End the pass that is under way, and its epoch; does nothing where none is.
+
+        Args:
+            only_finished: Only one that has handed out its last batch.
+        """
+        if self._live is not None and (self._live.is_finished or not only_finished):
+            self._live.end()
 
     def _goes_on(self, shuffle: Shuffle) -> bool:
         """Whether an epoch that was begun can go on in this order."""
@@ -173,16 +181,21 @@ class StreamCursor(Cursor):
 
 
 class Pass:
-    """One walk through what is left of an epoch. It ends by itself when another begins."""
+    """One walk through what is left of an epoch. It ends by itself when another begins.
+
+    Attributes:
+        is_finished: The last batch was handed out. Of a stream nobody knows.
+    """
 
     def __init__(self, cursor: Cursor, order: Any) -> None:
+        self.is_finished = False
         self._cursor = cursor
         self.start = cursor.position.consumed
         self.order = order
 
     def check_live(self) -> None:
-        """Raise, if this pass is over: the position has moved on without it."""
-        if self._cursor._live is not self:
+        """Raise, if this pass is over before its last batch: the position has moved on without it."""
+        if self._cursor._live is not self and not self.is_finished:
             name = self._cursor.name
             raise UsageError(
                 f"another iteration over dataset {name!r} began, or a checkpoint was loaded, which ended this one: a dataset "

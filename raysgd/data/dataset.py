@@ -102,6 +102,10 @@ class WorkerDataset:
         for cursor in self._cursors.values():
             cursor.restore(position)
 
+    def end_pass(self, *, only_finished: bool) -> None:
+        """A loop that is under way is over, and its epoch; see `DataContext.end_passes`."""
+        self._cursors[self._rank].end_pass(only_finished=only_finished)
+
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
             return StreamCursor(self.name, self._seed, position)
@@ -208,6 +212,15 @@ class DataContext:
         All ranks give the same if they have taken equally many batches: `raysgd.data.check_agreement` tells.
         """
         return {name: dataset.position.to_json() for name, dataset in self._datasets.items()}
+
+    def end_passes(self, *, only_finished: bool) -> None:
+        """Loops that are under way are over, and their epochs, as if the next ones had begun.
+
+        Args:
+            only_finished: Only those that have had their last batch. Of a stream nobody knows.
+        """
+        for dataset in self._datasets.values():
+            dataset.end_pass(only_finished=only_finished)
 
     def check(self, positions: Mapping[str, Any]) -> None:
         """That training could go on with these datasets at these positions.

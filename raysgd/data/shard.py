@@ -194,9 +194,10 @@ class Shard:
         """Batches as a `tf.data.Dataset` of dicts by column; strings are allowed. Each ``iter()`` of it is the next epoch.
 
         What tf.data takes counts as consumed. Its options are set so that it takes a batch when the loop asks for one, also
-        behind ``.map(...)``; behind ``.prefetch(n)``, ``.shuffle(n)`` or a parallel map, and in Keras's ``fit``, it takes
-        some ahead, and a checkpoint stands behind those. ``.cache()`` keeps the first epoch for all. An exception comes as
-        one of TensorFlow's with its text, also to ``except Exception`` where the attempt has ended, and
+        behind ``.map(...)`` and in Keras's ``fit``; behind ``.prefetch(n)``, ``.shuffle(n)`` or a parallel map it takes some
+        ahead, and a checkpoint stands behind those. A strategy for several workers takes some ahead too, and divides batches,
+        unless it is `raysgd.tensorflow.MultiWorkerMirroredStrategy`. ``.cache()`` keeps the first epoch for all. An exception
+        comes as one of TensorFlow's with its text, also to ``except Exception`` where the attempt has ended, and
         ``data_wait_fraction`` does not see this loop's waiting.
 
         Args:

@@ -113,6 +113,13 @@ class Session(ABC):
         self._check_live()
         return self._datasets.all()
 
+    def end_passes(self, *, only_finished: bool) -> None:
+        """Loops over datasets that are under way, or only those that have had their last batch, are over, and their epochs.
+
+        A framework's loop may leave an epoch at its last batch, without asking whether there is another.
+        """
+        self._datasets.end_passes(only_finished=only_finished)
+
     @abstractmethod
     def should_stop(self) -> bool: ...
 

@@ -54,6 +54,11 @@ class Datasets:
         """Where training stands in each dataset; empty where none was given."""
         return self._open().positions() if self._plan.sources else {}
 
+    def end_passes(self, *, only_finished: bool) -> None:
+        """See `raysgd.data.DataContext.end_passes`."""
+        if self._context is not None:
+            self._context.end_passes(only_finished=only_finished)
+
     def restore(self, positions: Mapping[str, Any]) -> None:
         """Go on at these positions.
 

@@ -258,7 +258,9 @@ class Attempt:
         error.__traceback__ = user_part(error.__traceback__, __file__)
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         carried = _carriable(error, rank)
-        line = traceback.format_exception_only(carried)[-1].strip()
+        line = _last_line(carried)
+        if (advice := self._backend.explain(error)) is not None:
+            text, carried.__notes__ = f"{text}{advice}\n", [*getattr(carried, "__notes__", ()), advice]
         return Failed(
             exception=dumps_error(carried),  # its text and type arrive in any case
             type_name=f"{type(carried).__module__}.{type(carried).__qualname__}",
@@ -340,6 +342,13 @@ def _shown_by_name(error: BaseException) -> Failed:
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     places = "".join(traceback.format_tb(error.__traceback__))
     return Failed(None, name, f"{name}, whose text cannot be shown", places, time.time())
+
+
+def _last_line(error: BaseException) -> str:
+    """Type and text, as below a traceback; without the notes that may come after them."""
+    shown: Any = traceback.TracebackException(type(error), error, None)
+    shown.__notes__ = None
+    return str(list(shown.format_exception_only())[-1]).strip()
 
 
 def _carriable(error: BaseException, rank: int) -> BaseException:

@@ -12,7 +12,7 @@ from support.project import modules
 
 FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
 # Packages that are made for one framework, and may load it.
-OF_A_FRAMEWORK = ("raysgd.torch.", "raysgd.jax.", "raysgd.engine.", "raysgd.pipeline.")
+OF_A_FRAMEWORK = ("raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.", "raysgd.pipeline.")
 
 PROBE = """
 import json, os, sys, threading

@@ -49,15 +49,8 @@ WORKER = [
     "world_rank",
     "world_size",
 ]
-MODULES = [
-    "backends",
-    "callbacks",
-    "data",
-    "errors",
-    "jax",
-    "torch",
-    "tune_integration",
-]  # reached through `raysgd` itself
+# Reached through `raysgd` itself.
+MODULES = ["backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration"]
 PUBLIC = sorted([*DRIVER, *CONFIG, *BACKENDS, *CALLBACKS, *WORKER, *MODULES])
 
 

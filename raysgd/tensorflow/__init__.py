@@ -1,0 +1,29 @@
+"""Helpers for TensorFlow and Keras code, in the worker.
+
+::
+
+    callback = raysgd.tensorflow.KerasCallback()
+    model.fit(data, epochs=10, initial_epoch=callback.restore(model), callbacks=[callback])
+
+All of them also work outside a worker, as a world of one. TensorFlow is imported when what needs it is first asked for:
+the callback does not, since Keras 3 may run on something else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raysgd.tensorflow.keras_callback import KerasCallback
+
+if TYPE_CHECKING:
+    from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
+
+__all__ = ["KerasCallback", "MultiWorkerMirroredStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MultiWorkerMirroredStrategy":
+        raise AttributeError(f"module 'raysgd.tensorflow' has no attribute {name!r}")
+    from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
+
+    return MultiWorkerMirroredStrategy
