@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,8 +86,9 @@ def test_models_with_unused_parameters_are_timed(waiting: Stopwatch, net: nn.Mod
 def test_two_models_in_one_pass_wait_once(waiting: Stopwatch) -> None:
     """The answers come at the same time, and the time is counted by one of them."""
     first, second = model(waiting), model(waiting)
+    began = time.perf_counter()
     backward(first, second)
-    assert WAIT_S * MOST <= waiting.seconds < 1.9 * WAIT_S
+    assert WAIT_S * MOST <= waiting.seconds <= time.perf_counter() - began  # twice would be more than there was
 
 
 def test_passes_without_an_exchange_do_not_wait(waiting: Stopwatch) -> None:
