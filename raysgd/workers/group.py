@@ -145,7 +145,6 @@ class WorkerGroup:
         return [*told, *self._faulty.take_told()]
 
     async def _get_ready(self, keep_size: bool) -> list[str]:
-        self._retire()
         await self._form(keep_size)
         stale = {rank: why for rank, why in enumerate(await self._prepare()) if why is not None}
         if not stale:
@@ -165,6 +164,7 @@ class WorkerGroup:
         if self._scaling.is_elastic and not keep_size:
             self._members = shrunk(self._members, self._scaling.min_workers)
             await self._take_newcomers()
+        await self._retire()
         self._start_missing()
         for rank in self._vacant():
             self._members[rank] = self._starter.start(await self._seats.find(self._lost_nodes))
@@ -289,11 +289,12 @@ class WorkerGroup:
     def member(self, rank: int, rendezvous: str) -> Member:
         return self._member(rank).as_member(rank, rendezvous, self._scaling.gpus_per_worker)
 
-    def _retire(self) -> None:
-        """End those who were in a group and can join no other; spares and new ones take their ranks."""
+    async def _retire(self) -> None:
+        """End those who were in a group and can join no other; others take their ranks, and the size stays."""
         for rank in () if self._backend.reforms_in_process else range(self.size):
             if (worker := self._members[rank]) is not None and worker.has_joined:
                 self.kill(rank)
+                self._members[rank] = await self._reserve.take()
 
     async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """What the worker says: batches of events, and references to large values.

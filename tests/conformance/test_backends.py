@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 import pytest
 
@@ -19,11 +20,27 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class UsedOnceConfig(raysgd.NoneConfig):
+    """Processes that can be in one group only."""
+
+    @property
+    def reforms_in_process(self) -> bool:
+        return False
+
+
 class TestNone(BackendSuite):
     has_collectives = False
 
     def make_config(self) -> raysgd.BackendConfig:
         return raysgd.NoneConfig()
+
+
+class TestNoneInNewProcesses(BackendSuite):
+    has_collectives = False
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return UsedOnceConfig()
 
 
 class TestTorch(BackendSuite):
@@ -56,6 +73,7 @@ class TestTensorflow(BackendSuite):
         return raysgd.TensorflowConfig()
 
 
+@pytest.mark.long  # each group imports TensorFlow anew
 class TestTensorflowInNewProcesses(BackendSuite):
     make_total = staticmethod(TOTALS["tensorflow"])
 
