@@ -134,7 +134,10 @@ class Backend(ABC):
 
 
 class Coordinator(ABC):
-    """A server that the members of a backend meet at. It outlives them, and every group of a Trainer meets there."""
+    """A server that the members of a backend meet at. It outlives them, and every group of a Trainer meets there.
+
+    When no further group is to come its process is ended, and the server with it.
+    """
 
     @abstractmethod
     def open(self, node_ip: str, members: Sequence[Member]) -> str:
@@ -144,7 +147,3 @@ class Coordinator(ABC):
             node_ip: The address of this process's node, the only one that servers may bind.
             members: By rank; their ``rendezvous`` is empty.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """No further group is to come: close the server."""

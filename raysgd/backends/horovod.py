@@ -82,7 +82,7 @@ class HorovodCoordinator(Coordinator):
         self._server: Any = None
 
     def open(self, node_ip: str, members: Sequence[Member]) -> str:
-        self.close()
+        self._close()
         self._server = self._module.RendezvousHTTPServer((node_ip, 0), self._module.RendezvousHandler, verbose=0)
         self._server.daemon_threads = True
         slots = slots_of(members)
@@ -91,7 +91,7 @@ class HorovodCoordinator(Coordinator):
         described = [slot.to_dict() for slot in slots]
         return json.dumps({"address": list(self._server.server_address[:2]), "slots": described})
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -25,6 +25,8 @@ from raysgd.errors import RaySGDError
 
 _HOW_TO_GET_IT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
+#: Ports that the service is tried at.
+_MAX_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +79,24 @@ class JaxCoordinator(Coordinator):
         self._service: Any = None
 
     def open(self, node_ip: str, members: Sequence[Member]) -> str:
-        self.close()
-        address = free_address(node_ip)
-        self._service = self._make(
-            address, len(members), heartbeat_timeout=math.ceil(self._timeout_s), shutdown_timeout=1, recoverable=True
-        )
-        return address
-
-    def close(self) -> None:
         service, self._service = self._service, None
         if service is not None:
             service.shutdown()
+        for tries_left in reversed(range(_MAX_TRIES)):
+            address = free_address(node_ip)
+            try:
+                self._service = self._make(
+                    address,
+                    len(members),
+                    heartbeat_timeout=math.ceil(self._timeout_s),
+                    shutdown_timeout=1,
+                    recoverable=True,
+                )
+                break
+            except Exception:  # another process has got the port meanwhile
+                if not tries_left:
+                    raise
+        return address
 
 
 class JaxBackend(Backend):

@@ -26,10 +26,6 @@ class CoordinatorActor:
             self._coordinator = self._config.make_coordinator()
         return self._coordinator.open(ray.util.get_node_ip_address(), members)
 
-    def close(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.close()
-
 
 class Rendezvous:
     """Starts the coordinator's process, and another one where it has died.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import pytest
 
 import raysgd
 from raysgd.testing.backend_suite import BackendSuite
+from support.frameworks import needs_horovod
 from support.runs import travels_by_value
 from support.totals import TOTALS
 
 travels_by_value(__name__)
 travels_by_value("support.totals")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

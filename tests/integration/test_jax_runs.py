@@ -12,7 +12,7 @@ import pytest
 
 import raysgd
 from raysgd.errors import ConfigError
-from support.runs import make_trainer, quiet, travels_by_value
+from support.runs import actor_pids, are_gone, make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -72,6 +72,21 @@ def test_batches_of_all_workers_are_one_array_through_a_death(
     assert (
         ended[1]["pid"] == before[1] and ended[0]["pid"] != before[0]
     )  # it was rank 0 that died, and the other stayed
+
+
+def test_a_coordinator_that_was_killed_is_replaced_for_the_next_run(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func() -> int:
+        import jax
+
+        return int(jax.process_count())
+
+    with make_trainer(tmp_path, 2, "jax") as trainer:
+        assert trainer.run(train_func, callbacks=quiet()) == 2
+        (coordinator,) = actor_pids("CoordinatorActor")
+        trainer.execute(os.getpid)  # the workers have left their group: JAX ends those that have not
+        os.kill(coordinator, signal.SIGKILL)
+        assert are_gone([coordinator])
+        assert trainer.run(train_func, callbacks=quiet()) == 2
 
 
 def test_parts_that_could_be_of_different_lengths_are_refused(

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 import raysgd
 from raysgd.errors import InfeasibleError
 from raysgd.workers.seats import Seats
-from support.cluster import ClusterState
+from support.cluster import cluster_of_two
 from support.runs import make_trainer, quiet, travels_by_value
 
 pytestmark = pytest.mark.slow
@@ -22,14 +21,8 @@ travels_by_value(__name__)
 
 @pytest.fixture(scope="module", autouse=True)
 def two_nodes(_no_process_is_left: None) -> Iterator[None]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, namespace="tests")
-    yield
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
+    with cluster_of_two():
+        yield
 
 
 def where() -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 
 from raysgd.testing.cluster import ClusterState
 
-__all__ = ["ClusterState", "start_ray"]
+__all__ = ["ClusterState", "cluster_of_two", "start_ray"]
 
 
 #: A worker process that dies before it has told its node so, as Ray's own do at times, is missed after so many seconds
@@ -35,3 +37,18 @@ def start_ray(**settings: Any) -> dict[str, Any]:
         warnings.warn(f"Ray's head process did not start ({error}); trying once more", stacklevel=2)
         ray.shutdown()
         return ray.init(address="local", **settings).address_info
+
+
+@contextmanager
+def cluster_of_two() -> Iterator[None]:
+    """A cluster of two nodes with two logical CPUs each, in which nothing may be left."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, namespace="tests")
+    yield
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
+    cluster.shutdown()
+    assert not left, "; ".join(left)
