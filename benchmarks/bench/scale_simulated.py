@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,10 @@ class FakeFleet:
     def on_newcomer(self, told: Callable[[], None]) -> None:
         return None
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+    num_parked = 0
+    recovers_inside = False
+
+    async def get_ready(self, *, keep_size: bool = False, parked: Collection[int] | None = ()) -> list[str]:
         return []
 
     async def check_storage(self, storage: Storage) -> None:
@@ -114,7 +117,7 @@ class FakeFleet:
             sent = ready
         yield [Returned(b"", 0)]
 
-    def end(self, rank: int, attempt: int, why: str) -> None:
+    def end(self, rank: int, attempt: int, why: str, *, goes_on: bool = True) -> None:
         return None
 
     async def leave(self) -> None:

@@ -68,6 +68,14 @@ class BackendConfig(ABC):
         """
         return True
 
+    @property
+    def recovers_inside(self) -> bool:
+        """Whether train_func can get over the loss of members by itself, without being left (`Backend.recover_inside`).
+
+        Who has lived longest is rank 0 then, whose state the others take over.
+        """
+        return False
+
     @abstractmethod
     def make(self) -> Backend:
         """The backend's worker half; called in the worker process."""
@@ -119,6 +127,29 @@ class Backend(ABC):
     def abort(self) -> None:
         """Make collectives that block in this process fail, where the framework can."""
         return
+
+    def recover_inside(self, rejoin: Callable[[], None]) -> None:
+        """Called after `load`: have the framework call ``rejoin`` in train_func's thread where it wants a new group.
+
+        That leaves the present one by `tear_down`, waits until the controller knows who the members are to be, joins them by
+        `set_up`, and returns; or raises `raysgd.errors.AttemptEnded`, which is to be let through. For
+        `BackendConfig.recovers_inside`.
+        """
+        return
+
+    def broken_group(self, why: str) -> Exception | None:
+        """What train_func is to get from session calls in a group that is broken, if it can get over that where it is now.
+
+        None: it cannot; it is interrupted, left and entered again.
+        """
+        return None
+
+    def change_group(self) -> bool:
+        """The members are to change: have train_func call ``rejoin`` at a time that suits it. False: it cannot be told now.
+
+        Called for rank 0 alone.
+        """
+        return False
 
     def is_collective_error(self, error: BaseException) -> bool:
         """Whether ``error`` looks like the consequence of a peer's failure rather than a cause."""

@@ -47,6 +47,9 @@ class HorovodConfig(BackendConfig):
         timeout_s: Seconds after which an operation of gloo's fails, and so does joining a group; rounded up to whole ones.
             A rank that waits for a dead peer is freed at once in most cases, and after these seconds in all.
         nics: Names of network interfaces; of each node the first that it has is used. None: that of the node's address.
+        elastic: Who recovers when workers are lost or come. ``"raysgd"``: train_func is entered again, from its newest
+            checkpoint. ``"horovod"``: functions under ``hvd.elastic.run`` go on inside train_func from their state's last
+            commit; raysgd has the workers and their ranks only. Outside of such a function it is raysgd in any case.
         legacy_keras: With TensorFlow: have ``tf.keras`` and ``keras`` be Keras 2 (the package ``tf_keras``), which is what
             ``horovod.tensorflow.keras`` works with.
     """
@@ -57,11 +60,17 @@ class HorovodConfig(BackendConfig):
     framework: str = "torch"
     timeout_s: float = 10
     nics: Sequence[str] | None = None
+    elastic: str = "raysgd"
     legacy_keras: bool = True
 
     def __post_init__(self) -> None:
+        check_choice("HorovodConfig(elastic)", self.elastic, ("raysgd", "horovod"))
         check_choice("HorovodConfig(framework)", self.framework, ("torch", "tensorflow"))
         check_amount("HorovodConfig(timeout_s)", self.timeout_s, positive=True)
+
+    @property
+    def recovers_inside(self) -> bool:
+        return self.elastic == "horovod"
 
     def make(self) -> Backend:
         return HorovodBackend(self)
@@ -167,6 +176,9 @@ class HorovodBackend(Backend):
             self._hvd.init()
         except ValueError as error:  # all that it says; a peer may have died
             raise RuntimeError(f"the Horovod group did not form: {error}") from error
+        if self._config.recovers_inside:
+            # Where it is set, hvd.elastic.run opens a server of its own, for the messages that `change_group` brings.
+            del os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         own = gloo_sockets.connected() - before
         self._gloo = Pairs.of(own, _exchange(address, member, sorted(own), self._config.timeout_s))
 
@@ -179,6 +191,23 @@ class HorovodBackend(Backend):
     def abort(self) -> None:
         with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
             self._gloo.cut()
+
+    def recover_inside(self, rejoin: Callable[[], None]) -> None:
+        if self._config.recovers_inside:
+            # Its run() calls shutdown() and init() after an error, by these names.
+            importlib.import_module(f"horovod.{self._config.framework}.elastic").init = rejoin  # type: ignore[attr-defined]
+
+    def broken_group(self, why: str) -> Exception | None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        return HorovodInternalError(why) if self._listeners() else None
+
+    def change_group(self) -> bool:
+        from horovod.runner.elastic.worker import HostUpdateResult
+
+        for state in (listeners := self._listeners()):
+            state.on_hosts_updated(time.time_ns(), HostUpdateResult.added)  # all ranks hear it of rank 0, at a commit
+        return bool(listeners)
 
     def is_collective_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError
@@ -196,6 +225,14 @@ class HorovodBackend(Backend):
         from raysgd.backends.torch import tensor_reducers
 
         return tensor_reducers()
+
+    def _listeners(self) -> list[Any]:
+        """The states that functions under ``hvd.elastic.run`` have now."""
+        if not self._config.recovers_inside:
+            return []
+        from horovod.common.elastic import notification_manager
+
+        return list(notification_manager._listeners)
 
     def _export(self, slot: Slot, address: tuple[str, int], member: Member) -> None:
         """The variables that Horovod's own launcher would set."""

@@ -19,10 +19,12 @@ class GroupReady:
     Attributes:
         nodes: By rank.
         num_newcomers: Processes that are up as well, and not among them.
+        num_parked: As many of the first ranks go on inside train_func.
     """
 
     nodes: tuple[str, ...]
     num_newcomers: int = 0
+    num_parked: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,12 @@ class PrepareGroup:
 
     Attributes:
         keep_size: As many as before: the checkpoint that the attempt goes on from is bound to their number.
+        parked: Ranks of the last group whose train_func goes on in the attempt; None: those of the try before.
     """
 
     attempt: int
     keep_size: bool = False
+    parked: tuple[int, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -202,11 +206,12 @@ class Enter:
 
 @dataclass(frozen=True)
 class EndRanks:
-    """Tell these ranks that their attempt is over."""
+    """Tell these ranks that their attempt is over. ``goes_on``: there will be another one, which train_func may wait for."""
 
     attempt: int
     ranks: tuple[int, ...]
     why: str
+    goes_on: bool = True
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,13 @@ class AgreeOnSave:
 @dataclass(frozen=True)
 class CallOffSave:
     """They leave after no save; those who wait go on."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class ChangeGroup:
+    """Have train_func leave its group inside, when it can; each rank is `Parked` then."""
 
     attempt: int
 
@@ -328,6 +340,7 @@ Command = (
     | AskToStop
     | AgreeOnSave
     | CallOffSave
+    | ChangeGroup
     | LeaveGroup
     | ReleaseWorkers
     | Commit

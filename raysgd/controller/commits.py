@@ -77,6 +77,11 @@ class CheckpointCollector:
         """``rank`` has made ``count`` reports so far."""
         self._num_reports[rank] = count
 
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that all ranks have made that have not returned."""
+        return min((count for rank, count in enumerate(self._num_reports) if rank not in self._left), default=0)
+
     def saved(self, rank: int, event: Saved) -> str | None:
         """``rank`` made a call; returns what is wrong with it, if anything."""
         pending = self._pending.setdefault(event.call, _Pending())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd.checkpoint.manifest import Manifest
@@ -109,9 +110,19 @@ class CheckpointDesk:
         """The number of the checkpoint that the ``call``-th saves of the attempt make."""
         return self._first_number + call
 
-    def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
-        """Where the attempt goes on from, and the number its first save makes."""
+    def begin_attempt(
+        self, attempt: int, world_size: int, reached: tuple[int, float] | None = None
+    ) -> tuple[Start, int]:
+        """Where the attempt goes on from, and the number its first save makes.
+
+        Args:
+            attempt: Its number.
+            world_size: Its ranks.
+            reached: The iterations and seconds it goes on from, where these are not the checkpoint's.
+        """
         start = self._start()
+        if reached is not None:
+            start = replace(start, iteration=reached[0], time_total_s=reached[1])
         self._shelf.forget_scores()
         self._last_number = max(
             self._last_number, start.number
@@ -201,6 +212,11 @@ class CheckpointDesk:
         if self._memory is not None:
             self._memory.end_attempt()
         return max(0, self.newest_iteration() - iterations_before)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that all ranks have made in this attempt, or in the last one."""
+        return self._collector.num_rounds
 
     def newest_iteration(self) -> int:
         """The iteration of the newest checkpoint, one that is being committed included; 0 without one."""

@@ -60,7 +60,7 @@ class Growth:
         elif self._clock() < due:
             self._wait(running)
         else:
-            self._savepoint.want(running.attempt, running.serial, "the group grows")
+            self._savepoint.want_change(running.attempt, running.serial, "the group grows")
 
     def refuse(self) -> None:
         """The checkpoint to go on from does not fit a larger group."""

@@ -71,7 +71,7 @@ _WAITING = ("torch/distributed", "_engine_run_backward", "horovod/", "tensorflow
 
 
 #: What it has in it in any case, where the thread of train_func can be seen.
-_INSIDE = "workers/attempt.py"
+_INSIDE = "workers/entry.py"
 
 
 def blame(hang: Hang, stacks: Mapping[int, str]) -> Hang:

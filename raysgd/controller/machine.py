@@ -67,8 +67,10 @@ class RunMachine(Moves):
             return
         attempt, world_size = self.state.attempt, len(given.nodes)
         self._nodes = given.nodes
-        start, first_number = self.desk.begin_attempt(attempt, world_size)
+        reached = self._reached if given.num_parked else None
+        start, first_number = self.desk.begin_attempt(attempt, world_size, reached)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
+        self.state.time_before_s, self.state.begun_s = start.time_total_s, self._clock()
         self._growth.formed(self.state, given.num_newcomers)
         self._pausing.agrees_again(self.state)
         self._commands += notes.attempt_begins(attempt, world_size, start, first_number)
@@ -108,6 +110,8 @@ class RunMachine(Moves):
                 self._left(running, rank, is_returned=False)
             case e.Failed():
                 self._failed(running, rank, said)
+            case e.Parked():
+                self._has_parked(running, rank, said)
             case e.StopWanted():
                 self._stop_asked(c.StopAsked(said.why, cancel=False))
             case e.Preempted():
@@ -142,6 +146,18 @@ class RunMachine(Moves):
             self.state.arrived.setdefault(rank, self._clock())
             if not failed.in_collective:
                 self._out(c.SetTimer("gather", running.serial, GATHER_S))
+
+    def _has_parked(self, running: Running, rank: int, parked: e.Parked) -> None:
+        running.parked.add(rank)
+        if (
+            isinstance(self.state, Running)
+            and not self._is_stopping
+            and self._savepoint.is_inside
+            and self._savepoint.why
+        ):
+            self._regroup(running, self._preemption.why or self._savepoint.why)
+        else:
+            self._failed(running, rank, parked.failed or notes.group_broke(rank, self._clock()))
 
     def _worker_gone(self, given: c.WorkerGone) -> None:
         running = self._running(given.attempt)

@@ -56,12 +56,14 @@ class Moves:
         self._why_stopped = ""
         self._is_told = False
         self._commands: list[c.Command] = []
-        self._savepoint = SavePoint(self._out)
+        self._savepoint = SavePoint(self._out, is_inside=plan.recovers_inside)
         self.desk = CheckpointDesk(plan, uri_of=uri_of, out=self._out, on_held=self._savepoint.committed)
         self._retries = Retries(plan.failure, self._out)
         self._growth = Growth(self._savepoint, clock, self._out)
         self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
         self._pausing = Pausing(self._savepoint)
+        self._parked: tuple[int, ...] | None = ()
+        self._reached = (0, 0.0)  # iterations and seconds of training, where train_func goes on after an attempt
 
     @property
     def is_to_rest(self) -> bool:
@@ -113,7 +115,7 @@ class Moves:
     def _end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
         self.state = Ending(running, preset)
         self._savepoint.forget()
-        self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why))
+        self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), why, goes_on=preset is None))
         self._out(c.SetTimer("gather", running.serial, GATHER_S))
         self._out(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
 
@@ -130,7 +132,8 @@ class Moves:
         """Say why the attempt ended and what follows, or wait for what would explain a broken collective."""
         assert isinstance(self.state, Ending)
         ending = self.state
-        evidence = Evidence(ending.failures, ending.arrived, ending.deaths, self._nodes, is_complete)
+        parked = frozenset(ending.running.parked)
+        evidence = Evidence(ending.failures, ending.arrived, ending.deaths, self._nodes, is_complete, parked)
         verdict = ending.preset or judge(evidence)
         if verdict is None:
             self._out(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
@@ -161,6 +164,8 @@ class Moves:
         assert isinstance(before, (Preparing, Running))
         was_entered = isinstance(before, Running) and before.is_entered
         self._preemption.carry_out()
+        if isinstance(before, Running):
+            self._note_parked(before)
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
         if self._pausing.is_wanted and not self.desk.has_unstored:
             self._rest(self.state)
@@ -169,8 +174,15 @@ class Moves:
         else:
             self._prepare()
 
+    def _note_parked(self, before: Running) -> None:
+        """train_func goes on where it is, not at the newest checkpoint, on those ranks that have not left it."""
+        self._parked = tuple(sorted(before.parked))
+        iteration = max(before.iterations_before + self.desk.num_rounds, self.desk.newest_iteration())
+        self._reached = iteration, before.time_before_s + self._clock() - before.begun_s
+
     def _rest(self, before: Preparing) -> None:
         self._pausing.is_wanted = False
+        self._parked = ()
         self.state = Paused(before.attempt, before.serial)
         self._out(c.ReleaseWorkers())
         self._out(c.Note("paused", {"attempt": before.attempt}))
@@ -182,7 +194,8 @@ class Moves:
 
     def _prepare(self) -> None:
         assert isinstance(self.state, Preparing)
-        self._out(c.PrepareGroup(self.state.attempt, keep_size=self.desk.is_bound_to_size))
+        self._out(c.PrepareGroup(self.state.attempt, self.desk.is_bound_to_size, self._parked))
+        self._parked = None  # for another try
 
     def _leave_after_save(self, running: Running) -> None:
         if self.desk.is_bound_to_size and self._preemption.why is None and not self._pausing.is_wanted:
@@ -209,6 +222,8 @@ class Moves:
 
     def _close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
         self.state = Closing(outcome, running, set(killed or ()))
+        if self._plan.recovers_inside and running is not None and running.inside:
+            self._out(c.EndRanks(running.attempt, tuple(sorted(running.inside)), "the run is over", goes_on=False))
         if outcome.kind == "error":  # raised first, cleaned up after
             self._tell(outcome)
 

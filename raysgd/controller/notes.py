@@ -50,6 +50,12 @@ def hang(given: c.WorkerHung) -> c.Note:
     return c.Note("hang", {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks})
 
 
+def group_broke(rank: int, timestamp: float) -> e.Failed:
+    """A rank has left its group, which it takes for broken."""
+    summary = f"an operation of the group failed on rank {rank}, and no worker had died"
+    return e.Failed(None, "", summary, "", timestamp, in_collective=True)
+
+
 def killed_for_staying(ranks: Collection[int]) -> c.Note:
     """A warning."""
     return c.Note("warning", {"message": f"killed ranks {list(ranks)}: they did not leave their attempt in time"})

@@ -20,6 +20,7 @@ class RunPlan:
     Attributes:
         start: Where the first attempt goes on from.
         reduce: How checkpoints' metrics are made of those of all ranks.
+        recovers_inside: train_func may get over changes of its group by itself; see `BackendConfig.recovers_inside`.
         past: What another process of the controller did of it; None: the run begins.
     """
 
@@ -28,3 +29,4 @@ class RunPlan:
     start: Start = field(default_factory=Start)
     reduce: Mapping[str, str] = field(default_factory=dict)
     past: Past | None = None
+    recovers_inside: bool = False

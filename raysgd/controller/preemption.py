@@ -53,7 +53,8 @@ class Preemption:
         """Have all ranks leave; those who do not within the time, or ``within_s``, are made to."""
         if not self._is_asked:
             self._is_asked = True
-            self._out(AskToStop(running.attempt, ends_reports=False))
+            if not self._savepoint.is_inside:
+                self._out(AskToStop(running.attempt, ends_reports=False))
             self.agrees_again(running)
         delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
         self._out(SetTimer("preemption", running.serial, delay_s))
@@ -61,7 +62,7 @@ class Preemption:
     def agrees_again(self, running: Running | None) -> bool:
         """Have them leave out of a save, if that is not agreed on already; whether anybody is to leave at all."""
         if running is not None and self.why is not None and self._savepoint.why is None:
-            self._savepoint.want(running.attempt, running.serial, self.why)
+            self._savepoint.want_change(running.attempt, running.serial, self.why)
         return self.why is not None
 
     def explains(self, ranks: Collection[int]) -> bool:

@@ -29,6 +29,7 @@ from raysgd.controller.plan import RunPlan
 from raysgd.controller.requests import RunRequest, describe_run, make_run_order
 from raysgd.controller.run_files import RunFiles
 from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_ended_well
+from raysgd.controller.values import Values
 from raysgd.controller.watches import Watches
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
@@ -78,7 +79,7 @@ class Run:
         self.log = FrameLog(
             self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
         )
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce, past)
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, past, fleet.recovers_inside)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._meetings = Meetings(0)
         self._meetings.end()  # workers of an earlier process of the controller may still ask
@@ -96,7 +97,7 @@ class Run:
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._rested = asyncio.Event()
-        self._values: dict[int, Any] = {}
+        self._values = Values()
         self._held = HeldParts(fleet.memory, self._files.uri_of, lambda *said: self._feed(c.WorkerSaid(*said)))
         self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
 
@@ -172,7 +173,7 @@ class Run:
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"
             )
-        return [self._values.get(rank) for rank in range(1 if first_only else self._size or 0)]
+        return self._values.first(1 if first_only else self._size or 0)
 
     async def meet(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
         if attempt != self._attempt:
@@ -218,13 +219,13 @@ class Run:
             case c.Note():
                 self._note(command)
             case c.PrepareGroup():
-                self._preparing = self._spawn(self._prepare(command.attempt, command.keep_size))
+                self._preparing = self._spawn(self._prepare(command))
             case c.Enter():
                 self._enter(command)
             case c.EndRanks():
                 self._meetings.end()
                 for rank in command.ranks:
-                    self._fleet.end(rank, command.attempt, command.why)
+                    self._fleet.end(rank, command.attempt, command.why, goes_on=command.goes_on)
             case c.KillRanks():
                 for rank in command.ranks:
                     self._fleet.kill(rank, is_lost=command.is_lost)
@@ -234,6 +235,8 @@ class Run:
                 self._spawn(self._fleet.agreement.save(command.attempt))
             case c.CallOffSave():
                 self._spawn(self._fleet.agreement.call_off_save(command.attempt))
+            case c.ChangeGroup():
+                self._spawn(self._fleet.agreement.change_group(command.attempt))
             case c.ReleaseWorkers():
                 if self._preparing is not None:
                     self._preparing.cancel()
@@ -264,13 +267,15 @@ class Run:
                 self._held.close()
                 if self._preparing is not None:
                     self._preparing.cancel()
+                for rank in range(self._fleet.size) if self._fleet.recovers_inside else ():
+                    self._fleet.end(rank, self._attempt, "the run is over", goes_on=False)
                 self._closed.set()
 
-    async def _prepare(self, attempt: int, keep_size: bool) -> None:
+    async def _prepare(self, command: c.PrepareGroup) -> None:
         if self._leaving is not None:  # ranks that returned are still leaving the group they were in
             await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
-            for line in await self._fleet.get_ready(keep_size=keep_size):
+            for line in await self._fleet.get_ready(keep_size=command.keep_size, parked=command.parked):
                 self._note(c.Note("warning", {"message": line}))
             await self._fleet.check_storage(self._files.storage)
             self._rendezvous = await self._fleet.open_rendezvous()
@@ -287,14 +292,14 @@ class Run:
         except Exception as error:  # whatever it is, the user must hear of it rather than wait for ever
             self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
             return
-        self._attempt = attempt
+        self._attempt = command.attempt
         self._meetings = Meetings(self._fleet.size)
         nodes = [self._describe_worker(rank) for rank in range(self._fleet.size)]
         if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
             self._is_described = True
             self._spawn(self._files.write_run(describe_run(self._request, self._info, self._fleet)))
         self._note_resize(self._fleet.size)
-        self._feed(c.GroupReady(tuple(nodes), self._fleet.num_newcomers))
+        self._feed(c.GroupReady(tuple(nodes), self._fleet.num_newcomers, self._fleet.num_parked))
 
     def _note_resize(self, size: int) -> None:
         if self._size not in (None, size):
@@ -309,7 +314,7 @@ class Run:
         return info.node
 
     def _enter(self, command: c.Enter) -> None:
-        self._values.clear()  # of ranks that had returned in an attempt that did not succeed
+        self._values.clear()
         self._files.delete(self._loads.end())
         self._loads = LoadAnswers(command.first_number)
         self._held.begin(command.attempt, command.first_number, command.held)
@@ -338,23 +343,18 @@ class Run:
             async for item in self._fleet.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:
-                        self._take_value(rank, event)
+                        if isinstance(event, e.Returned):
+                            self._meetings.left(rank)
+                            self._values.returned(rank, event)
                         if not self._held.said(rank, attempt, event):
                             self._feed(c.WorkerSaid(rank, attempt, event))
                 else:
-                    self._values[rank] = item
+                    self._values.came(rank, item)
         except Exception as error:
             died = str(error)
         if died is None:
             await self._held.settle(rank)
         self._feed(c.WorkerGone(rank, attempt, died))
-
-    def _take_value(self, rank: int, event: e.WorkerEvent) -> None:
-        if not isinstance(event, e.Returned):
-            return
-        self._meetings.left(rank)
-        if event.value is not None:
-            self._values[rank] = event.value
 
     async def _store_held(self, manifest: Manifest) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from raysgd.controller.commands import AgreeOnSave, CallOffSave, Command, SetTimer
+from raysgd.controller.commands import AgreeOnSave, CallOffSave, ChangeGroup, Command, SetTimer
 
 #: Seconds for the last ranks to reach the place, once the checkpoint is committed.
 REACH_S = 2.0
@@ -24,11 +24,13 @@ class SavePoint:
         out: Where commands go.
 
     Attributes:
+        is_inside: train_func leaves its group by itself when it is told that this is to change, and makes no save for it.
         why: What the attempt is left for; None while there is no agreement.
     """
 
-    def __init__(self, out: Callable[[Command], None]) -> None:
+    def __init__(self, out: Callable[[Command], None], *, is_inside: bool = False) -> None:
         self._out = out
+        self.is_inside = is_inside
         self.why: str | None = None
         self._attempt = 0
         self._serial = 0
@@ -43,6 +45,15 @@ class SavePoint:
         self.forget()
         self.why, self._attempt, self._serial = why, attempt, serial
         self._out(AgreeOnSave(attempt))
+
+    def want_change(self, attempt: int, serial: int, why: str) -> None:
+        """Have the ranks of the attempt leave for another group, as they do it best."""
+        if self.is_inside:
+            self.forget()
+            self.why, self._attempt, self._serial = why, attempt, serial
+            self._out(ChangeGroup(attempt))
+        else:
+            self.want(attempt, serial, why)
 
     def reached(self, rank: int, number: int) -> None:
         """A rank waits, having made the save of checkpoint ``number``."""

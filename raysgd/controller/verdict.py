@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from raysgd.controller.failure_policy import Failure
@@ -24,6 +24,7 @@ class Evidence:
         deaths: The processes that are gone (those the controller killed itself are none).
         nodes: The node of each rank.
         is_complete: Nothing more is to be waited for.
+        parked: Ranks whose train_func gets over the loss of its group, and waits for another.
     """
 
     failures: Mapping[int, Failed]
@@ -31,6 +32,7 @@ class Evidence:
     deaths: Sequence[Death]
     nodes: Sequence[str]
     is_complete: bool
+    parked: Collection[int] = ()
 
 
 def judge(evidence: Evidence) -> Outcome | Failure | None:
@@ -52,6 +54,8 @@ def judge(evidence: Evidence) -> Outcome | Failure | None:
     in_setup = {rank: f for rank, f in evidence.failures.items() if f.in_setup}
     if in_setup:
         return _no_group(in_setup, evidence)
+    if evidence.failures and set(evidence.failures) <= set(evidence.parked):
+        return _broken_group(evidence)
     if evidence.failures:
         return _exception(evidence.failures, evidence)
     return Failure((), "an attempt ended and no rank said why")
@@ -81,6 +85,12 @@ def _no_group(failures: Mapping[int, Failed], evidence: Evidence) -> Failure:
     first = next(iter(failures.values()))
     nodes = tuple(dict.fromkeys(evidence.nodes[rank] for rank in ranks))
     return Failure(ranks, f"the process group could not be formed: {first.summary}", nodes)
+
+
+def _broken_group(evidence: Evidence) -> Failure:
+    ranks = tuple(sorted(evidence.failures))
+    nodes = tuple(dict.fromkeys(evidence.nodes[rank] for rank in ranks))
+    return Failure(ranks, next(iter(evidence.failures.values())).summary, nodes)
 
 
 def _exception(causes: Mapping[int, Failed], evidence: Evidence) -> Outcome:

@@ -157,6 +157,17 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Parked:
+    """train_func has left its attempt and its group, and waits for the next ones; see `raysgd.workers.entry`.
+
+    Attributes:
+        failed: Why it could not join the group of the attempt, if that is what happened.
+    """
+
+    failed: Failed | None = None
+
+
+@dataclass(frozen=True)
 class Failed:
     """train_func, or setting up its group, raised.
 
@@ -196,5 +207,6 @@ WorkerEvent = (
     | Preempted
     | Returned
     | Ended
+    | Parked
     | Failed
 )

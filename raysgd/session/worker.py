@@ -61,6 +61,9 @@ class Codec:
 class WorkerSession(Session):
     """One attempt, seen from train_func. See `Session` for the threads that may call what.
 
+    Args:
+        broken_group: What train_func expects of a broken group, where it can get over that; see `Backend.broken_group`.
+
     Attributes:
         iterations_before: Rounds of the run before it.
     """
@@ -85,6 +88,7 @@ class WorkerSession(Session):
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
         attempt: int = 1,
         iterations_before: int = 0,
+        broken_group: Callable[[str], BaseException | None] = lambda why: None,
     ) -> None:
         self.iterations_before = iterations_before
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch, attempt=attempt)
@@ -95,6 +99,7 @@ class WorkerSession(Session):
         self._start = start
         self._load_path = load_path
         self._on_report = on_report
+        self._broken_group = broken_group
         self._clock_zero = time.monotonic() - time_before_s
         self._num_reports = 0
         self._num_saves = 0
@@ -103,7 +108,7 @@ class WorkerSession(Session):
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
         self._unscored: tuple[int, bool] | None = None  # a save whose round is to come; whether that scores it
-        self._ended: AttemptEnded | None = None
+        self._ended: BaseException | None = None
         self._is_closed = False
         self._gate = StopGate()
         self._save_gate = SaveGate()
@@ -179,7 +184,10 @@ class WorkerSession(Session):
         return state
 
     def should_stop(self) -> bool:
-        return self._gate.look() or self._ended is not None
+        is_found = self._gate.look()
+        if self._ended is not None and not isinstance(self._ended, AttemptEnded):
+            self._check_live()  # train_func gets over the attempt's end, and is not to be left for it
+        return is_found or self._ended is not None
 
     def wait_for_others(self) -> None:
         """Wait until every rank is about to enter train_func.
@@ -221,9 +229,9 @@ class WorkerSession(Session):
         """The save all ranks agreed to leave after; see `SaveGate`."""
         self._save_gate.release(last_save)
 
-    def end(self, why: str) -> None:
-        """End the attempt: every later call raises `AttemptEnded`."""
-        self._ended = AttemptEnded(why)
+    def end(self, why: str, error: BaseException | None = None) -> None:
+        """End the attempt: every later call raises `AttemptEnded`, or ``error`` where that is given."""
+        self._ended = error or AttemptEnded(why)
         self._gate.open()
         self._save_gate.open()
 
@@ -265,7 +273,7 @@ class WorkerSession(Session):
 
     def _check_live(self) -> None:
         if self._ended is not None:
-            raise AttemptEnded(*self._ended.args)
+            raise type(self._ended)(*self._ended.args)
         if self._outbox.unreadable is not None:
             raise self._outbox.unreadable
         if self._is_closed:
@@ -310,4 +318,7 @@ class WorkerSession(Session):
         index = self._meetings.get(what, 0)
         self._meetings[what] = index + 1
         with self.progress.waiting:
-            return self._link.meet(what, index, payload)
+            try:
+                return self._link.meet(what, index, payload)
+            except AttemptEnded as ended:  # before this rank was told of it
+                raise self._broken_group(str(ended)) or ended from None

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.names import FileEntry
+from raysgd.errors import SessionError
 from raysgd.session.progress import Pulse
 from raysgd.workers.current import CurrentAttempt
 from raysgd.workers.freshness import ModuleWatch
@@ -26,10 +27,13 @@ from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
 if TYPE_CHECKING:
     from raysgd.workers.attempt import Attempt
+    from raysgd.workers.entry import Entry
     from raysgd.workers.instances import Instances
 
 #: Threads of the actor: the stream, and calls that must be answered while it runs.
 NUM_THREADS = 8
+#: Seconds for a train_func that waited for another attempt to be left.
+_LEAVE_S = 5.0
 
 
 class WorkerActor:
@@ -42,6 +46,7 @@ class WorkerActor:
         self._backend: Any = None
         self._pool: Any = None
         self._current = CurrentAttempt()
+        self._entry: Entry | None = None
         self._instances: Instances | None = None
         self._is_in_group = False
         self._leaving = threading.Lock()
@@ -82,13 +87,14 @@ class WorkerActor:
         except ImportError as error:
             return str(error)
         self._backend = backend
+        backend.recover_inside(self._rejoin)
         import raysgd.workers.making  # noqa: F401  (for what comes; the TrainerActor imports this module without it)
 
         self._baseline.note_framework()
         return None
 
     def prepare(self, order: PrepareOrder) -> str | None:
-        """Make ready for a run: a clean slate, the environment.
+        """Make ready for an attempt: a clean slate, the environment; for a train_func that goes on, nothing.
 
         Returns why this process must be replaced, if it must: modules of the user's have changed since they were loaded, or
         the framework has left too much behind.
@@ -97,6 +103,11 @@ class WorkerActor:
 
         self._rank = order.rank
         self._current.expect()
+        if order.is_parked:
+            is_there = self._entry is not None and self._entry.is_parked
+            return None if is_there else "train_func has left its last attempt"
+        if self._entry is not None and (problem := self._leave_train_func(self._entry)) is not None:
+            return problem
         context.uninstall()
         with self._leaving:  # it may be under way still
             if self._is_in_group:  # train_func had returned here, and a rank that had not was lost
@@ -128,7 +139,11 @@ class WorkerActor:
 
         if self._pool is None:
             self._pool = making.make_pool(run)
-        attempt = making.make_attempt(run, order, controller=self._controller, backend=self._backend, pool=self._pool)
+        if self._entry is None or not self._entry.is_parked:
+            self._entry = making.make_entry()
+        attempt = making.make_attempt(
+            run, order, entry=self._entry, controller=self._controller, backend=self._backend, pool=self._pool
+        )
         self._current.begin(attempt)
         uplink = Uplink(order.place)
         if not uplink.is_direct:
@@ -169,9 +184,15 @@ class WorkerActor:
 
         return store_part(parts[0], folder, prefix)
 
-    def end(self, attempt: int, why: str) -> None:
-        """End an attempt that still runs, or is about to."""
-        self._current.order(attempt, lambda current: current.end(why), None)
+    def end(self, attempt: int, why: str, goes_on: bool = False) -> None:
+        """End an attempt that still runs, or is about to. ``goes_on``: another one follows, which train_func may wait for."""
+        self._current.order(attempt, lambda current: current.end(why, goes_on=goes_on), None)
+        if not goes_on and self._entry is not None:
+            self._entry.let_go(why)
+
+    def change_group(self, attempt: int) -> bool:
+        """Have train_func leave its group when it can, for another one; False if it cannot be told so yet."""
+        return self._current.order(attempt, lambda current: self._backend.change_group(), True)
 
     def pulse(self) -> Pulse:
         """A sign of life, and how far train_func has come."""
@@ -231,6 +252,16 @@ class WorkerActor:
         self._current.forget()
         self._is_in_group = False
         self._backend.tear_down()
+
+    def _rejoin(self) -> None:
+        if self._entry is None or not self._entry.is_in_thread:
+            raise SessionError("a group is formed anew in the thread of train_func alone")
+        self._entry.rejoin()
+
+    def _leave_train_func(self, entry: Entry) -> str | None:
+        """A train_func that waited for another attempt is to be left; why this process must be replaced where it is not."""
+        entry.let_go("the run is over, or goes on without this rank's train_func")
+        return None if entry.join(_LEAVE_S) else "train_func did not leave its last run"
 
     def _class_api(self) -> Instances:
         from raysgd.workers.instances import Instances

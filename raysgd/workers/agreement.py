@@ -15,6 +15,9 @@ from ray.exceptions import RayError
 
 from raysgd.errors import WorkerDiedError
 
+#: Seconds until train_func is told again that its group is to change, where it could not be told.
+ASK_AGAIN_S = 0.5
+
 
 class Agreement:
     """Of the group's members.
@@ -46,6 +49,15 @@ class Agreement:
         """They leave after none."""
         with contextlib.suppress(WorkerDiedError, RayError):
             await self._call("leave_after", attempt, None)
+
+    async def change_group(self, attempt: int) -> None:
+        """Have train_func leave its group inside, when it can; rank 0's tells the others."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            is_told = False
+            while not is_told:
+                is_told = all(await self._call("change_group", attempt, ranks=[0]))
+                if not is_told:
+                    await asyncio.sleep(ASK_AGAIN_S)
 
     async def _stop(self, attempt: int, ends_reports: bool) -> None:
         with contextlib.suppress(WorkerDiedError, RayError):

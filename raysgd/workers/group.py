@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,11 +27,11 @@ from raysgd.workers.cluster_memory import ClusterMemory
 from raysgd.workers.deaths import DEATHS, first_line
 from raysgd.workers.drains import Drains
 from raysgd.workers.faulty_nodes import FaultyNodes
-from raysgd.workers.newcomers import Newcomers
+from raysgd.workers.newcomers import newcomers_of
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement import explain_busy, explain_timeout, seat_bundle
-from raysgd.workers.process import Worker, WorkerStarter
-from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
+from raysgd.workers.process import Worker, WorkerStarter, mark_parked
+from raysgd.workers.ranks import assign_ranks, identify, oldest_first, shrunk, visible_gpus
 from raysgd.workers.rendezvous import Rendezvous
 from raysgd.workers.reserve import Reserve
 from raysgd.workers.seats import Room, Seat, Seats
@@ -72,12 +73,13 @@ class WorkerGroup:
         self._start_timeout_s = failure.start_timeout_s
         self._num_spares = failure.spares
         self._backend = backend
+        self.recovers_inside = backend.recovers_inside
         self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._lost_nodes: set[str] = set()  # and those that will be, or are faulty
         self._faulty = FaultyNodes(self._lost_nodes, scaling.bundle(), cluster_nodes)
-        newcomers = self._make_newcomers()
+        newcomers = newcomers_of(scaling, self._seats, self._starter, self._end, failure.start_timeout_s)
         self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
@@ -118,16 +120,21 @@ class WorkerGroup:
 
     def on_newcomer(self, told: Callable[[], None]) -> None:
         """Have ``told`` called for each that comes up."""
-        if self._reserve.newcomers is not None:
-            self._reserve.newcomers.on_ready = told
+        self._reserve.on_newcomer(told)
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+    @property
+    def num_parked(self) -> int:
+        """Members whose train_func is inside, and goes on in the next attempt; they are the first ones."""
+        return sum(worker.is_parked for worker in self._all())
+
+    async def get_ready(self, *, keep_size: bool = False, parked: Collection[int] | None = ()) -> list[str]:
         """Bring every worker up and ready for a run; returns lines worth telling the user.
 
         An elastic group goes on with those who are left, if they are enough, and takes in those who are up.
 
         Args:
             keep_size: It does neither.
+            parked: Ranks whose train_func goes on; None: those of the last call that are left.
 
         Raises:
             InfeasibleError: The cluster can never hold them.
@@ -135,6 +142,7 @@ class WorkerGroup:
             WorkerDiedError: One died on the way.
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
+        mark_parked(self._members, parked)
         try:
             told = await asyncio.wait_for(self._get_ready(keep_size), self._start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
@@ -164,6 +172,7 @@ class WorkerGroup:
         if self._scaling.is_elastic and not keep_size:
             self._members = shrunk(self._members, self._scaling.min_workers)
             await self._take_newcomers()
+        self._members = oldest_first(self._members, attrgetter("is_parked"))
         await self._retire()
         self._start_missing()
         for rank in self._vacant():
@@ -177,18 +186,6 @@ class WorkerGroup:
     async def _take_newcomers(self) -> None:
         while self.size < self._scaling.max_workers and (worker := await self._reserve.take_newcomer()) is not None:
             self._members.append(worker)
-
-    def _make_newcomers(self) -> Newcomers | None:
-        if not self._scaling.is_elastic:
-            return None
-        return Newcomers(
-            self._scaling,
-            self._seats,
-            self._starter,
-            bring_up=Worker.bring_up,
-            end=self._end,
-            start_timeout_s=self._start_timeout_s,
-        )
 
     def _seek_newcomers(self, after: Seat | None = None) -> None:
         if self._reserve.newcomers is not None:
@@ -239,7 +236,10 @@ class WorkerGroup:
     async def _prepare(self) -> list[str | None]:
         workers = self._all()
         gpus = visible_gpus([w.info for w in workers if w.info is not None], shared=self._backend.shares_gpus)
-        orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
+        orders = [
+            PrepareOrder(*seen, rank=rank, is_parked=worker.is_parked)
+            for rank, (worker, seen) in enumerate(zip(workers, gpus, strict=True))
+        ]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
@@ -315,10 +315,10 @@ class WorkerGroup:
             self._end(worker)
             raise WorkerDied(f"it was ended, since its stream broke off: {error.cause!r}") from error
 
-    def end(self, rank: int, attempt: int, why: str) -> None:
-        """Tell a worker that its attempt is over."""
+    def end(self, rank: int, attempt: int, why: str, *, goes_on: bool = True) -> None:
+        """Tell a worker that its attempt is over. ``goes_on``: another one follows."""
         if (worker := self._members[rank]) is not None:
-            worker.handle.end.remote(attempt, why)
+            worker.handle.end.remote(attempt, why, goes_on)
 
     async def leave(self) -> None:
         """All ranks have returned: leave the group."""

@@ -22,11 +22,13 @@ from raysgd.session.generators import make_deterministic, seed_generators
 from raysgd.session.outbox import Outbox
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
-from raysgd.workers.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.attempt import Attempt
 from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.entry import Entry
 from raysgd.workers.orders import AttemptOrder, Blob, RunOrder
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.starting import FromCheckpoint, FromMemory, FromState
+from raysgd.workers.worker_callbacks import WorkerCallbacks
 
 
 def make_pool(run: RunOrder) -> StagingPool:
@@ -34,14 +36,20 @@ def make_pool(run: RunOrder) -> StagingPool:
     return StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
 
 
+def make_entry() -> Entry:
+    """train_func, not entered yet."""
+    return Entry()
+
+
 def make_attempt(
-    run: RunOrder, order: AttemptOrder, *, controller: str, backend: Backend, pool: StagingPool
+    run: RunOrder, order: AttemptOrder, *, entry: Entry, controller: str, backend: Backend, pool: StagingPool
 ) -> Attempt:
     """An attempt that has not begun.
 
     Args:
         run: What stays the same for all attempts of the run.
         order: What this worker does in this one.
+        entry: train_func, new or parked.
         controller: Name of the TrainerActor.
         backend: The process's own.
         pool: Staging buffers, reused from one attempt to the next.
@@ -76,11 +84,13 @@ def make_attempt(
         on_report=callbacks.hooks,
         attempt=order.attempt,
         iterations_before=order.iterations_before,
+        broken_group=backend.broken_group,
     )
     writer.on_chunk = session.progress.wrote
     return Attempt(
         run,
         order,
+        entry=entry,
         code=lambda: _open_code(run, member.rank),
         backend=backend,
         session=session,

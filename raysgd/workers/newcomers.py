@@ -202,3 +202,12 @@ class Newcomers:
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         self.drop(worker)
         self.want(self._num_wanted, self._avoid)
+
+
+def newcomers_of(
+    scaling: ScalingConfig, seats: Seats, starter: WorkerStarter, end: Callable[[Worker], None], start_timeout_s: float
+) -> Newcomers | None:
+    """Those of an elastic group; None for one that keeps its size."""
+    if not scaling.is_elastic:
+        return None
+    return Newcomers(scaling, seats, starter, bring_up=Worker.bring_up, end=end, start_timeout_s=start_timeout_s)

@@ -108,8 +108,13 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """Make ready for a run: reset what the last one left, choose the GPUs."""
+    """Make ready for an attempt: reset what the last run left, choose the GPUs.
+
+    Attributes:
+        is_parked: train_func is inside, and goes on in that attempt.
+    """
 
     visible_gpus: tuple[int, ...] = ()
     device_index: int = 0
     rank: int = 0
+    is_parked: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Worker:
         info: Where it is, once it has said so.
         identity: Its place in the group, once that is complete.
         has_joined: It was told to join a group.
+        is_parked: train_func is inside, and goes on in the next attempt.
     """
 
     seat: Seat
@@ -35,6 +36,7 @@ class Worker:
     info: WorkerInfo | None = None
     identity: Identity | None = None
     has_joined: bool = False
+    is_parked: bool = False
 
     @property
     def node(self) -> str:
@@ -110,3 +112,10 @@ class WorkerStarter:
             .remote()
         )
         return Worker(seat, handle, handle.load.remote(self._backend, self._controller, warm_up))
+
+
+def mark_parked(members: Sequence[Worker | None], ranks: Collection[int] | None) -> None:
+    """Note the members whose train_func is inside and goes on in the next attempt; None: they are known."""
+    for rank, worker in enumerate(members):
+        if worker is not None and ranks is not None:
+            worker.is_parked = rank in ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from raysgd.session.base import Identity
@@ -33,6 +33,11 @@ def shrunk(members: Sequence[T | None], least: int) -> list[T | None]:
     short = max(0, least - sum(member is not None for member in members))
     kept = [rank for rank, member in enumerate(members) if member is None][:short]
     return [member for rank, member in enumerate(members) if member is not None or rank in kept]
+
+
+def oldest_first(members: Sequence[T | None], is_old: Callable[[T], bool]) -> list[T | None]:
+    """The members in their order, those first that ``is_old`` says so of."""
+    return sorted(members, key=lambda member: member is None or not is_old(member))
 
 
 def identify(nodes: Sequence[str]) -> list[Identity]:

@@ -47,6 +47,11 @@ class Reserve:
         """Newcomers that are up."""
         return self.newcomers.num_ready if self.newcomers is not None else 0
 
+    def on_newcomer(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called for each newcomer that comes up."""
+        if self.newcomers is not None:
+            self.newcomers.on_ready = told
+
     def all(self) -> list[Worker]:
         return [*self._spares, *(self.newcomers.all() if self.newcomers is not None else [])]
 

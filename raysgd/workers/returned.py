@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -53,7 +53,7 @@ class CallFailed(Exception):
 
 def failed_call(error: BaseException, rank: int, node: str, inside: str) -> CallFailed:
     """``error`` with where it was raised, without the frames of the file ``inside``."""
-    error.__traceback__ = user_part(error.__traceback__, inside)
+    error.__traceback__ = user_part(error.__traceback__, (inside,))
     return CallFailed(
         {
             "kind": "error",
@@ -79,9 +79,9 @@ def _may_have_followed(error: BaseException) -> bool:
     return isinstance(cause, CallFailed) and bool(cause.data.get("in_collective"))
 
 
-def user_part(trace: TracebackType | None, inside: str) -> TracebackType | None:
-    """The traceback from where it leaves the file ``inside``; all of it if it never does."""
+def user_part(trace: TracebackType | None, inside: Container[str]) -> TracebackType | None:
+    """The traceback from where it leaves the files ``inside``; all of it if it never does."""
     inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename == inside:
+    while inner is not None and inner.tb_frame.f_code.co_filename in inside:
         inner = inner.tb_next
     return inner or trace

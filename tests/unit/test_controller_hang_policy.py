@@ -158,8 +158,8 @@ def test_of_ranks_that_are_equally_far_the_one_that_waits_for_nobody_is_to_blame
     for rank, idle_s in enumerate([6.3, 6.1, 6.2]):
         watched.answered(rank, inside(7, idle_s), 1.0)
     (hang,) = watched.judge(1.0)
-    waiting = "all_reduce (torch/distributed/distributed_c10d.py:3000) _call (raysgd/workers/attempt.py:190)"
-    sleeping = "sleep (train.py:3) _call (raysgd/workers/attempt.py:190)"
+    waiting = "all_reduce (torch/distributed/distributed_c10d.py:3000) _call (raysgd/workers/entry.py:190)"
+    sleeping = "sleep (train.py:3) _call (raysgd/workers/entry.py:190)"
     assert blame(hang, {0: waiting, 1: sleeping, 2: waiting}).rank == 1
     assert blame(hang, {0: "it cannot be read", 1: sleeping, 2: waiting}).rank == 1
     assert blame(hang, {0: waiting, 1: waiting, 2: waiting}).rank == 0

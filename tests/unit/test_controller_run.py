@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class NoFleet:
     memory: Any = None
 
     size = 2
+    recovers_inside = False
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -37,7 +38,7 @@ class NoFleet:
     def release(self) -> None:
         pass
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+    async def get_ready(self, *, keep_size: bool = False, parked: Collection[int] | None = ()) -> list[str]:
         self.num_asked += 1
         raise self.error
 

@@ -18,7 +18,7 @@ from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.shelf import Start
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_start
-from raysgd.workers.attempt import takes_config
+from raysgd.workers.entry import takes_config
 
 
 def no_argument() -> str:
