@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from raysgd.backends import gloo_sockets
+from raysgd.backends import gloo_sockets, horovod_elastic
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import Pairs
 from raysgd.backends.legacy_keras import use_legacy_keras
@@ -150,6 +150,7 @@ class HorovodBackend(Backend):
         self._config = config
         self._hvd: Any = None
         self._gloo = Pairs()
+        self._notices: horovod_elastic.Notices | None = None
 
     def load(self) -> None:
         if self._config.framework == "tensorflow" and self._config.legacy_keras and use_legacy_keras():
@@ -176,9 +177,6 @@ class HorovodBackend(Backend):
             self._hvd.init()
         except ValueError as error:  # all that it says; a peer may have died
             raise RuntimeError(f"the Horovod group did not form: {error}") from error
-        if self._config.recovers_inside:
-            # Where it is set, hvd.elastic.run opens a server of its own, for the messages that `change_group` brings.
-            del os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         own = gloo_sockets.connected() - before
         self._gloo = Pairs.of(own, _exchange(address, member, sorted(own), self._config.timeout_s))
 
@@ -194,20 +192,15 @@ class HorovodBackend(Backend):
 
     def recover_inside(self, rejoin: Callable[[], None]) -> None:
         if self._config.recovers_inside:
-            # Its run() calls shutdown() and init() after an error, by these names.
-            importlib.import_module(f"horovod.{self._config.framework}.elastic").init = rejoin  # type: ignore[attr-defined]
+            self._notices = horovod_elastic.install(self._config.framework, rejoin)
 
     def broken_group(self, why: str) -> Exception | None:
         from horovod.common.exceptions import HorovodInternalError
 
-        return HorovodInternalError(why) if self._listeners() else None
+        return HorovodInternalError(why) if self._notices is not None and self._notices.is_heard else None
 
     def change_group(self) -> bool:
-        from horovod.runner.elastic.worker import HostUpdateResult
-
-        for state in (listeners := self._listeners()):
-            state.on_hosts_updated(time.time_ns(), HostUpdateResult.added)  # all ranks hear it of rank 0, at a commit
-        return bool(listeners)
+        return self._notices is not None and self._notices.hosts_changed()
 
     def is_collective_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError
@@ -225,14 +218,6 @@ class HorovodBackend(Backend):
         from raysgd.backends.torch import tensor_reducers
 
         return tensor_reducers()
-
-    def _listeners(self) -> list[Any]:
-        """The states that functions under ``hvd.elastic.run`` have now."""
-        if not self._config.recovers_inside:
-            return []
-        from horovod.common.elastic import notification_manager
-
-        return list(notification_manager._listeners)
 
     def _export(self, slot: Slot, address: tuple[str, int], member: Member) -> None:
         """The variables that Horovod's own launcher would set."""

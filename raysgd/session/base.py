@@ -113,6 +113,14 @@ class Session(ABC):
         self._check_live()
         return self._datasets.all()
 
+    def data_positions(self) -> dict[str, Any]:
+        """Where training stands in each dataset, the same on all ranks; empty where none was given."""
+        return self._datasets.positions()
+
+    def go_on_in_data(self, positions: Mapping[str, Any]) -> None:
+        """Go on where `data_positions` said this, in whatever group; loops that are under way are over."""
+        self._datasets.restore(positions)
+
     def end_passes(self, *, only_finished: bool) -> None:
         """Loops over datasets that are under way, or only those that have had their last batch, are over, and their epochs.
 

@@ -205,7 +205,8 @@ class Attempt:
 
     def drop(self, error: BaseException | None) -> None:
         """train_func has left with ``error``, or without one."""
-        self._callbacks.end(error)
+        if not self._done.is_set():  # it may have left the attempt before
+            self._callbacks.end(error)
 
     def finish(self, outcome: Returned | Ended | Failed | Parked, before: Sequence[threading.Thread] = ()) -> None:
         """The end of all that the attempt does in this thread, and of its stream.
@@ -214,12 +215,14 @@ class Attempt:
             outcome: How train_func left, if it has not been told yet.
             before: The threads there were before train_func was entered, if it has been left for good.
         """
+        if before:
+            context.leave_behind(before)
+        if self._done.is_set():  # train_func had left it for one that did not come
+            return
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
         self._session.close()
-        if before:
-            context.leave_behind(before)
         # Saves are to be durable, however train_func left; who is waited for by others does not wait for memory.
         is_own = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
         self._writer.close(wait_held=is_own)

@@ -55,6 +55,15 @@ class TestHorovodWithTorch(BackendSuite):
         return raysgd.HorovodConfig()
 
 
+@pytest.mark.long  # outside of `hvd.elastic.run`, of which tests/fault/test_horovod_elastic.py is
+@needs_horovod
+class TestHorovodElastic(BackendSuite):
+    make_total = staticmethod(TOTALS["horovod-torch"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.HorovodConfig(elastic="horovod")
+
+
 @needs_horovod
 class TestHorovodWithTensorflow(BackendSuite):
     make_total = staticmethod(TOTALS["horovod-tensorflow"])

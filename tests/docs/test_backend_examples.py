@@ -1,6 +1,6 @@
 """The scripts of ``examples/backends/``: each learns the digits as it is, through a death, and as the trials of a search.
 
-torch_ddp.py, horovod_torch.py, horovod_tensorflow.py, tensorflow_loop.py, jax_loop.py
+torch_ddp.py, horovod_torch.py, horovod_elastic.py, horovod_tensorflow.py, tensorflow_loop.py, jax_loop.py
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Script:
 SCRIPTS = [
     Script("torch_ddp", "torch", "torch"),
     Script("horovod_torch", "horovod", "horovod"),
+    Script("horovod_elastic", "horovod", raysgd.HorovodConfig(elastic="horovod")),
     Script("horovod_tensorflow", "horovod", raysgd.HorovodConfig(framework="tensorflow")),
     Script("tensorflow_loop", "tensorflow", "tensorflow"),
     Script("jax_loop", "jax", "jax", lr=0.1),

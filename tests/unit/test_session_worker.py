@@ -106,6 +106,33 @@ def test_an_end_is_raised_anew_each_time() -> None:
     assert raised[0] is not raised[1]  # tracebacks would pile up, and hold their frames
 
 
+class BrokenGroupError(Exception):
+    """What some framework raises, and gets over."""
+
+
+@pytest.mark.parametrize("call", [*sorted(CALLS), "should_stop"])
+def test_where_train_func_can_get_over_it_every_call_raises_what_it_expects(call: str) -> None:
+    worker = Worker()
+    worker.session.end("rank 1 died", BrokenGroupError("rank 1 died"))
+    calls = {**CALLS, "should_stop": lambda worker: worker.session.should_stop()}
+    for _ in range(2):
+        with pytest.raises(BrokenGroupError, match="rank 1 died"):
+            calls[call](worker)
+    assert worker.sent() == []
+    assert worker.session.is_ended
+
+
+def test_a_meeting_that_ends_before_the_rank_is_told_why_is_a_broken_group_too() -> None:
+    def fails(what: str, index: int, payload: bytes | None) -> bytes | None:
+        raise AttemptEnded("over")
+
+    for broken_group, expected in ((BrokenGroupError, BrokenGroupError), (lambda why: None, AttemptEnded)):
+        worker = Worker(broken_group=broken_group)
+        worker.link.meet = fails  # type: ignore[method-assign]
+        with pytest.raises(expected, match="over"):
+            worker.session.barrier()
+
+
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 

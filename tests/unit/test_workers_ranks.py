@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
-from raysgd.workers.ranks import assign_ranks, identify, shrunk, visible_gpus
+from raysgd.workers.ranks import assign_ranks, identify, oldest_first, shrunk, visible_gpus
 
 
 def test_workers_of_one_node_are_next_to_each_other() -> None:
@@ -85,3 +85,12 @@ def test_a_group_that_shrinks_keeps_its_order_and_is_not_too_small(alive: list[b
     left = shrunk(members, min(least, len(alive)))
     assert [member for member in left if member is not None] == [member for member in members if member is not None]
     assert len(left) == max(sum(alive), min(least, len(alive)))
+
+
+@given(st.lists(st.none() | st.booleans(), max_size=8))
+def test_those_who_have_lived_longest_come_first_and_the_missing_last(members: list[bool | None]) -> None:
+    numbered = [None if is_old is None else (is_old, number) for number, is_old in enumerate(members)]
+    ordered = oldest_first(numbered, lambda member: member[0])
+    old = [member for member in numbered if member is not None and member[0]]
+    assert ordered[: len(old)] == old
+    assert ordered[len(old) :] == [member for member in numbered if member not in old]  # in the places they had

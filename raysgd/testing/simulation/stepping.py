@@ -46,6 +46,7 @@ class SimulatedRun:
         checkpoint: CheckpointConfig | None = None,
         reduce: Mapping[str, str] | None = None,
         past: Past | None = None,
+        recovers_inside: bool = False,
     ) -> None:
         self.now = 1000.0
         self.told: list[c.Command] = []
@@ -55,7 +56,12 @@ class SimulatedRun:
         self._timers: list[tuple[float, int, c.TimeUp]] = []
         self._num_answered = 0
         self._plan = RunPlan(
-            failure or FailureConfig(), checkpoint or CheckpointConfig(), start or Start(), reduce or {}, past
+            failure or FailureConfig(),
+            checkpoint or CheckpointConfig(),
+            start or Start(),
+            reduce or {},
+            past,
+            recovers_inside,
         )
         self._begin()
 
@@ -76,9 +82,10 @@ class SimulatedRun:
         """Step the machine; returns the commands of this step."""
         return self._keep(self.machine.step(given))
 
-    def ready(self, *, enters: bool = True) -> list[c.Command]:
+    def ready(self, *, enters: bool = True, num_parked: int = 0) -> list[c.Command]:
         """All workers are up, and enter train_func if they are told to; returns what was commanded before."""
-        commands = self.feed(c.GroupReady(tuple(f"node{rank}" for rank in range(self.num_ranks))))
+        nodes = tuple(f"node{rank}" for rank in range(self.num_ranks))
+        commands = self.feed(c.GroupReady(nodes, num_parked=num_parked))
         if enters and any(isinstance(command, c.Enter) for command in commands):
             for rank in range(self.num_ranks):
                 self.say(rank, e.Entered(self.now))

@@ -1,0 +1,88 @@
+"""What `hvd.elastic.run` finds in a worker in place of Horovod's own driver.
+
+Two names of Horovod's are given another value: what its functions register with, to hear of hosts, and what they call to
+initialise Horovod anew. See doc/design/0023-inside-train-func.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.session import context
+
+
+class Notices:
+    """Stands for Horovod's `WorkerNotificationManager`: knows the states of functions that run now.
+
+    Args:
+        broadcast: Gives all ranks the object of rank 0.
+    """
+
+    def __init__(self, broadcast: Callable[[Any], Any]) -> None:
+        self._broadcast = broadcast
+        self._states: dict[Any, StateData] = {}
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a function runs that gets over a broken group."""
+        return bool(self._states)
+
+    def hosts_changed(self) -> bool:
+        """Have all ranks leave their group at the next commit, as rank 0 tells them there; False if nobody can hear it."""
+        from horovod.runner.elastic.worker import HostUpdateResult
+
+        for state in list(self._states):
+            state.on_hosts_updated(time.time_ns(), HostUpdateResult.added)
+        return self.is_heard
+
+    # -- what Horovod calls -----------------------------------------------------------------------------------
+
+    def init(self) -> None:
+        """Where Horovod's own opens a server that its driver calls."""
+        return
+
+    def register_listener(self, state: Any) -> None:
+        """A function begins that has this state."""
+        self._states[state] = StateData(state, self._broadcast)
+
+    def remove_listener(self, state: Any) -> None:
+        """It has ended."""
+        self._states.pop(state).let_go()
+
+
+class StateData:
+    """The place in raysgd's datasets as a part of a state: committed with it, and shared where it is."""
+
+    def __init__(self, state: Any, broadcast: Callable[[Any], Any]) -> None:
+        self._state = state
+        self._broadcast = broadcast
+        self._positions = context.current().data_positions()
+        self._save, self._sync = state.save, state.sync
+        state.save, state.sync = self._save_too, self._sync_too
+
+    def let_go(self) -> None:
+        """The state is as it was."""
+        del self._state.save, self._state.sync
+
+    def _save_too(self) -> None:
+        self._save()
+        self._positions = context.current().data_positions()
+
+    def _sync_too(self) -> None:
+        self._sync()
+        if self._positions:  # on all ranks alike: they have the same datasets
+            self._positions = self._broadcast(self._positions)
+            context.current().go_on_in_data(self._positions)
+
+
+def install(framework: str, rejoin: Callable[[], None]) -> Notices:
+    """Have `hvd.elastic.run` of ``horovod.torch`` or ``horovod.tensorflow`` wait for raysgd's next group."""
+    common: Any = importlib.import_module("horovod.common.elastic")
+    elastic: Any = importlib.import_module(f"horovod.{framework}.elastic")
+    hvd: Any = importlib.import_module(f"horovod.{framework}")
+    common.notification_manager = notices = Notices(lambda obj: hvd.broadcast_object(obj, name="raysgd"))
+    elastic.init = rejoin
+    return notices
