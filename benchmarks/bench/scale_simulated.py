@@ -65,6 +65,9 @@ class FakeFleet:
     async def stacks(self, timeout_s: float) -> dict[int, str]:
         return {}
 
+    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Any]:
+        return {}
+
     @property
     def drains(self) -> Any:
         return self

@@ -24,7 +24,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from raysgd.backends.flight_record import FlightRecord
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,12 @@ class Backend(ABC):
     def is_collective_error(self, error: BaseException) -> bool:
         """Whether ``error`` looks like the consequence of a peer's failure rather than a cause."""
         return False
+
+    def flight_record(self) -> FlightRecord | None:
+        """What the collectives of this process were lately, where the framework knows. Called in another thread than
+        train_func's, which may wait in one.
+        """
+        return None
 
     def explain(self, error: BaseException) -> str | None:
         """What to do about an error of train_func whose own text does not tell, for the user to read below it."""

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from typing import Any, ClassVar
 
 from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Member
+from raysgd.backends.flight_record import FlightRecord, last_collectives
 from raysgd.backends.gloo_sockets import GlooGroup
-from raysgd.backends.meeting import family_of, interface_of
+from raysgd.backends.meeting import interface_of
+from raysgd.backends.torch_stores import Place, check_init_method, forget_store, join_store
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.errors import ConfigError, RaySGDError
 
@@ -42,6 +45,9 @@ class TorchConfig(BackendConfig):
     Attributes:
         backend: ``"gloo"`` or ``"nccl"``; None: nccl where each worker has GPUs of its own, gloo elsewhere (nccl refuses two
             members on one GPU).
+        init_method: Where the members meet, as torch has it: ``"tcp://host:port"``, an address of rank 0's node;
+            ``"file:///path"``, a name beside which all nodes see new files; ``"env://"``, what ``MASTER_ADDR`` and
+            ``MASTER_PORT`` say in the workers. None: at rank 0's address, and a port that is free.
         init_timeout_s: Seconds for all members to join a new group.
         timeout_s: Seconds after which a collective that does not end fails.
     """
@@ -49,12 +55,14 @@ class TorchConfig(BackendConfig):
     name: ClassVar[str] = "torch"
     shares_gpus: ClassVar[bool] = True
     backend: str | None = None
+    init_method: str | None = None
     init_timeout_s: float = 10
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             check_choice("TorchConfig(backend)", self.backend, ("gloo", "nccl"))
+        check_init_method(self.init_method)
         check_amount("TorchConfig(init_timeout_s)", self.init_timeout_s, positive=True)
         check_amount("TorchConfig(timeout_s)", self.timeout_s, positive=True)
 
@@ -67,7 +75,7 @@ class TorchBackend(Backend):
 
     def __init__(self, config: TorchConfig) -> None:
         self._config = config
-        self._listener: socket.socket | None = None
+        self._place: Place | None = None
         self._store: Any = None
         self._gloo = GlooGroup()
 
@@ -84,9 +92,8 @@ class TorchBackend(Backend):
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
     def open_rendezvous(self, node_ip: str) -> str:
-        # The listening socket is ours and stays open until the store has it, so no other process can take the port.
-        self._listener = socket.create_server((node_ip, 0), family=family_of(node_ip), backlog=2048)
-        return json.dumps([node_ip, self._listener.getsockname()[1]])
+        self._place = Place.open(self._config.init_method, node_ip)
+        return self._place.told
 
     def set_up(self, member: Member) -> None:
         import torch
@@ -97,9 +104,10 @@ class TorchBackend(Backend):
             torch.cuda.set_device(int(index))
         backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
         _check_available(backend)
-        host, port = json.loads(member.rendezvous)
-        _export(member, host, port)
-        self._store = self._join_store(member, host, port)
+        if self._place is None or self._place.told != member.rendezvous:
+            self._place = Place(member.rendezvous)
+        _export(member)
+        self._store = join_store(self._place, member, self._config.init_timeout_s)
         before = gloo_sockets.listeners() if backend == "gloo" else set()
         dist.init_process_group(
             backend,
@@ -122,9 +130,10 @@ class TorchBackend(Backend):
             except Exception:
                 pass
         self._store = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._place is not None:
+            self._place.close()
+            forget_store(self._place)
+            self._place = None
         gc.collect()
 
     def abort(self) -> None:
@@ -132,7 +141,7 @@ class TorchBackend(Backend):
 
         with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
             self._gloo.cut()
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        if self._is_nccl():
             dist.distributed_c10d._abort_process_group()
 
     def is_collective_error(self, error: BaseException) -> bool:
@@ -145,27 +154,27 @@ class TorchBackend(Backend):
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
 
+    def flight_record(self) -> FlightRecord | None:
+        import torch._C._distributed_c10d as c10d
+
+        # Builds for CUDA have one recorder for nccl and one for the others.
+        names = ("_dump_nccl_trace", "_dump_fr_trace") if self._is_nccl() else ("_dump_fr_trace",)
+        dump_trace = next((found for name in names if (found := getattr(c10d, name, None)) is not None), None)
+        if dump_trace is None:  # an older torch
+            return None
+        dump: bytes = dump_trace()
+        return FlightRecord(last_collectives(pickle.loads(dump)), dump)
+
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         from torch.nn.parallel import DistributedDataParallel
 
         return {DistributedDataParallel: lambda wrapped: (_same, (wrapped.module,)), **tensor_reducers()}
 
-    def _join_store(self, member: Member, host: str, port: int) -> Any:
+    @staticmethod
+    def _is_nccl() -> bool:
         import torch.distributed as dist
 
-        fd = None
-        if member.rank == 0 and self._listener is not None:
-            fd = self._listener.detach()  # the store closes it
-            self._listener = None
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            world_size=member.world_size,
-            is_master=member.rank == 0,
-            timeout=timedelta(seconds=self._config.init_timeout_s),
-            master_listen_fd=fd,
-            wait_for_workers=True,
-        )
+        return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
@@ -201,11 +210,9 @@ def _check_available(backend: str) -> None:
         )
 
 
-def _export(member: Member, host: str, port: int) -> None:
+def _export(member: Member) -> None:
     """The variables torchrun would set, which libraries read; gloo's own sockets bind the node's address by them."""
     os.environ.update(
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
         RANK=str(member.rank),
         WORLD_SIZE=str(member.world_size),
         LOCAL_RANK=str(member.local_rank),

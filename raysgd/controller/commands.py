@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends.flight_record import Collective
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.controller.states import Outcome
 from raysgd.session.events import Failed, WorkerEvent
@@ -69,13 +71,16 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class WorkerHung:
-    """A worker must be ended: ``why`` tells the user, ``stacks`` where each rank stood; ``kind`` as in `hang_policy.Hang`."""
+    """A worker must be ended: ``why`` tells the user, ``stacks`` where each rank stood, ``collectives`` what its last ones were;
+    ``kind`` as in `hang_policy.Hang`.
+    """
 
     rank: int
     attempt: int
     kind: str
     why: str
-    stacks: dict[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    collectives: Mapping[int, Sequence[Collective]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,11 @@ def entered(running: Running, rank: int, event: e.Entered) -> c.Note:
 
 
 def hang(given: c.WorkerHung) -> c.Note:
-    """With the stacks of all ranks."""
+    """With the stacks of all ranks, and their last collectives, as far as these are known."""
     stacks = {str(rank): stack for rank, stack in given.stacks.items()}
-    return c.Note("hang", {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks})
+    data = {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks}
+    collectives = {str(rank): [each.shown() for each in last] for rank, last in given.collectives.items() if last}
+    return c.Note("hang", {**data, "collectives": collectives} if collectives else data)
 
 
 def group_broke(rank: int, timestamp: float) -> e.Failed:

@@ -93,7 +93,7 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watches = Watches(fleet, failure, self._feed, self._note)
+        self._watches = Watches(fleet, failure, storage.child("flight_recorder"), self._feed, self._note)
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._rested = asyncio.Event()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raysgd.backends.flight_record import Collective
 from raysgd.config import FailureConfig
 from raysgd.controller.hang_policy import Hang, HangPolicy, blame
 from raysgd.controller.straggler_policy import Straggler, StragglerPolicy
@@ -29,13 +30,23 @@ class Watched(Protocol):
     async def pulse(self, rank: int) -> Pulse | None: ...
     async def look(self, ranks: list[int], timeout_s: float) -> dict[int, Any]: ...
     async def stacks(self, timeout_s: float) -> dict[int, str]: ...
+    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]: ...
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where the ranks stood when one was found to hang: their stacks, and their last collectives, by rank."""
+
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    collectives: Mapping[int, Sequence[Collective]] = field(default_factory=dict)
 
 
 class Watch:
     """One attempt's watch; `run` goes on until it is cancelled.
 
     Args:
-        on_hang: Called for each worker that must be ended, with the stacks of all ranks.
+        records: Folder for what frameworks know of the ranks' collectives when one hangs.
+        on_hang: Called for each worker that must be ended, with where all ranks stand.
         on_straggler: Called for each that is slower than the others, once.
     """
 
@@ -43,10 +54,12 @@ class Watch:
         self,
         fleet: Watched,
         failure: FailureConfig,
-        on_hang: Callable[[Hang, dict[int, str]], None],
+        records: str,
+        on_hang: Callable[[Hang, Scene], None],
         on_straggler: Callable[[Straggler], None],
     ) -> None:
         self._fleet = fleet
+        self._records = records
         self._timeout_s = failure.heartbeat_timeout_s
         self._on_hang = on_hang
         self._on_straggler = on_straggler
@@ -57,6 +70,7 @@ class Watch:
         self._stragglers = StragglerPolicy(self._loop.time())
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._is_told = False
 
     async def run(self) -> None:
         """Watch."""
@@ -69,7 +83,7 @@ class Watch:
                     self._ask_all()
                 await asyncio.sleep(tick_s)
                 self._look_at_suspects()
-                if hangs := self._policy.judge(self._loop.time()):
+                if hangs := self._to_tell(self._policy.judge(self._loop.time())):
                     await self._tell(hangs)
                 for straggler in self._stragglers.judge(self._loop.time()):
                     self._on_straggler(straggler)
@@ -77,14 +91,25 @@ class Watch:
             for task in (*self._asked.values(), *([self._looking] if self._looking else [])):
                 task.cancel()
 
+    def _to_tell(self, hangs: list[Hang]) -> list[Hang]:
+        """After the first one the others are on their way out of the attempt: they make no progress, but are not stuck."""
+        return [hang for hang in hangs if hang.kind != "stuck" or not self._is_told]
+
     async def _tell(self, hangs: list[Hang]) -> None:
-        stacks: dict[int, str] = {}
         timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
-        with contextlib.suppress(asyncio.TimeoutError):
-            stacks = await asyncio.wait_for(self._fleet.stacks(timeout_s), 2 * timeout_s)
-        for hang in [blame(hang, stacks) for hang in hangs]:
+        scene = await self._look_around(timeout_s)
+        for hang in [blame(hang, scene.stacks) for hang in hangs]:
             self._policy.left(hang.rank)
-            self._on_hang(hang, stacks)
+            self._is_told = True
+            self._on_hang(hang, scene)
+
+    async def _look_around(self, timeout_s: float) -> Scene:
+        asked: list[Coroutine[Any, Any, Any]] = [
+            self._fleet.stacks(timeout_s),
+            self._fleet.collectives(self._records, timeout_s),
+        ]
+        told = await asyncio.gather(*[asyncio.wait_for(each, 2 * timeout_s) for each in asked], return_exceptions=True)
+        return Scene(*[{} if isinstance(each, BaseException) else each for each in told])
 
     def _ask_all(self) -> None:
         for rank in range(self._fleet.size):

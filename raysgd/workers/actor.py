@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from ray.exceptions import RayError
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig
 from raysgd.checkpoint.names import FileEntry
-from raysgd.errors import SessionError
+from raysgd.errors import SessionError, StorageError
 from raysgd.session.progress import Pulse
 from raysgd.workers.current import CurrentAttempt
 from raysgd.workers.freshness import ModuleWatch
@@ -26,6 +27,7 @@ from raysgd.workers.termination import Termination
 from raysgd.workers.uplink import VALUE_FOLLOWS, Batch, Uplink
 
 if TYPE_CHECKING:
+    from raysgd.backends.flight_record import Collective
     from raysgd.workers.attempt import Attempt
     from raysgd.workers.entry import Entry
     from raysgd.workers.instances import Instances
@@ -198,6 +200,18 @@ class WorkerActor:
         """A sign of life, and how far train_func has come."""
         current = self._current.get()
         return Pulse() if current is None else current.pulse()
+
+    def flight_record(self, folder: str) -> tuple[Collective, ...]:
+        """What the last collectives of this rank were; all that is known of them is written into ``folder``."""
+        record = self._backend.flight_record()
+        if record is None:
+            return ()
+        from raysgd.checkpoint.storage import Storage
+
+        with contextlib.suppress(StorageError, OSError):  # the last ones are worth telling in any case
+            Storage.from_uri(folder).write_bytes(f"rank_{self._rank}", record.dump)
+        last: tuple[Collective, ...] = record.last
+        return last
 
     def hold(self, attempt: int) -> tuple[int, int]:
         """How far this rank has come; it waits there for `stop_from`. Zeros for one that is not in the attempt, or not yet."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from raysgd.backends.flight_record import Collective
 from raysgd.session.progress import Pulse
 from raysgd.workers.agent import ProcessLook
 from raysgd.workers.agents import Agents, Unreachable
@@ -68,6 +69,17 @@ class Vitals:
 
         ranks = range(self.size)
         return _merge(await asyncio.gather(*[on_node(*node) for node in self._by_node(ranks).items()]))
+
+    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
+        """The last collectives of those members that answer within the time; they write what they know into ``folder``."""
+        members = {rank: worker for rank, worker in enumerate(self._members()) if worker is not None}
+        asked = {rank: asyncio.ensure_future(w.handle.flight_record.remote(folder)) for rank, w in members.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        for answer in asked.values():
+            answer.cancel()
+        done = {rank: answer for rank, answer in asked.items() if answer.done() and not answer.cancelled()}
+        return {rank: answer.result() for rank, answer in done.items() if answer.exception() is None}
 
     def _by_node(self, ranks: Sequence[int]) -> dict[str, dict[int, WorkerInfo]]:
         """Members by node and rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -96,8 +97,27 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
     if kind == "stuck":  # py-spy leaves out the thread that stopped its own process
         assert hang.__name__ in hung["stacks"]["1"], "the stack does not show where it hangs"
     assert "all_reduce" in hung["stacks"]["0"]
+    check_flight_records(trainer, hung, answers=hang is sleep_for_ever)
     (failure,) = events_of(trainer, "failure")
     assert failure["ranks"] == [1] and "hung" in failure["error"]
+
+
+def check_flight_records(trainer: raysgd.Trainer, hung: dict[str, Any], *, answers: bool) -> None:
+    """The last collectives of the ranks are told, and written down in the form that torch's own tool reads."""
+    for rank in ("0", "2"):
+        (last,) = hung["collectives"][rank]
+        assert (last["operation"], last["is_done"]) == ("gloo:all_reduce", False)
+        assert last["sizes"] == [[1]]
+    if not answers:  # a process that is stopped cannot tell, and one whose loop has the interpreter's lock need not
+        assert "; ranks 0, 2 wait in collective" in hung["why"]
+    else:
+        assert hung["collectives"]["1"][0]["number"] == hung["collectives"]["0"][0]["number"] - 1
+        assert "; ranks 0, 2 wait in collective" in hung["why"] and "which rank 1 has not begun" in hung["why"]
+    run_dir = trainer.run_dir
+    assert run_dir is not None
+    written = sorted(Path(run_dir, "flight_recorder", "attempt_1").iterdir())
+    assert [path.name for path in written] == [f"rank_{rank}" for rank in hung["collectives"]]
+    assert pickle.loads(written[0].read_bytes())["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
 
 def test_a_c_call_that_holds_the_interpreters_lock_is_no_hang(ray_cluster: Any, tmp_path: Path) -> None:
