@@ -9,7 +9,7 @@ import base64
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,8 +29,18 @@ _SAME = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     "complex64": "C64",
 }
-# dtypes that JAX adds to NumPy, from the package ml_dtypes.
-_ML_DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+# dtypes that JAX adds to NumPy, from the package ml_dtypes. What safetensors has no name for is stored as bytes, one each.
+_ML_DTYPES = {
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"), "U8"),
+    **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"), "U8"),
+    **dict.fromkeys(("int1", "int2", "int4", "uint1", "uint2", "uint4"), "U8"),
+}
 _BIT_GENERATORS: tuple[Any, ...] = (
     np.random.PCG64,
     np.random.PCG64DXSM,
@@ -52,7 +62,7 @@ def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
         if isinstance(value, kind):
             return encoder
     if type(value).__module__.partition(".")[0] in _ARRAY_LIBRARIES and hasattr(value, "__array__"):
-        return _encode_array_like
+        return encode_array_like
     return None
 
 
@@ -61,33 +71,37 @@ def _encode_array(encoder: Any, array: Any) -> Json:
         return encoder.unsafe(
             array, f"is {with_article(type(array).__name__)}, not a plain array: save np.asarray(...) of it"
         )
-    name, stored = array.dtype.name, _stored_dtype(array.dtype)
-    if stored is not None:
-        leaf = _leaf(encoder, array, stored, array.shape)
-        return ["np.array", encoder.leaves.add(leaf), name, list(array.shape)]
-    description = _describe(array.dtype)
+    description = dtype_to_json(array.dtype)
     if description is None:
         return encoder.unsafe(
             array, f"is an array of dtype {array.dtype}, which only pickle can hold: save plain numbers"
         )
-    leaf = _leaf(encoder, array, "U8", (array.nbytes,))
-    return ["np.array", encoder.leaves.add(leaf), description, list(array.shape)]
-
-
-def _leaf(encoder: Any, array: Any, stored: str, shape: tuple[int, ...]) -> Leaf:
     address = array.__array_interface__["data"][0]
     key = ("numpy", address, array.dtype.str, array.dtype.name, array.shape, array.strides) if array.nbytes else None
-    return Leaf(tuple(encoder.path), stored, shape, array.nbytes, array.dtype.alignment, array, _fill, key)
+    return ["np.array", encoder.leaves.add(leaf_of(encoder.path, array, key)), description, list(array.shape)]
+
+
+def leaf_of(path: Sequence[Any], array: Any, key: Hashable = None) -> Leaf:
+    """An array, or what turns into one, whose dtype `dtype_to_json` knows; it is copied when the leaf is."""
+    stored = _stored_dtype(array.dtype)
+    num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    shape = array.shape if stored is not None else (num_bytes,)
+    return Leaf(tuple(path), stored or "U8", shape, num_bytes, array.dtype.alignment, array, _fill, key)
+
+
+def dtype_to_json(dtype: Any) -> Json:
+    """What `dtype_from_json` turns back into this dtype; None for one that only pickle can hold."""
+    return dtype.name if _stored_dtype(dtype) is not None else _describe(dtype)
 
 
 def _fill(array: Any, area: ByteArray) -> None:
     if array.nbytes:
-        np.copyto(np.ndarray(array.shape, array.dtype, area), array, casting="no")
+        np.copyto(np.ndarray(array.shape, array.dtype, area), np.asarray(array), casting="no")
 
 
 def _decode_array(decoder: Any, node: Json) -> Any:
     _, reference, description, shape = node
-    dtype = _dtype(description)
+    dtype = dtype_from_json(description)
     leaf = decoder.leaves.get(reference)
     expected = _stored_dtype(dtype) or "U8"
     if leaf.dtype != expected or math.prod(shape) * dtype.itemsize != leaf.data.nbytes:
@@ -102,7 +116,7 @@ def _encode_scalar(encoder: Any, value: Any) -> Json:
         return ["np.str", encoder.encode(str.__str__(value))]
     if type(value) is np.bytes_:
         return ["np.bytes", encoder.encode(bytes(value))]
-    name = value.dtype.name if _stored_dtype(value.dtype) else _describe(value.dtype)
+    name = dtype_to_json(value.dtype)
     if name is None:
         return encoder.unsafe(value, f"is a NumPy scalar of dtype {value.dtype}, which only pickle can hold")
     return ["np.scalar", name, base64.b64encode(np.asarray(value).tobytes()).decode()]
@@ -110,13 +124,14 @@ def _encode_scalar(encoder: Any, value: Any) -> Json:
 
 def _decode_scalar(decoder: Any, node: Json) -> Any:
     data = bytearray(base64.b64decode(node[2], validate=True))
-    dtype = _dtype(node[1])
+    dtype = dtype_from_json(node[1])
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not make a scalar of {dtype}")
     return np.ndarray((), dtype, data)[()]
 
 
-def _encode_array_like(encoder: Any, value: Any) -> Json:
+def encode_array_like(encoder: Any, value: Any) -> Json:
+    """What turns into a NumPy array, as one."""
     try:
         array = np.asarray(value)
     except Exception as error:
@@ -125,7 +140,7 @@ def _encode_array_like(encoder: Any, value: Any) -> Json:
 
 
 def _encode_dtype(encoder: Any, value: Any) -> Json:
-    name = value.name if _stored_dtype(value) else _describe(value)
+    name = dtype_to_json(value)
     return (
         ["np.dtype", name]
         if name is not None
@@ -192,12 +207,12 @@ def _stored_dtype(dtype: Any) -> str | None:
 
 
 def _describe(dtype: Any) -> Json:
-    """JSON that `_dtype` turns back into exactly this dtype, or None."""
+    """JSON that `dtype_from_json` turns back into exactly this dtype, or None."""
     if dtype.hasobject or not dtype.itemsize or dtype.type.__module__ == "ml_dtypes":
         return None
     try:
         description = _plain(np.lib.format.dtype_to_descr(dtype))
-        return description if _dtype(description) == dtype else None
+        return description if dtype_from_json(description) == dtype else None
     except (TypeError, ValueError):
         return None
 
@@ -206,7 +221,7 @@ def _plain(description: Any) -> Json:
     return [_plain(part) for part in description] if isinstance(description, (list, tuple)) else description
 
 
-def _dtype(description: Json) -> Any:
+def dtype_from_json(description: Json) -> Any:
     """The dtype of its JSON. NumPy only parses text and lists here; objects are refused."""
     if isinstance(description, str) and description in _ML_DTYPES:
         return np.dtype(getattr(importlib.import_module("ml_dtypes"), description))
@@ -239,7 +254,7 @@ DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "np.scalar": _decode_scalar,
     "np.str": lambda d, n: np.str_(d.decode(n[1])),
     "np.bytes": lambda d, n: np.bytes_(d.decode(n[1])),
-    "np.dtype": lambda d, n: _dtype(n[1]),
+    "np.dtype": lambda d, n: dtype_from_json(n[1]),
     "np.bits": _decode_bit_generator,
     "np.random_state": _decode_random_state,
     "np.generator": lambda d, n: np.random.Generator(d.decode(n[1])),
