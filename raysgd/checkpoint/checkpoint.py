@@ -10,14 +10,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 from raysgd.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
 from raysgd.checkpoint.verify import verify_entries, verify_files
-from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ReshardError
+from raysgd.checkpoint.wrong_ranks import not_for
+from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 
 class MemorySource(Protocol):
@@ -131,8 +132,11 @@ def load_state(
     trusted: bool,
     verify: bool = True,
     world_size: int | None = None,
+    on_unusable: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
     """The state that a rank gets: its own part where each rank saved one, else the one part for all.
+
+    Arrays that were saved in shards are put together from all parts (`raysgd.checkpoint.resharding`).
 
     Args:
         storage_dir: The checkpoint's folder.
@@ -140,7 +144,9 @@ def load_state(
         rank: World rank of the reader.
         trusted: Allow pickled leaves.
         verify: Compare checksums; sizes always are.
-        world_size: Number of ranks that read, where parts must fit it.
+        world_size: Number of ranks that read, where parts must fit it; arrays in shards are then read later, as far as they
+            are needed. None: they are whole arrays.
+        on_unusable: Told of what is found wrong then.
 
     Returns:
         The state; for ``is_files`` the path of a local folder: the one on storage if that is local, which must not be
@@ -150,30 +156,29 @@ def load_state(
         ReshardError: The parts were saved by another number of ranks, or there is none for this one.
         CheckpointCorruptError, UnsafeStateError: As for `Checkpoint.load`.
     """
-    entries = _part(storage_dir, manifest, rank, world_size)
+    parts = {rank: part for rank, part in manifest.parts.items() if part}
+    if not parts:
+        raise CheckpointCorruptError(f"{storage_dir.path_of(MANIFEST_NAME)} lists no parts")
     if manifest.is_files:
-        return _local_folder(storage_dir, entries, verify=verify)
-    from raysgd.checkpoint.parts import read_part  # NumPy, which a driver that only lists checkpoints does without
-
-    return read_part(storage_dir, entries, trusted=trusted, verify=verify)
-
-
-def _part(directory: Storage, manifest: Manifest, rank: int, world_size: int | None) -> list[FileEntry]:
-    if not any(manifest.parts.values()):
-        raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)} lists no parts")
+        if manifest.all_ranks and (rank not in parts or world_size not in (None, manifest.world_size)):
+            raise not_for(storage_dir.uri, parts, rank, manifest.world_size, world_size)
+        return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)], verify=verify)
     if not manifest.all_ranks:
-        return manifest.parts[min(rank for rank, part in manifest.parts.items() if part)]
-    if world_size is not None and world_size != manifest.world_size:
-        raise ReshardError(
-            f"{directory.uri} was saved with all_ranks=True by {manifest.world_size} ranks "
-            f"and cannot be split over {world_size}; run with num_workers={manifest.world_size}, "
-            "or save the whole state from rank 0."
-        )
-    if rank not in manifest.parts:
-        raise ReshardError(
-            f"{directory.uri} has no part of rank {rank}; it has those of ranks {sorted(manifest.parts)}."
-        )
-    return manifest.parts[rank]
+        from raysgd.checkpoint.parts import read_part  # NumPy, which a driver that only lists checkpoints does without
+
+        return read_part(storage_dir, parts[min(parts)], trusted=trusted, verify=verify)
+    from raysgd.checkpoint.part_sources import StoredPart
+    from raysgd.checkpoint.resharding import load_parts
+
+    return load_parts(
+        {rank: StoredPart(storage_dir, files, verify=verify) for rank, files in parts.items()},
+        rank,
+        saved_by=manifest.world_size,
+        world_size=world_size,
+        where=storage_dir.uri,
+        trusted=trusted,
+        on_unusable=on_unusable,
+    )
 
 
 def _local_folder(directory: Storage, entries: Sequence[FileEntry], *, verify: bool) -> str:

@@ -266,4 +266,5 @@ DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "timedelta": lambda d, n: datetime.timedelta(n[1], n[2], n[3]),
     "path": lambda d, n: pathlib.Path(d.decode(n[1])),
     "random": _decode_random,
+    "shards": lambda d, n: d.shards[n[1]],
 }

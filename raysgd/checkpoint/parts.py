@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.checkpoint.leaves import LeafSource
 from raysgd.checkpoint.names import FileEntry
+from raysgd.checkpoint.shards import KIND
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.strict_json import parse_json
 from raysgd.checkpoint.tensor_files import Leaves, read_leaves
-from raysgd.checkpoint.tree import Decoder
+from raysgd.checkpoint.tree import NO_SHARDS, Decoder
 from raysgd.checkpoint.verify import check_size, mismatch
 from raysgd.errors import CheckpointCorruptError
 
@@ -26,9 +27,11 @@ _FORMAT = "raysgd-state"
 _VERSION = 1
 
 
-def encode_tree(node: Any) -> bytes:
-    """The content of the JSON file for a state's node."""
+def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> bytes:
+    """The content of the JSON file for a state's node, and its table of shards."""
     document = {"format": _FORMAT, "version": _VERSION, "state": node}
+    if shards:
+        document[KIND] = shards
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -45,14 +48,8 @@ def read_part(directory: Storage, entries: Sequence[FileEntry], *, trusted: bool
         CheckpointCorruptError: A file is missing, or not what the manifest or its own structure says.
         UnsafeStateError: It holds pickles, without ``trusted``.
     """
-    found = {
-        suffix: entry for entry in entries for suffix in (TENSORS_SUFFIX, TREE_SUFFIX) if entry.name.endswith(suffix)
-    }
-    if TREE_SUFFIX not in found or len(found) != len(entries):
-        names = [entry.name for entry in entries]
-        raise CheckpointCorruptError(f"{directory.uri}: these files, which its manifest lists, are no part: {names}")
-    tree, tensors = found[TREE_SUFFIX], found.get(TENSORS_SUFFIX)
-    text = _read_tree(directory, tree, verify=verify)
+    tree, tensors = split_entries(directory, entries)
+    text = read_tree(directory, tree, verify=verify)
     leaves = Leaves() if tensors is None else read_leaves(directory, tensors, verify=verify)
     return decode_tree(text, leaves, directory.path_of(tree.name), trusted=trusted)
 
@@ -66,16 +63,45 @@ def decode_tree(text: bytes, leaves: LeafSource, where: str, *, trusted: bool) -
         where: What to call it in messages.
         trusted: Allow pickled leaves.
     """
+    return Decoder(leaves, where, trusted=trusted).decode_state(parse_tree(text, where)["state"])
+
+
+def parse_tree(text: bytes, where: str) -> dict[str, Any]:
+    """The document in a JSON file's content: its ``"state"``, and perhaps ``"shards"``.
+
+    Raises:
+        CheckpointCorruptError: It is none of this version.
+    """
     document = parse_json(text, where)
     if not isinstance(document, dict) or document.get("format") != _FORMAT or "state" not in document:
         raise CheckpointCorruptError(f"{where} holds no state of raysgd")
     if document.get("version") != _VERSION:
         version = document.get("version")
         raise CheckpointCorruptError(f"{where} has version {version!r:.50}; this raysgd reads version {_VERSION}")
-    return Decoder(leaves, where, trusted=trusted).decode_state(document["state"])
+    return document
 
 
-def _read_tree(directory: Storage, entry: FileEntry, *, verify: bool) -> bytes:
+def split_entries(directory: Storage, entries: Sequence[FileEntry]) -> tuple[FileEntry, FileEntry | None]:
+    """The tree and the tensors, if it has any, among the files of a part.
+
+    Raises:
+        CheckpointCorruptError: These files are no part.
+    """
+    found = {
+        suffix: entry for entry in entries for suffix in (TENSORS_SUFFIX, TREE_SUFFIX) if entry.name.endswith(suffix)
+    }
+    if TREE_SUFFIX not in found or len(found) != len(entries):
+        names = [entry.name for entry in entries]
+        raise CheckpointCorruptError(f"{directory.uri}: these files, which its manifest lists, are no part: {names}")
+    return found[TREE_SUFFIX], found.get(TENSORS_SUFFIX)
+
+
+def read_tree(directory: Storage, entry: FileEntry, *, verify: bool) -> bytes:
+    """The content of a part's JSON file.
+
+    Raises:
+        CheckpointCorruptError: It is not as listed.
+    """
     check_size(directory, entry)
     text = directory.read_bytes(entry.name, entry.size)
     if len(text) != entry.size or (verify and zlib.crc32(text) != entry.crc32):

@@ -23,7 +23,7 @@ from raysgd.errors import CheckpointCorruptError
 _FOOTER = struct.Struct("<QQ8s")
 _MAGIC = b"raysgd-1"
 FOOTER_BYTES = _FOOTER.size
-_WHERE = "a checkpoint in memory"
+WHERE = "a checkpoint in memory"
 
 
 def write_footer(payload: ByteArray, num_tensor_bytes: int, num_tree_bytes: int) -> None:
@@ -39,7 +39,7 @@ def write_payload(payload: ByteArray, storage: Storage, prefix: str) -> list[Fil
     Raises:
         StorageError: Writing went on failing.
     """
-    tensors, tree = _split(payload)
+    tensors, tree = split_payload(payload)
     files = [(prefix + TENSORS_SUFFIX, tensors)] if tensors.size else []
     files.append((prefix + TREE_SUFFIX, tree))
     return [FileEntry(name, *storage.write_chunks(name, _chunks_of(data))) for name, data in files]
@@ -53,17 +53,18 @@ def load_payload(payload: Any, trusted: bool = False) -> Any:
         trusted: Allow pickled leaves.
     """
     data = np.frombuffer(payload, np.uint8) if not isinstance(payload, np.ndarray) else payload
-    tensors, tree = _split(data)
-    leaves = copy_leaves(tensors, _WHERE) if tensors.size else Leaves()
-    return decode_tree(tree.tobytes(), leaves, _WHERE, trusted=trusted)
+    tensors, tree = split_payload(data)
+    leaves = copy_leaves(tensors, WHERE) if tensors.size else Leaves()
+    return decode_tree(tree.tobytes(), leaves, WHERE, trusted=trusted)
 
 
-def _split(payload: ByteArray) -> tuple[ByteArray, ByteArray]:
+def split_payload(payload: ByteArray) -> tuple[ByteArray, ByteArray]:
+    """The two files in a payload: tensors (empty where there are none), and tree."""
     if payload.dtype != np.uint8 or payload.ndim != 1 or payload.size < FOOTER_BYTES:
-        raise CheckpointCorruptError(f"{_WHERE} is no array of bytes with a footer")
+        raise CheckpointCorruptError(f"{WHERE} is no array of bytes with a footer")
     num_tensor_bytes, num_tree_bytes, magic = _FOOTER.unpack(payload[-FOOTER_BYTES:].tobytes())
     if magic != _MAGIC or num_tensor_bytes + num_tree_bytes + FOOTER_BYTES != payload.size:
-        raise CheckpointCorruptError(f"{_WHERE} has a footer that does not fit it")
+        raise CheckpointCorruptError(f"{WHERE} has a footer that does not fit it")
     return payload[:num_tensor_bytes], payload[num_tensor_bytes : num_tensor_bytes + num_tree_bytes]
 
 

@@ -16,6 +16,7 @@ from raysgd.checkpoint.leaves import ByteArray, Leaf, LeafList
 from raysgd.checkpoint.names import FileEntry
 from raysgd.checkpoint.parts import encode_tree
 from raysgd.checkpoint.payload import FOOTER_BYTES, load_payload, write_footer, write_payload
+from raysgd.checkpoint.shards import ShardWriter
 from raysgd.checkpoint.staging import StagingBuffer, StagingPool
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.tensors import encode_header
@@ -36,11 +37,13 @@ class Snapshot:
     Attributes:
         num_bytes: Of the payload.
         num_pickled: Leaves that are pickles, so that loading needs ``trusted=True``.
+        is_sharded: It has pieces of arrays, so that loading may need other ranks' parts.
     """
 
-    def __init__(self, pool: StagingPool, buffer: StagingBuffer, num_pickled: int) -> None:
+    def __init__(self, pool: StagingPool, buffer: StagingBuffer, num_pickled: int, is_sharded: bool = False) -> None:
         self.num_bytes = buffer.num_bytes
         self.num_pickled = num_pickled
+        self.is_sharded = is_sharded
         self._pool = pool
         self._buffer: StagingBuffer | None = buffer
 
@@ -67,13 +70,16 @@ class Snapshot:
             self._pool.release(buffer)
 
 
-def take_snapshot(state: Any, pool: StagingPool, *, trusted: bool = False) -> Snapshot:
+def take_snapshot(
+    state: Any, pool: StagingPool, *, trusted: bool = False, shards: ShardWriter | None = None
+) -> Snapshot:
     """Copy a state; when this returns the caller may change it.
 
     Args:
         state: Any tree of containers, scalars, tensors and things with ``state_dict()``.
         pool: Where the copy goes; waits while its buffers are in use.
         trusted: Pickle what nothing else can hold.
+        shards: Takes the pieces that this rank has of arrays; None where it saves for all ranks.
 
     Raises:
         UnsafeStateError: It has such a leaf, without ``trusted``.
@@ -81,8 +87,10 @@ def take_snapshot(state: Any, pool: StagingPool, *, trusted: bool = False) -> Sn
             closed.
     """
     leaves = LeafList()
-    encoder = Encoder(leaves, trusted=trusted)
-    tree = encode_tree(encoder.encode_state(state))
+    encoder = Encoder(leaves, trusted=trusted, shards=shards)
+    node = encoder.encode_state(state)
+    table = shards.table if shards is not None else {}
+    tree = encode_tree(node, table)
     placed = sorted(leaves.named.items(), key=_by_alignment)
     header = _header(placed)
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
@@ -91,7 +99,7 @@ def take_snapshot(state: Any, pool: StagingPool, *, trusted: bool = False) -> Sn
     try:
         _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
-        return Snapshot(pool, buffer, encoder.num_pickled)
+        return Snapshot(pool, buffer, encoder.num_pickled, bool(table))
     except BaseException:  # AttemptEnded as well: a buffer that is lost would block the saves of the next attempt
         pool.release(buffer)
         raise

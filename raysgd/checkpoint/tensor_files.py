@@ -36,7 +36,7 @@ class Leaves:
 
 def copy_leaves(file: ByteArray, where: str) -> Leaves:
     """The tensors of a file that is in memory."""
-    specs = decode_header(file[: LENGTH_BYTES + header_length(file.data, file.size, where)].tobytes(), file.size, where)
+    specs = specs_in(file, where).values()
     return Leaves((spec.name, _leaf(spec, _aligned_copy(file[spec.begin : spec.end]))) for spec in specs)
 
 
@@ -48,6 +48,45 @@ def read_leaves(directory: Storage, entry: FileEntry, *, verify: bool) -> Leaves
     """
     check_size(directory, entry)
     return directory.read_with(entry.name, lambda stream: _read(stream, directory, entry, verify))
+
+
+def read_specs(directory: Storage, entry: FileEntry) -> dict[str, TensorSpec]:
+    """Which tensors a file on storage has, and where.
+
+    Raises:
+        CheckpointCorruptError: Its size or structure is not right.
+    """
+    check_size(directory, entry)
+    where = directory.path_of(entry.name)
+
+    def read(stream: BinaryIO) -> list[TensorSpec]:
+        reader = _Reader(stream, None, where)
+        start = reader.read(min(LENGTH_BYTES, entry.size))
+        header = reader.read(header_length(start.data, entry.size, where))
+        return decode_header(start.tobytes() + header.tobytes(), entry.size, where)
+
+    return {spec.name: spec for spec in directory.read_with(entry.name, read)}
+
+
+def read_stretch(directory: Storage, name: str, begin: int, area: ByteArray) -> None:
+    """Fill ``area`` with what stands in a file from byte ``begin`` on.
+
+    Raises:
+        CheckpointCorruptError: The file ends before.
+    """
+    where = directory.path_of(name)
+
+    def read(stream: BinaryIO) -> None:
+        stream.seek(begin)
+        _Reader(stream, None, where).read_into(area)
+
+    directory.read_with(name, read)
+
+
+def specs_in(file: ByteArray, where: str) -> dict[str, TensorSpec]:
+    """Which tensors a file that is in memory has, and where."""
+    specs = decode_header(file[: LENGTH_BYTES + header_length(file.data, file.size, where)].tobytes(), file.size, where)
+    return {spec.name: spec for spec in specs}
 
 
 def _read(stream: BinaryIO, directory: Storage, entry: FileEntry, verify: bool) -> Leaves:
@@ -79,24 +118,29 @@ def _stretches(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 class _Reader:
-    """Reads a stream from its start to its end, summing what it reads."""
+    """Reads a stream from where it stands, summing what it reads, if that is asked for."""
 
-    def __init__(self, stream: BinaryIO, checksum: Checksum, where: str) -> None:
+    def __init__(self, stream: BinaryIO, checksum: Checksum | None, where: str) -> None:
         self.where = where
         self._stream = stream
         self._checksum = checksum
 
     def read(self, num_bytes: int) -> ByteArray:
         """The next bytes, in new and aligned memory."""
-        area = _aligned_empty(num_bytes)
+        area = aligned_empty(num_bytes)
+        self.read_into(area)
+        return area
+
+    def read_into(self, area: ByteArray) -> None:
+        """Fill an area with the next bytes."""
         done = 0
-        while done < num_bytes:
+        while done < area.size:
             count = self._stream.readinto(area.data[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
             if not count:
                 raise CheckpointCorruptError(f"{self.where} ends in the middle of a tensor or its header")
-            self._checksum.update(area.data[done : done + count])
+            if self._checksum is not None:
+                self._checksum.update(area.data[done : done + count])
             done += count
-        return area
 
     def read_stretch(self, specs: list[TensorSpec]) -> Iterator[tuple[str, StoredLeaf]]:
         start = specs[0].begin
@@ -110,13 +154,14 @@ def _leaf(spec: TensorSpec, data: ByteArray) -> StoredLeaf:
     return StoredLeaf(spec.dtype, spec.shape, data)
 
 
-def _aligned_empty(num_bytes: int) -> ByteArray:
+def aligned_empty(num_bytes: int) -> ByteArray:
+    """New memory, aligned as torch aligns its own."""
     memory: ByteArray = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + num_bytes]
 
 
 def _aligned_copy(data: ByteArray) -> ByteArray:
-    copy = _aligned_empty(data.size)
+    copy = aligned_empty(data.size)
     copy[:] = data
     return copy

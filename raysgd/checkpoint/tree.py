@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from raysgd.checkpoint import codecs
 from raysgd.checkpoint.foreign import find_decoder, find_encoder
 from raysgd.checkpoint.leaves import Leaf, LeafSource, LeafWriter
+from raysgd.checkpoint.shards import ShardWriter
 from raysgd.checkpoint.state_dicts import stand_in
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
 
 Json: TypeAlias = Any
 
 MAX_DEPTH = 200
+NO_SHARDS: Mapping[str, Any] = MappingProxyType({})
 MAX_VALUES = 50_000_000
 _MAX_SHOWN = 16  # keys of a path in a message
 _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels; flatten it, or take out what refers back to its owner"
@@ -39,13 +42,17 @@ class Encoder:
     Attributes:
         path: The keys from the root to the value at hand.
         leaves: Takes what is too large for JSON.
+        shards: Takes arrays that are distributed over ranks; None where one rank saves for all.
         num_pickled: How many values only pickle could hold.
     """
 
-    def __init__(self, leaves: LeafWriter, *, trusted: bool = False, root: str = "state") -> None:
+    def __init__(
+        self, leaves: LeafWriter, *, trusted: bool = False, root: str = "state", shards: ShardWriter | None = None
+    ) -> None:
         self.path: list[Any] = []
         self._root = root
         self.leaves = leaves
+        self.shards = shards
         self.num_pickled = 0
         self._trusted = trusted
         self._numbers: dict[int, int] = {}  # id of a finished mutable value -> its number
@@ -134,12 +141,22 @@ class Decoder:
     Attributes:
         path: The keys from the root to the value at hand.
         leaves: Gives what is stored beside the JSON.
+        shards: The arrays that are distributed over ranks, by their places.
     """
 
-    def __init__(self, leaves: LeafSource, where: str, *, trusted: bool = False, root: str = "state") -> None:
+    def __init__(
+        self,
+        leaves: LeafSource,
+        where: str,
+        *,
+        trusted: bool = False,
+        root: str = "state",
+        shards: Mapping[str, Any] = NO_SHARDS,
+    ) -> None:
         self.path: list[Any] = []
         self._root = root
         self.leaves = leaves
+        self.shards = shards
         self._where = where
         self._trusted = trusted
         self._shared: list[Any] = []

@@ -30,7 +30,7 @@ class Memory(Protocol):
     """What is needed of the workers; `raysgd.workers.cluster_memory.ClusterMemory`, or a fake."""
 
     def payloads(self, rank: int, attempt: int) -> AsyncIterator[Any]: ...
-    async def reach(self, parts: Mapping[int, Any], *, is_own: bool, timeout_s: float) -> bool: ...
+    async def reach(self, needed: Callable[[int], Mapping[int, Any]], *, timeout_s: float) -> bool: ...
     async def store(self, rank: int, part: Any, folder: str, prefix: str) -> list[FileEntry]: ...
     def copy(self, parts: Mapping[int, Any]) -> None: ...
 
@@ -64,7 +64,8 @@ class HeldParts:
         self._first_number = 0
         self._ranks: dict[int, _Rank] = {}
         self._parts: dict[int, dict[int, Any]] = {}
-        self._num_bytes: dict[int, int] = {}
+        self._num_bytes: dict[int, dict[int, int]] = {}
+        self._sharded: set[int] = set()
 
     def begin(self, attempt: int, first_number: int, start: Manifest | None) -> None:
         """An attempt begins; of what older ones made, the checkpoint that it starts from alone is needed."""
@@ -73,6 +74,7 @@ class HeldParts:
         kept = {start.number} & self._parts.keys() if start is not None else set()
         self._parts = {number: self._parts[number] for number in kept}
         self._num_bytes = {number: self._num_bytes[number] for number in kept}
+        self._sharded &= kept
 
     def said(self, rank: int, attempt: int, event: WorkerEvent) -> bool:
         """Look at what a rank said; whether it is kept back until its part is here."""
@@ -99,13 +101,13 @@ class HeldParts:
         """Let all older checkpoints go, those too of which some parts never came."""
         for older in [each for each in self._parts if each < number]:
             del self._parts[older], self._num_bytes[older]
+            self._sharded.discard(older)
 
     def of(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
         """A checkpoint as ``rank`` needs it; None for none."""
         if manifest is None:
             return None
-        parts = self._parts[manifest.number]
-        return HeldCheckpoint(manifest, {rank: parts[rank]} if manifest.all_ranks else parts)
+        return HeldCheckpoint(manifest, self._needed(manifest, rank))
 
     async def is_reachable(self, manifest: Manifest, *, is_alone: bool = False) -> bool:
         """Whether the group that is ready can read a checkpoint.
@@ -118,8 +120,9 @@ class HeldParts:
         if not parts:
             return False
         timeout_s = REACH_ALONE_S if is_alone else REACH_S
-        timeout_s += self._num_bytes.get(manifest.number, 0) / REACH_BYTES_PER_S
-        return await self._memory.reach(parts, is_own=manifest.all_ranks, timeout_s=timeout_s)
+        num_bytes = self._num_bytes[manifest.number].values()
+        timeout_s += (sum if manifest.number in self._sharded else max)(num_bytes) / REACH_BYTES_PER_S
+        return await self._memory.reach(lambda rank: self._needed(manifest, rank), timeout_s=timeout_s)
 
     async def store(self, manifest: Manifest) -> dict[int, list[FileEntry]]:
         """Write a checkpoint to storage; the files by rank.
@@ -146,6 +149,13 @@ class HeldParts:
             self._parts.clear()
             self._memory.copy({})
 
+    def _needed(self, manifest: Manifest, rank: int) -> Mapping[int, Any]:
+        """The parts that a rank loads: its own, where each has one, and where these have pieces of arrays all of them."""
+        parts = self._parts[manifest.number]
+        if not manifest.all_ranks or manifest.number in self._sharded:
+            return parts
+        return {held: parts[held] for held in (rank if rank in parts else min(parts),)}
+
     def _stop_reading(self) -> None:
         for here in self._ranks.values():
             if here.reader is not None:
@@ -162,7 +172,9 @@ class HeldParts:
             part, event = here.came.popleft(), here.told.popleft()
             number = self._first_number + event.call
             self._parts.setdefault(number, {})[rank] = part
-            self._num_bytes[number] = max(self._num_bytes.get(number, 0), event.num_bytes)
+            self._num_bytes.setdefault(number, {})[rank] = event.num_bytes
+            if event.is_sharded:
+                self._sharded.add(number)
             self._feed(rank, self._attempt, event)
         if not here.told:
             here.settled.set()

@@ -81,11 +81,12 @@ class PartFailed:
 
 @dataclass(frozen=True)
 class PartHeld:
-    """This rank's part of save ``call`` is in the cluster's memory, and its small state."""
+    """This rank's part of save ``call`` is in the cluster's memory, its small state, and whether it has pieces of arrays."""
 
     call: int
     num_bytes: int
     rank_state: dict[str, Any] = field(default_factory=dict)
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class Payloads:
                 except BaseException:  # closed in the middle: it was not taken
                     self._fail(job, "the stream to the cluster's memory broke off")
                     raise
-                self._put(PartHeld(job.call, job.snapshot.num_bytes, job.rank_state))
+                snapshot = job.snapshot
+                self._put(PartHeld(job.call, snapshot.num_bytes, job.rank_state, snapshot.is_sharded))
                 job.done()
         finally:
             self._break("the stream to the cluster's memory broke off")

@@ -55,7 +55,7 @@ class LocalSession(Session):
         if files:
             writer.save_files(0, state, small)
         else:
-            writer.save(0, state, small, trusted=trusted)
+            writer.save(0, state, small, trusted=trusted, shared_by=1 if all_ranks else None)
         writer.close()
         self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, trusted)
 

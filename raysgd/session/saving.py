@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from raysgd.checkpoint.shards import ShardWriter
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointNotFoundError, StorageError
 from raysgd.session.events import PartFailed, PartSafe, Warned, WorkerEvent
@@ -65,12 +66,24 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._has_told = False
 
-    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
-        """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use."""
+    def save(
+        self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool, shared_by: int | None = None
+    ) -> None:
+        """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use.
+
+        Args:
+            call: Number of the save, from 0.
+            state: What is saved.
+            rank_state: What is saved of this rank beside it.
+            trusted: Pickle what nothing else can hold.
+            shared_by: How many ranks save parts; arrays that are distributed over them are then saved in shards. None: this
+                one saves for all.
+        """
         from raysgd.checkpoint.snapshot import take_snapshot  # NumPy: the controller imports this module without it
 
         waited_s = self._pool.waited_s
-        snapshot = take_snapshot(state, self._pool, trusted=trusted)
+        shards = None if shared_by is None else ShardWriter(shared_by)
+        snapshot = take_snapshot(state, self._pool, trusted=trusted, shards=shards)
         self._tell_of_wait(self._pool.waited_s - waited_s)
         is_stored = (self._first_number + call) % self._stored_every == 0
         job = Job(call, snapshot, rank_state, is_stored + (self._payloads is not None))

@@ -46,8 +46,13 @@ class Link(Protocol):
 class StartingPoint(Protocol):
     """The state an attempt starts from."""
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
-        """This rank's state, and its small state (generators, data position; may be empty)."""
+    def load(
+        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        """This rank's state, and its small state (generators, data position; may be empty).
+
+        ``on_unusable`` is told of what is found wrong when an array of the state is read, later.
+        """
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,8 @@ class WorkerSession(Session):
             elif files:
                 self._writer.save_files(call, state, small)
             else:
-                self._writer.save(call, state, small, trusted=trusted)
+                shared_by = self.world_size if all_ranks else None
+                self._writer.save(call, state, small, trusted=trusted, shared_by=shared_by)
         # Only now: a state that cannot be saved has raised, and makes no checkpoint.
         self._outbox.put_with_metrics(saved, score)
         if self._saves_first:
@@ -174,11 +180,11 @@ class WorkerSession(Session):
         start = self._start if self._num_saves == 0 else self._newest() or self._start
         if start is None:
             return None
+        tell = self._tell_of_start if start is self._start else _nothing
         try:
-            state, small = start.load(self.world_rank, self.world_size, trusted=trusted)
+            state, small = start.load(self.world_rank, self.world_size, trusted=trusted, on_unusable=tell)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            if start is self._start:
-                self._outbox.put(StartUnusable(str(error)), urgent=True)
+            tell(error)
             raise
         rank_state.restore(small, self._datasets)
         return state
@@ -300,6 +306,9 @@ class WorkerSession(Session):
         )
         return saved, score
 
+    def _tell_of_start(self, error: Exception) -> None:
+        self._outbox.put(StartUnusable(str(error)), urgent=True)
+
     def _newest(self) -> Any:
         index, self._num_loads = self._num_loads, self._num_loads + 1
         newest = self._link.newest_checkpoint(index, self._num_saves)
@@ -322,3 +331,7 @@ class WorkerSession(Session):
                 return self._link.meet(what, index, payload)
             except AttemptEnded as ended:  # before this rank was told of it
                 raise self._broken_group(str(ended)) or ended from None
+
+
+def _nothing(error: Exception) -> None:
+    pass

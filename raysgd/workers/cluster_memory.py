@@ -46,21 +46,18 @@ class ClusterMemory:
             async for ref in stream:
                 yield ref
 
-    async def reach(self, parts: Mapping[int, Any], *, is_own: bool, timeout_s: float) -> bool:
+    async def reach(self, needed: Callable[[int], Mapping[int, Any]], *, timeout_s: float) -> bool:
         """Whether every member has what it needs of a checkpoint, or can fetch it, which is done.
 
         Args:
-            parts: By the rank that saved them.
-            is_own: Each rank needs its own; otherwise all need the one there is.
+            needed: The parts that a rank loads, by the rank that saved them.
             timeout_s: For them all.
         """
         answers = []
         for rank, worker in enumerate(self._members()):
             if worker is not None:
-                needed = parts.get(rank) if is_own else parts[min(parts)]
-                if needed is None:
-                    return False
-                answers.append(asyncio.ensure_future(worker.handle.reach.remote([needed], timeout_s)))
+                parts = list(needed(rank).values())
+                answers.append(asyncio.ensure_future(worker.handle.reach.remote(parts, timeout_s)))
         try:
             return all(await asyncio.wait_for(asyncio.gather(*answers), 2 * timeout_s))
         except (RayError, asyncio.TimeoutError):

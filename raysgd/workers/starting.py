@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -9,7 +11,9 @@ from ray.exceptions import RayError
 
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.names import FileEntry
+from raysgd.checkpoint.part_sources import HeldPart
 from raysgd.checkpoint.payload import load_payload, write_payload
+from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.retry import PATIENT
 from raysgd.checkpoint.storage import Storage
 from raysgd.checkpoint.store import read_manifest
@@ -25,10 +29,12 @@ class FromCheckpoint:
     def __init__(self, uri: str) -> None:
         self._uri = uri
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def load(
+        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
         folder = Storage.from_uri(self._uri)
         manifest = read_manifest(folder)
-        state = load_state(folder, manifest, rank, world_size=world_size, trusted=trusted)
+        state = load_state(folder, manifest, rank, world_size=world_size, trusted=trusted, on_unusable=on_unusable)
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
 
@@ -38,14 +44,30 @@ class FromMemory:
     def __init__(self, held: HeldCheckpoint) -> None:
         self._held = held
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def load(
+        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
         manifest, parts = self._held.manifest, self._held.parts
-        try:
-            payload = ray.get(parts[rank] if manifest.all_ranks else parts[min(parts)])
-        except RayError as error:
-            raise CheckpointNotFoundError(f"checkpoint {manifest.number} is in memory no more: {error}") from error
-        state = load_payload(payload, trusted=trusted)
+        if manifest.all_ranks:
+            state = load_parts(
+                {rank: HeldPart(partial(self._get, part)) for rank, part in parts.items()},
+                rank,
+                saved_by=manifest.world_size,
+                world_size=world_size,
+                where=f"checkpoint {manifest.number}",
+                trusted=trusted,
+                on_unusable=on_unusable,
+            )
+        else:
+            state = load_payload(self._get(parts[min(parts)]), trusted=trusted)
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
+
+    def _get(self, part: Any) -> Any:
+        try:
+            return ray.get(part)
+        except RayError as error:
+            number = self._held.manifest.number
+            raise CheckpointNotFoundError(f"checkpoint {number} is in memory no more: {error}") from error
 
 
 class FromState:
@@ -54,7 +76,9 @@ class FromState:
     def __init__(self, blob: bytes) -> None:
         self._blob = blob
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def load(
+        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
         return loads(self._blob), {}
 
 

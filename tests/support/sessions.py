@@ -19,7 +19,7 @@ class FakeWriter:
         self.calls: list[tuple[str, int, Any]] = []
         self.rank_states: list[dict[str, Any]] = []
 
-    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool) -> None:
+    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool, shared_by: int | None) -> None:
         if isinstance(state, Exception):
             raise state
         self.calls.append(("state", call, (state, trusted)))
@@ -41,7 +41,7 @@ class FakeStart:
     name: str
     generators: dict[str, Any] = field(default_factory=dict)
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def load(self, rank: int, world_size: int, *, trusted: bool, on_unusable: Any) -> tuple[Any, dict[str, Any]]:
         return (self.name, rank, world_size, trusted), {"generators": self.generators}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -200,7 +200,7 @@ class Memory:
         self.queues: dict[int, asyncio.Queue[Any]] = {}
         self.copied: list[dict[int, Any]] = []
         self.stored: list[tuple[int, Any, str, str]] = []
-        self.reached: list[tuple[dict[int, Any], bool]] = []
+        self.reached: list[list[dict[int, Any]]] = []
         self.waited_s: list[float] = []
 
     async def payloads(self, rank: int, attempt: int) -> AsyncIterator[Any]:
@@ -208,8 +208,8 @@ class Memory:
         while True:
             yield await queue.get()
 
-    async def reach(self, parts: Mapping[int, Any], *, is_own: bool, timeout_s: float) -> bool:
-        self.reached.append((dict(parts), is_own))
+    async def reach(self, needed: Callable[[int], Mapping[int, Any]], *, timeout_s: float) -> bool:
+        self.reached.append([dict(needed(rank)) for rank in range(2)])
         self.waited_s.append(timeout_s)
         return True
 
@@ -291,7 +291,7 @@ def test_each_rank_gets_its_own_part_of_one_that_all_saved() -> None:
         whole = manifest(5, all_ranks=True)
         assert [parts_of(held, whole, rank) for rank in range(2)] == [{0: "ref0"}, {1: "ref1"}]
         assert await held.parts.is_reachable(whole)
-        assert held.memory.reached == [({0: "ref0", 1: "ref1"}, True)]
+        assert held.memory.reached == [[{0: "ref0"}, {1: "ref1"}]]
         assert await held.parts.is_reachable(whole, is_alone=True)
         stored_too, alone = held.memory.waited_s
         assert stored_too < 4 and alone > 10, "what is on no storage is waited for until Ray has asked another node"

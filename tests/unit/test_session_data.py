@@ -47,7 +47,7 @@ class Written:
     def __init__(self) -> None:
         self.small: list[dict[str, Any]] = []
 
-    def save(self, call: int, state: Any, small: dict[str, Any], *, trusted: bool) -> None:
+    def save(self, call: int, state: Any, small: dict[str, Any], *, trusted: bool, shared_by: int | None) -> None:
         self.small.append(json.loads(json.dumps(small)))
 
     def save_nothing(self, call: int, small: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class From:
     def __init__(self, small: dict[str, Any]) -> None:
         self.small = small
 
-    def load(self, rank: int, world_size: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def load(self, rank: int, world_size: int, *, trusted: bool, on_unusable: Any) -> tuple[Any, dict[str, Any]]:
         return "state", self.small
 
 
