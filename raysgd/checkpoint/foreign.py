@@ -1,4 +1,4 @@
-"""Finds the codecs of NumPy's and torch's types without importing either.
+"""Finds the codecs of NumPy's, JAX's and torch's types without importing any of them.
 
 A value of theirs can only exist where the library is loaded already, and a file asks for it by the first word of a
 kind, ``np.array`` or ``torch.tensor``.
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from raysgd.checkpoint.leaves import Leaf
 
 _ARRAYS = "raysgd.checkpoint.arrays"
+_JAX = "raysgd.checkpoint.jax_leaves"
 _TORCH = "raysgd.checkpoint.torch_leaves"
 
 
 def find_encoder(value: Any) -> Callable[[Any, Any], Any] | None:
     """The encoder of a value that belongs to a library, or None."""
-    for library, module in (("torch", _TORCH), ("numpy", _ARRAYS)):
+    for library, module in (("torch", _TORCH), ("jax", _JAX), ("numpy", _ARRAYS)):
         if library in sys.modules:
             encoder: Callable[[Any, Any], Any] | None = _load(module).find_encoder(value)
             if encoder is not None:
