@@ -174,6 +174,7 @@ def load_state(
         {rank: StoredPart(storage_dir, files, verify=verify) for rank, files in parts.items()},
         rank,
         saved_by=manifest.world_size,
+        is_reshardable=manifest.is_reshardable,
         world_size=world_size,
         where=storage_dir.uri,
         trusted=trusted,

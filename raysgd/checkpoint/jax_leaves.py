@@ -50,9 +50,9 @@ def _encode_shards(encoder: Any, array: Any) -> Json:
         if shard.replica_id == 0:  # one of all processes has it
             if shard.device.platform != "cpu":
                 shard.data.copy_to_host_async()  # all of them are under way before the first is waited for
-            pieces[box_of(shard.index, array.shape)] = leaf_of(encoder.path, shard.data)
-    references = {box: encoder.leaves.add(leaf) for box, leaf in pieces.items()}
-    return encoder.shards.add(encoder.path, dtype_to_json(np.dtype(array.dtype)), array.shape, references)
+            pieces[box_of(shard.index, array.shape)] = leaf_of([*encoder.path, "shard"], shard.data)
+    names = {box: encoder.leaves.add(leaf) for box, leaf in pieces.items()}
+    return encoder.shards.add(encoder.path, dtype_to_json(np.dtype(array.dtype)), array.shape, names)
 
 
 def _jax() -> Any:

@@ -44,6 +44,7 @@ class Manifest:
         all_ranks: Each rank has a part of its own; otherwise one part serves all.
         is_files: The parts are the user's own files, not states.
         trusted: It was saved with ``trusted=True``.
+        is_reshardable: The parts have pieces of arrays, and are alike in all else: any number of ranks can load them.
         created_s: Unix time.
         parts: The files of each rank's part.
         rank_states: Each rank's data position and generator states, as JSON that this module does not look into.
@@ -60,6 +61,7 @@ class Manifest:
     all_ranks: bool = False
     is_files: bool = False
     trusted: bool = False
+    is_reshardable: bool = False
     parts: dict[int, list[FileEntry]] = field(default_factory=dict)
     rank_states: dict[int, dict[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -195,7 +197,7 @@ def _is_by_rank(kind: type) -> Callable[[Any], bool]:
 _FIELD_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("number", "attempt", "iteration", "world_size", "format_version"), _is_count),
     **dict.fromkeys(("time_total_s", "created_s"), _is_seconds),
-    **dict.fromkeys(("all_ranks", "is_files", "trusted"), _is_bool),
+    **dict.fromkeys(("all_ranks", "is_files", "trusted", "is_reshardable"), _is_bool),
     "metrics": _is_metrics,
     "parts": _is_by_rank(list),
     "rank_states": _is_by_rank(dict),

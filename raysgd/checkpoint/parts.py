@@ -27,12 +27,12 @@ _FORMAT = "raysgd-state"
 _VERSION = 1
 
 
-def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> bytes:
-    """The content of the JSON file for a state's node, and its table of shards."""
-    document = {"format": _FORMAT, "version": _VERSION, "state": node}
-    if shards:
-        document[KIND] = shards
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> tuple[bytes, int]:
+    """The content of the JSON file for a state's node, and its table of shards; and where that table begins."""
+    document = _dumps({"format": _FORMAT, "version": _VERSION, "state": node})
+    if not shards:
+        return document, len(document)
+    return b'%b,"%b":%b}' % (document[:-1], KIND.encode(), _dumps(shards)), len(document) - 1
 
 
 def read_part(directory: Storage, entries: Sequence[FileEntry], *, trusted: bool, verify: bool = True) -> Any:
@@ -64,6 +64,10 @@ def decode_tree(text: bytes, leaves: LeafSource, where: str, *, trusted: bool) -
         trusted: Allow pickled leaves.
     """
     return Decoder(leaves, where, trusted=trusted).decode_state(parse_tree(text, where)["state"])
+
+
+def _dumps(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_tree(text: bytes, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Runs in workers and drivers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ def load_parts(
     *,
     saved_by: int,
     world_size: int | None,
+    is_reshardable: bool,
     where: str,
     trusted: bool,
     on_unusable: Callable[[Exception], None] = lambda error: None,
@@ -42,6 +43,7 @@ def load_parts(
         rank: Of the reader.
         saved_by: Number of ranks that saved.
         world_size: Number of ranks that load. None: one process that wants all, for which arrays are read whole.
+        is_reshardable: What ranks saved beside arrays is known to be equal.
         where: The checkpoint, for messages.
         trusted: Allow pickled leaves.
         on_unusable: Told of an error that comes up when an array is read, later.
@@ -56,11 +58,11 @@ def load_parts(
         if is_same:
             return part.load(trusted=trusted)
         raise not_for(where, parts, rank, saved_by, world_size)
+    if not is_same and (world_size is None or not is_reshardable):
+        if world_size is not None:
+            _find_difference(parts, where, saved_by)
+        raise not_for(where, parts, rank, saved_by, world_size)
     arrays = _assemble(parts, where, on_unusable)
-    if not is_same:
-        if world_size is None:
-            raise not_for(where, parts, rank, saved_by, world_size)
-        _check_equal(parts, where, saved_by)
     is_whole = world_size is None or world_size == saved_by == 1
     values = {place: np.asarray(array) if is_whole or not array.shape else array for place, array in arrays.items()}
     return Decoder(part.leaves(part.own_names), part.where, trusted=trusted, shards=values).decode_state(part.state)
@@ -69,30 +71,27 @@ def load_parts(
 def _assemble(
     parts: Mapping[int, PartSource], where: str, on_unusable: Callable[[Exception], None]
 ) -> dict[str, SavedArray]:
-    places = {place: shards for part in parts.values() for place, shards in part.shards.items()}
-    return {
-        place: _array(place, shards, dict(_of(place, parts)), parts, where, on_unusable)
-        for place, shards in places.items()
-    }
-
-
-def _of(place: str, parts: Mapping[int, PartSource]) -> Iterator[tuple[int, Shards]]:
-    return ((rank, part.shards[place]) for rank, part in parts.items() if place in part.shards)
+    by_place: dict[str, dict[int, Shards]] = {}
+    for rank, part in sorted(parts.items()):
+        for place, shards in part.shards.items():
+            by_place.setdefault(place, {})[rank] = shards
+    return {place: _array(place, by_rank, parts, where, on_unusable) for place, by_rank in by_place.items()}
 
 
 def _array(
     place: str,
-    shards: Shards,
     by_rank: Mapping[int, Shards],
     parts: Mapping[int, PartSource],
     where: str,
     on_unusable: Callable[[Exception], None],
 ) -> SavedArray:
     told = f"{where}: state{place}"
+    first = min(by_rank)
+    shards = by_rank[first]
     for rank, other in by_rank.items():
         if (other.shape, other.dtype) != (shards.shape, shards.dtype):
             raise CheckpointCorruptError(
-                f"{told} is {shards.dtype} of shape {shards.shape} to one rank and {other.dtype} of shape {other.shape} "
+                f"{told} is {shards.dtype} of shape {shards.shape} to rank {first} and {other.dtype} of shape {other.shape} "
                 f"to rank {rank}"
             )
     pieces = [Piece(box, parts[rank], name) for rank, each in by_rank.items() for box, name in each.pieces]
@@ -112,8 +111,8 @@ def _dtype(description: Json, told: str) -> Any:
         raise CheckpointCorruptError(f"{told} has a dtype that is none: {error}") from error
 
 
-def _check_equal(parts: Mapping[int, PartSource], where: str, saved_by: int) -> None:
-    """Raise, unless what ranks have beside the arrays is the same for all."""
+def _find_difference(parts: Mapping[int, PartSource], where: str, saved_by: int) -> None:
+    """Raise, with its place, for what ranks have beside the arrays and is not the same for all."""
     first, *others = sorted(parts)
     for rank in others:
         differs = _difference(parts[first].state, parts[rank].state) or _different_leaf(parts[first], parts[rank])

@@ -29,24 +29,30 @@ class ShardWriter:
     Args:
         world_size: How many ranks save parts. In a world of one whatever a framework could distribute counts as distributed:
             more ranks may load it.
+
+    Attributes:
+        table: As it is written.
+        names: Of the leaves that are pieces.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.table: dict[str, Json] = {}
+        self.names: set[str] = set()
 
-    def add(self, path: Iterable[Any], dtype: Json, shape: Sequence[int], pieces: Mapping[Box, Json]) -> Json:
+    def add(self, path: Iterable[Any], dtype: Json, shape: Sequence[int], pieces: Mapping[Box, str]) -> Json:
         """The node of an array.
 
         Args:
             path: Keys from the root of the state.
             dtype: As `raysgd.checkpoint.arrays` writes it.
             shape: Of the whole array.
-            pieces: References to the leaves of this rank's pieces.
+            pieces: Names of the leaves that hold this rank's pieces.
         """
         place = "".join(f"[{key!r}]" for key in path)
         while place in self.table:  # keys that look alike, such as NaN twice
             place += "~"
+        self.names |= set(pieces.values())
         self.table[place] = [dtype, list(shape), [[*map(list, box), name] for box, name in pieces.items()]]
         return [KIND, place]
 

@@ -6,8 +6,9 @@ the payload (`raysgd.checkpoint.payload`). Taken by a worker's training thread, 
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -34,24 +35,42 @@ _MAX_THREADS = 4
 class Snapshot:
     """One rank's part in a staging buffer. Used by one thread at a time; `release` by any.
 
+    Args:
+        beside: Where in it is what it has beside the pieces of arrays; None where it has no pieces.
+
     Attributes:
         num_bytes: Of the payload.
         num_pickled: Leaves that are pickles, so that loading needs ``trusted=True``.
-        is_sharded: It has pieces of arrays, so that loading may need other ranks' parts.
     """
 
-    def __init__(self, pool: StagingPool, buffer: StagingBuffer, num_pickled: int, is_sharded: bool = False) -> None:
+    def __init__(
+        self,
+        pool: StagingPool,
+        buffer: StagingBuffer,
+        num_pickled: int,
+        beside: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.num_bytes = buffer.num_bytes
         self.num_pickled = num_pickled
-        self.is_sharded = is_sharded
         self._pool = pool
         self._buffer: StagingBuffer | None = buffer
+        self._beside = beside
 
     def payload(self) -> ByteArray:
         """All of it as one array: a view that ends with `release`, so copy it (as an object store does) to keep it."""
         if self._buffer is None:
             raise CheckpointError("the snapshot was released; its buffer may hold another one by now")
         return self._buffer.view
+
+    def beside(self) -> str | None:
+        """Digest of what it has beside the pieces of arrays: equal for ranks where that is equal. None without pieces."""
+        if self._beside is None:
+            return None
+        payload = self.payload()
+        digest = hashlib.blake2b(digest_size=16)
+        for begin, end in self._beside:
+            digest.update(payload[begin:end].data)
+        return digest.hexdigest()
 
     def write(self, storage: Storage, prefix: str) -> list[FileEntry]:
         """Write the part's files; see `write_payload`. For a writer thread: it also readies the pool's other buffers.
@@ -89,8 +108,7 @@ def take_snapshot(
     leaves = LeafList()
     encoder = Encoder(leaves, trusted=trusted, shards=shards)
     node = encoder.encode_state(state)
-    table = shards.table if shards is not None else {}
-    tree = encode_tree(node, table)
+    tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
     placed = sorted(leaves.named.items(), key=_by_alignment)
     header = _header(placed)
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
@@ -99,10 +117,24 @@ def take_snapshot(
     try:
         _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
-        return Snapshot(pool, buffer, encoder.num_pickled, bool(table))
+        beside = None
+        if shards is not None and shards.table:
+            beside = _stretches_beside(placed, shards.names, len(header))
+            beside.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
+        return Snapshot(pool, buffer, encoder.num_pickled, beside)
     except BaseException:  # AttemptEnded as well: a buffer that is lost would block the saves of the next attempt
         pool.release(buffer)
         raise
+
+
+def _stretches_beside(placed: list[tuple[str, Leaf]], pieces: Collection[str], begin: int) -> list[tuple[int, int]]:
+    """Where the leaves lie that are no pieces, of those that begin at ``begin``."""
+    stretches = []
+    for name, leaf in placed:
+        if name not in pieces:
+            stretches.append((begin, begin + leaf.num_bytes))
+        begin += leaf.num_bytes
+    return stretches
 
 
 def _by_alignment(item: tuple[str, Leaf]) -> int:

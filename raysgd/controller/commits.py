@@ -177,6 +177,7 @@ class CheckpointCollector:
             all_ranks=first.all_ranks,
             is_files=first.is_files,
             trusted=first.trusted,
+            is_reshardable=_is_reshardable([part.beside for part in pending.parts.values()]),
             created_s=time.time(),
             parts={
                 rank: [FileEntry(*entry) for entry in part.files] for rank, part in pending.parts.items() if part.files
@@ -227,3 +228,8 @@ class CheckpointCollector:
             f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "
             f"rank 0 gives the state and the others may give None. Here {why}."
         )
+
+
+def _is_reshardable(beside: list[str | None]) -> bool:
+    """Whether all parts have pieces of arrays, and nothing else that differs from rank to rank."""
+    return None not in beside and len(set(beside)) == 1

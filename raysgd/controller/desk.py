@@ -95,7 +95,7 @@ class CheckpointDesk:
     def is_bound_to_size(self) -> bool:
         """Whether the newest checkpoint can be gone on from by as many ranks as saved it only."""
         newest = self.newest_held or self._shelf.newest
-        return newest is not None and newest.all_ranks
+        return newest is not None and newest.all_ranks and not newest.is_reshardable
 
     def go_on(self, past: Past) -> None:
         """Take over what an earlier process of the controller left on storage; readers hear of what they may not know."""

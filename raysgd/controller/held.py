@@ -173,7 +173,7 @@ class HeldParts:
             number = self._first_number + event.call
             self._parts.setdefault(number, {})[rank] = part
             self._num_bytes.setdefault(number, {})[rank] = event.num_bytes
-            if event.is_sharded:
+            if event.beside is not None:
                 self._sharded.add(number)
             self._feed(rank, self._attempt, event)
         if not here.told:

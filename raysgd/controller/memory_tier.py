@@ -58,7 +58,7 @@ class MemoryTier:
         if isinstance(said, Saved):
             rule = self._collector.saved(rank, said)
         elif isinstance(said, PartHeld):
-            rule = self._collector.part_safe(rank, PartSafe(said.call, (), said.rank_state))
+            rule = self._collector.part_safe(rank, PartSafe(said.call, (), said.rank_state, said.beside))
         elif isinstance(said, PartSafe):
             if rank != 0 and not said.files:  # it gives no state; a part with files is on storage, which is not here
                 rule = self._collector.part_safe(rank, said)

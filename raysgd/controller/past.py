@@ -68,7 +68,7 @@ class Past:
     def bound_size(self) -> int | None:
         """How many ranks can go on from the newest checkpoint; None: any number."""
         newest = self.manifests[-1] if self.manifests else None
-        return newest.world_size if newest is not None and newest.all_ranks else None
+        return newest.world_size if newest is not None and newest.all_ranks and not newest.is_reshardable else None
 
     def up_to(self, last: AttemptRecord | None) -> Past:
         """With the last attempt, of which the journal may not have got to know."""

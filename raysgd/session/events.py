@@ -64,11 +64,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class PartSafe:
-    """This rank's part of save ``call`` is durable: ``(name, size, crc32)`` of each file, and its small state."""
+    """This rank's part of save ``call`` is durable: ``(name, size, crc32)`` of each file, and its small state.
+
+    Attributes:
+        beside: Digest of what it has beside the pieces of arrays; None where it has no pieces.
+    """
 
     call: int
     files: tuple[tuple[str, int, int], ...]
     rank_state: dict[str, Any] = field(default_factory=dict)
+    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,12 @@ class PartFailed:
 
 @dataclass(frozen=True)
 class PartHeld:
-    """This rank's part of save ``call`` is in the cluster's memory, its small state, and whether it has pieces of arrays."""
+    """This rank's part of save ``call`` is in the cluster's memory, and its small state. ``beside``: as in `PartSafe`."""
 
     call: int
     num_bytes: int
     rank_state: dict[str, Any] = field(default_factory=dict)
-    is_sharded: bool = False
+    beside: str | None = None
 
 
 @dataclass(frozen=True)

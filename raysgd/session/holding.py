@@ -78,7 +78,7 @@ class Payloads:
                     self._fail(job, "the stream to the cluster's memory broke off")
                     raise
                 snapshot = job.snapshot
-                self._put(PartHeld(job.call, snapshot.num_bytes, job.rank_state, snapshot.is_sharded))
+                self._put(PartHeld(job.call, snapshot.num_bytes, job.rank_state, snapshot.beside()))
                 job.done()
         finally:
             self._break("the stream to the cluster's memory broke off")

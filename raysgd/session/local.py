@@ -97,6 +97,7 @@ class LocalSession(Session):
                 all_ranks=all_ranks,
                 is_files=files,
                 trusted=trusted,
+                is_reshardable=done.beside is not None,
                 created_s=time.time(),
                 parts={0: [FileEntry(*entry) for entry in done.files]},
                 rank_states={0: done.rank_state},

@@ -152,7 +152,7 @@ class CheckpointWriter:
             try:
                 entries = job.snapshot.write(self._folder(job.call), self._prefix)
                 files = tuple((entry.name, entry.size, entry.crc32) for entry in entries)
-                self._put(PartSafe(job.call, files, job.rank_state))
+                self._put(PartSafe(job.call, files, job.rank_state, job.snapshot.beside()))
             except Exception as error:  # it must reach the controller, whatever it is
                 self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
             finally:

@@ -53,6 +53,7 @@ class FromMemory:
                 {rank: HeldPart(partial(self._get, part)) for rank, part in parts.items()},
                 rank,
                 saved_by=manifest.world_size,
+                is_reshardable=manifest.is_reshardable,
                 world_size=world_size,
                 where=f"checkpoint {manifest.number}",
                 trusted=trusted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,22 @@ def save(
 
 def numbers(desk: CheckpointCollector) -> list[int]:
     return [manifest.number for manifest in desk.complete()]
+
+
+@pytest.mark.parametrize(
+    ("beside", "is_reshardable"),
+    [(("a", "a"), True), (("a", "b"), False), (("a", None), False), ((None, None), False)],
+)
+def test_parts_that_differ_only_in_their_pieces_can_be_resharded(
+    beside: tuple[str | None, str | None], is_reshardable: bool
+) -> None:
+    desk = collector()
+    for rank in (0, 1):
+        desk.saved(rank, saved(all_ranks=True))
+        desk.part_safe(rank, replace(part(), beside=beside[rank]))
+    (manifest,) = desk.complete()
+    assert manifest.is_reshardable is is_reshardable
+    assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 # -- when it is complete -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,15 @@ def test_checkpoints_of_each_rank_bind_the_group_to_its_size() -> None:
     assert "all_ranks=True" in warning["message"]
     kill(run)
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2, keep_size=True)
+
+
+def test_parts_that_any_number_can_load_do_not_bind_it() -> None:
+    run = agreed()
+    for rank in range(run.num_ranks):
+        run.say(rank, saved(all_ranks=True), replace(part(), beside="equal"))
+    reach(run)
+    run.commit()
+    assert ended(run) and run.all_of(c.CallOffSave) == [] and run.notes("warning") == []
 
 
 def test_a_death_on_the_way_out_is_no_failure() -> None:

@@ -281,6 +281,24 @@ def test_a_part_is_told_when_its_reference_is_here_whichever_comes_first() -> No
     asyncio.run(scenario())
 
 
+def test_every_rank_gets_all_parts_that_have_pieces_of_arrays() -> None:
+    async def scenario() -> None:
+        held = Held()
+        for rank in range(2):
+            held.parts.said(rank, 2, saved(0, all_ranks=True))
+            held.parts.said(rank, 2, e.PartHeld(0, 100_000_000, beside=str(rank)))
+            await held.put(rank, f"ref{rank}")
+        whole = manifest(5, all_ranks=True)
+        every = {0: "ref0", 1: "ref1"}
+        assert [parts_of(held, whole, rank) for rank in range(3)] == [every, every, every]
+        assert await held.parts.is_reachable(whole)
+        assert held.memory.reached == [[every, every]]
+        assert held.memory.waited_s == [3 + 4], "each worker fetches both"
+        held.parts.close()
+
+    asyncio.run(scenario())
+
+
 def test_each_rank_gets_its_own_part_of_one_that_all_saved() -> None:
     async def scenario() -> None:
         held = Held()

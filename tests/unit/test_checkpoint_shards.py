@@ -1,0 +1,275 @@
+"""Arrays in shards by the store: parts of any number of ranks, read by any other, without Ray and without JAX."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pyarrow.fs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd.checkpoint import CheckpointStore, Manifest, StagingPool, Storage, part_prefix, take_snapshot
+from raysgd.checkpoint import arrays as numpy_leaves
+from raysgd.checkpoint.boxes import Box, whole
+from raysgd.checkpoint.checkpoint import load_state
+from raysgd.checkpoint.part_sources import HeldPart
+from raysgd.checkpoint.resharding import load_parts
+from raysgd.checkpoint.saved_array import SavedArray
+from raysgd.checkpoint.shards import ShardWriter
+from raysgd.errors import CheckpointCorruptError, ReshardError
+
+SHAPE = (6, 4)
+ROWS = [Box((0, 0), (2, 4)), Box((2, 0), (4, 4)), Box((4, 0), (6, 4))]
+VALUES = np.arange(24, dtype=np.float32).reshape(SHAPE)
+
+
+@dataclass
+class Sharded:
+    """Stands for a framework's array of which a rank has some pieces."""
+
+    values: Any
+    boxes: Sequence[Box]
+
+
+@pytest.fixture(autouse=True)
+def _sharded_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(encoder: Any, value: Sharded) -> Any:
+        whole_array = value.values
+        names = {
+            box: encoder.leaves.add(numpy_leaves.leaf_of([*encoder.path, "shard"], whole_array[box.slices()]))
+            for box in value.boxes
+        }
+        return encoder.shards.add(encoder.path, numpy_leaves.dtype_to_json(whole_array.dtype), whole_array.shape, names)
+
+    monkeypatch.setattr(numpy_leaves, "_OTHERS", ((Sharded, encode), *numpy_leaves._OTHERS))
+
+
+@dataclass
+class Saved:
+    """A checkpoint in parts."""
+
+    folder: Storage
+    manifest: Manifest
+    failures: list[str] = field(default_factory=list)
+
+    def load(self, rank: int = 0, world_size: int | None = None) -> Any:
+        return load_state(
+            self.folder,
+            self.manifest,
+            rank,
+            trusted=False,
+            world_size=world_size,
+            on_unusable=lambda error: self.failures.append(str(error)),
+        )
+
+
+def save(root: Any, states: Sequence[Any]) -> Saved:
+    store = CheckpointStore(root if isinstance(root, Storage) else Storage.from_uri(root))
+    parts, beside = {}, set()
+    for rank, state in enumerate(states):
+        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)))
+        parts[rank] = snapshot.write(store.directory(1), part_prefix(1, rank))
+        beside.add(snapshot.beside())
+    common: dict[str, Any] = {"attempt": 1, "iteration": 1, "time_total_s": 1.0, "created_s": 1.0}
+    is_reshardable = len(beside) == 1 and None not in beside
+    manifest = Manifest(
+        number=1, world_size=len(states), parts=parts, all_ranks=True, is_reshardable=is_reshardable, **common
+    )
+    store.commit(manifest)
+    return Saved(store.directory(1), manifest)
+
+
+def by_rows(values: Any = VALUES, **beside: Any) -> list[dict[str, Any]]:
+    """The states of three ranks with two rows each."""
+    return [{"w": Sharded(values, [box]), **beside} for box in ROWS]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_any_number_of_ranks_reads_any_box(tmp_path: Path, remote: bool, world_size: int) -> None:
+    saved = save(Storage(pyarrow.fs._MockFileSystem(), "b") if remote else tmp_path, by_rows(step=3))
+    for rank in range(world_size):
+        state = saved.load(rank, world_size)
+        array = state["w"]
+        assert isinstance(array, SavedArray)
+        assert (state["step"], array.shape, array.dtype, array.ndim, array.nbytes) == (3, SHAPE, np.float32, 2, 96)
+        for index in np.s_[1:3], np.s_[:, 1:3], np.s_[1:5, 3:], np.s_[2:2], np.s_[-1:]:
+            assert np.array_equal(array[index], VALUES[index])
+        assert np.array_equal(np.asarray(array), VALUES)
+        assert np.array_equal(np.asarray(array, np.float64), VALUES)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_parts_in_memory_are_read_alike(data: st.DataObject) -> None:
+    cut, rows = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 6))
+    boxes = [Box((0, 0), (6, cut)), Box((0, cut), (rows, 4)), Box((rows, cut), (6, 4))]
+    owners = [data.draw(st.integers(0, 1)) for _ in boxes]
+    payloads = []
+    for rank in range(2):
+        state = {"w": Sharded(VALUES, [box for box, owner in zip(boxes, owners, strict=True) if owner == rank])}
+        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(2))
+        payloads.append(snapshot.payload().copy())
+    parts = {rank: HeldPart(lambda payload=payload: payload) for rank, payload in enumerate(payloads)}  # type: ignore[misc]
+    state = load_parts(parts, 0, saved_by=2, world_size=3, is_reshardable=True, where="here", trusted=False)
+    begin, end = sorted((data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))))
+    left, right = sorted((data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))))
+    assert np.array_equal(state["w"][begin:end, left:right], VALUES[begin:end, left:right])
+
+
+ML_DTYPES = sorted(numpy_leaves._ML_DTYPES)
+
+
+@pytest.mark.parametrize("name", [*ML_DTYPES, "bool", "int64", "float16", "complex64", "complex128"])
+def test_every_dtype_comes_back_with_its_bits(tmp_path: Path, name: str) -> None:
+    values = VALUES.astype(np.dtype(getattr(ml_dtypes, name, name)))
+    saved = save(tmp_path, by_rows(values, plain=values))
+    for state in (saved.load(), saved.load(1, 2)):
+        for loaded in (np.asarray(state["w"]), state["plain"]):
+            assert (loaded.dtype, loaded.tobytes()) == (values.dtype, values.tobytes())
+
+
+def test_scalars_and_empty_arrays(tmp_path: Path) -> None:
+    scalar, empty = np.float32(2.5).reshape(()), np.zeros((0, 3))
+    states = [{"s": Sharded(scalar, [whole(())] if rank == 1 else []), "e": Sharded(empty, [])} for rank in range(2)]
+    state = save(tmp_path, states).load(0, 3)
+    assert type(state["s"]) is np.ndarray and float(state["s"]) == 2.5  # nothing to put off
+    assert state["e"][:].shape == (0, 3)
+
+
+def test_the_driver_gets_arrays_and_each_ranks_own_values(tmp_path: Path) -> None:
+    states = [{**state, "mine": rank} for rank, state in enumerate(by_rows())]
+    saved = save(tmp_path, states)
+    for rank in range(3):
+        state = saved.load(rank)
+        assert type(state["w"]) is np.ndarray and state["w"].flags.writeable
+        assert np.array_equal(state["w"], VALUES) and state["mine"] == rank
+        assert saved.load(rank, 3)["mine"] == rank
+    with pytest.raises(ReshardError, match=r"no part of rank 3"):
+        saved.load(3)
+
+
+def test_one_array_at_two_places_is_stored_once_and_one_again(tmp_path: Path) -> None:
+    states = []
+    for box in ROWS:
+        array = Sharded(VALUES, [box])
+        states.append({"a": array, "b": [array]})
+    saved = save(tmp_path, states)
+    state = saved.load(0, 2)
+    assert state["a"] is state["b"][0]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 3 * 300
+
+
+@pytest.mark.parametrize(
+    ("private", "place"),
+    [
+        ([{"n": 1}, {"n": 1}, {"n": 2}], r"state\['n'\]"),
+        ([{"n": [1, {"x": 0.5}]}, {"n": [1, {"x": 0.25}]}, {"n": [1, {"x": 0.5}]}], r"state\['n'\]\[1\]\['x'\]"),
+        ([{"n": np.arange(3)}, {"n": np.arange(3)}, {"n": np.arange(3) + 1}], "n is not the same on ranks 0 and 2"),
+        ([{"n": np.arange(3)}, {"n": np.arange(4)}, {"n": np.arange(3)}], r"state\['n'\]"),
+        ([{}, {"n": 1}, {}], "state is not the same on ranks 0 and 1"),
+    ],
+)
+def test_what_differs_is_for_the_same_number_of_ranks(
+    tmp_path: Path, private: list[dict[str, Any]], place: str
+) -> None:
+    saved = save(tmp_path, [{**state, **own} for state, own in zip(by_rows(), private, strict=True)])
+    for rank in range(3):
+        assert np.array_equal(saved.load(rank, 3)["w"], VALUES)
+    with pytest.raises(ReshardError, match=place):
+        saved.load(0, 2)
+
+
+def test_parts_without_shards_stay_with_their_number_of_ranks(tmp_path: Path) -> None:
+    saved = save(tmp_path, [{"n": 1}, {"n": 1}])
+    assert saved.load(1, 2) == {"n": 1}
+    with pytest.raises(ReshardError, match="saved with all_ranks=True by 2 ranks and cannot be split over 3"):
+        saved.load(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "told"),
+    [
+        ([[ROWS[0]], [ROWS[1]], []], r"16 of 24 elements are there, in the parts of ranks \[0, 1, 2\]"),
+        ([[ROWS[0]], [ROWS[0], ROWS[1]], [ROWS[2]]], r"\[0:2, 0:4\] and \[0:2, 0:4\] overlap"),
+        ([[Box((0, 0), (3, 4))], [ROWS[1]], [ROWS[2]]], r"\[0:3, 0:4\] and \[2:4, 0:4\] overlap"),
+    ],
+)
+def test_pieces_that_do_not_make_the_array_are_told(tmp_path: Path, boxes: list[list[Box]], told: str) -> None:
+    saved = save(tmp_path, [{"w": Sharded(VALUES, own)} for own in boxes])
+    with pytest.raises(CheckpointCorruptError, match=r"state\['w'\], of shape \(6, 4\).*" + told):
+        saved.load(0, 3)
+
+
+def test_a_part_that_is_lost_is_told(tmp_path: Path) -> None:
+    saved = save(tmp_path, by_rows())
+    del saved.manifest.parts[1]
+    with pytest.raises(CheckpointCorruptError, match=r"16 of 24 elements are there, in the parts of ranks \[0, 2\]"):
+        saved.load(0, 3)
+
+
+def test_ranks_that_do_not_agree_on_a_shape_are_told(tmp_path: Path) -> None:
+    other = np.zeros((6, 5), np.float32)
+    saved = save(tmp_path, [{"w": Sharded(VALUES, ROWS)}, {"w": Sharded(other, [])}])
+    with pytest.raises(CheckpointCorruptError, match=r"state\['w'\] is .*\(6, 4\).*\(6, 5\)"):
+        saved.load(0, 2)
+
+
+def test_files_that_are_not_needed_are_not_read_and_those_that_are_are_checked(tmp_path: Path) -> None:
+    saved = save(tmp_path, by_rows())
+    damaged = Path(saved.folder.path_of(f"{part_prefix(1, 2)}.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    array = saved.load(0, 2)["w"]
+    assert np.array_equal(array[:4], VALUES[:4]) and saved.failures == []
+    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+        array[3:5]
+    assert len(saved.failures) == 1
+    damaged.unlink()
+    with pytest.raises(CheckpointCorruptError, match="is missing"):
+        np.asarray(saved.load(0, 2)["w"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.update({"['w']": 5}),
+        lambda table: table["['w']"].__setitem__(0, "no dtype"),
+        lambda table: table["['w']"].__setitem__(1, [6, -4]),
+        lambda table: table["['w']"].__setitem__(1, [1 << 61, 1 << 61]),
+        lambda table: table["['w']"][2][0].__setitem__(2, "nowhere"),
+        lambda table: table["['w']"][2][0].__setitem__(1, [7, 4]),
+        lambda table: table["['w']"].__setitem__(0, "float64"),
+        lambda table: table.clear(),
+    ],
+)
+def test_a_damaged_table_is_told(tmp_path: Path, change: Any) -> None:
+    saved = save(tmp_path, [{"w": Sharded(VALUES, ROWS)}, {"w": Sharded(VALUES, [])}])
+    name = f"{part_prefix(1, 0)}.json"
+    path = Path(saved.folder.path_of(name))
+    document = json.loads(path.read_text())
+    change(document["shards"])
+    data = json.dumps(document).encode()
+    path.write_bytes(data)
+    entries = saved.manifest.parts[0]
+    entries[:] = [type(entry)(name, len(data), zlib.crc32(data)) if entry.name == name else entry for entry in entries]
+    with pytest.raises(CheckpointCorruptError):
+        np.asarray(saved.load(0, 2)["w"])
+
+
+def test_an_array_is_read_by_slices(tmp_path: Path) -> None:
+    array = save(tmp_path, by_rows()).load(0, 2)["w"]
+    assert repr(array) == "SavedArray(state['w'], shape=(6, 4), dtype=float32)"
+    with pytest.raises(TypeError, match="is read by slices"):
+        array[0]
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(array, copy=False)
