@@ -1,6 +1,6 @@
 """How built-in containers and scalars are written and read: closed tables, by exact type and by kind.
 
-Exact types on purpose: a subclass (an enum, a named tuple) has meaning that its base would lose.
+Exact types on purpose: a subclass (an enum, say) has meaning that its base would lose.
 An encoder gets (encoder, value) and returns a node; a decoder gets (decoder, node) and returns the value.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysgd._util.wording import with_article
+from raysgd.checkpoint import named_tuples
 from raysgd.checkpoint.leaves import Leaf
 from raysgd.errors import CheckpointError
 
@@ -35,7 +36,7 @@ _FACTORIES: dict[str, Any] = {
 }
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _UNSHARED = frozenset(
-    "same int float str complex tuple frozenset bytes bytes.leaf slice range datetime date timedelta path".split()
+    "same int float str complex tuple named frozenset bytes bytes.leaf slice range datetime date timedelta path".split()
     + "np.scalar np.str np.bytes np.dtype torch.dtype torch.device torch.size".split()
 )
 
@@ -266,5 +267,6 @@ DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "timedelta": lambda d, n: datetime.timedelta(n[1], n[2], n[3]),
     "path": lambda d, n: pathlib.Path(d.decode(n[1])),
     "random": _decode_random,
+    "named": named_tuples.decode,
     "shards": lambda d, n: d.shards[n[1]],
 }

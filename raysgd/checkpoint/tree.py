@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from raysgd.checkpoint import codecs
+from raysgd.checkpoint import codecs, named_tuples
 from raysgd.checkpoint.foreign import find_decoder, find_encoder
 from raysgd.checkpoint.leaves import Leaf, LeafSource, LeafWriter
 from raysgd.checkpoint.shards import ShardWriter
@@ -86,7 +86,7 @@ class Encoder:
             inner = stand_in(value)
             if inner is not None:
                 return self._encode_stand_in(value, inner)
-            encode = _encode_pickled
+            encode = (not self._trusted and named_tuples.find_encoder(value)) or _encode_pickled
         return self._encode_by(encode, value)
 
     def where(self) -> str:

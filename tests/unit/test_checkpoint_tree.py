@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from raysgd.checkpoint import StagingPool, load_payload, take_snapshot
 from raysgd.checkpoint.inline import decode_small, encode_small
+from raysgd.checkpoint.tensor_files import Leaves
+from raysgd.checkpoint.tree import Decoder
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
 
 
@@ -213,6 +215,13 @@ class Point(NamedTuple):
     x: int
 
 
+class Odd(Point):
+    """Has more than its fields."""
+
+    def __init__(self, x: int) -> None:
+        self.more = x
+
+
 @dataclasses.dataclass
 class Plain:
     x: int = 1
@@ -223,7 +232,7 @@ class MyDict(dict[str, int]):
 
 
 @pytest.mark.parametrize(
-    "value", [len, Color.RED, Point(1), Plain(), MyDict(a=1), Plain, json, object(), collections.defaultdict(lambda: 1)]
+    "value", [len, Color.RED, Odd(1), Plain(), MyDict(a=1), Plain, json, object(), collections.defaultdict(lambda: 1)]
 )
 def test_what_only_pickle_can_hold_is_refused_by_its_place(value: Any) -> None:
     with pytest.raises(UnsafeStateError, match=r"state\['scheduler'\]\[1\]\['fn'\]") as caught:
@@ -336,3 +345,28 @@ def test_nodes_that_nest_too_deeply_are_corrupt() -> None:
     for node in (lists, nested_bytes):
         with pytest.raises(CheckpointCorruptError):
             decode_small(node)
+
+
+def test_a_named_tuple_comes_back_by_its_fields() -> None:
+    first, same = round_trip({"a": [Point(1), Point({"w": 2})], "b": Point(Point(3))}), round_trip(Point(1))
+    assert first == {"a": [(1,), ({"w": 2},)], "b": ((3,),)}
+    assert [type(value).__name__ for value in first["a"]] == ["Point", "Point"]
+    assert first["b"].x.x == 3 and type(first["b"]) is type(same)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["named", "Point", ["x", "x"], 1, 2],
+        ["named", "Point", ["class"], 1],
+        ["named", "Point", ["__import__('os')"], 1],
+        ["named", "Po int", ["x"], 1],
+        ["named", "Point", ["_x"], 1],
+        ["named", "Point", [["x"]], 1],
+        ["named", "Point", ["x"]],
+        ["named"],
+    ],
+)
+def test_a_damaged_named_tuple_makes_no_class(node: list[Any]) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        Decoder(Leaves(), "a file").decode_state(node)
