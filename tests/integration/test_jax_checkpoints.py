@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,6 +29,13 @@ BY_COLUMNS = {"axes": [("data", -1)], "w": (None, "data"), "h": (), "f": (), "b"
 TURNED = {"axes": [("model", 2), ("data", -1)], "w": ("model", "data"), "h": ("data", "model"), "f": ("data",), "b": ()}
 
 
+class Moments(NamedTuple):
+    """As optimizers keep their state."""
+
+    mu: Any
+    nu: Any
+
+
 def numbers() -> dict[str, Any]:
     """What the arrays hold."""
     import ml_dtypes
@@ -51,7 +58,7 @@ def make_state(where: dict[str, Any], values: dict[str, Any], step: int) -> dict
     total = jax.jit(lambda x: x.sum() * 0 + step)(put("b"))  # a scalar that all processes have
     return {
         "params": [put("w"), {"half": put("h")}],
-        "eighth": (put("f"), None),
+        "moments": Moments(put("f"), None),
         "b": put("b"),
         "step": step,
         "total": total,
@@ -72,13 +79,13 @@ def restores(config: dict[str, Any]) -> dict[str, Any]:
         like = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), like)
     saved = raysgd.load_checkpoint()
     state = raysgd.jax.restore(saved, like=like)
-    found = {"w": state["params"][0], "h": state["params"][1]["half"], "f": state["eighth"][0], "b": state["b"]}
+    found = {"w": state["params"][0], "h": state["params"][1]["half"], "f": state["moments"].mu, "b": state["b"]}
     for name, array in found.items():
         assert array.dtype == values[name].dtype
         assert array.sharding.spec == jax.sharding.PartitionSpec(*config["where"][name])
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[name][shard.index].tobytes(), (name, shard)
-    assert state["eighth"][1] is None
+    assert type(state["moments"]) is Moments and state["moments"].nu is None
     return {"saved": repr(saved["params"][0]), "step": state["step"], "total": float(state["total"])}
 
 
@@ -106,11 +113,11 @@ def test_each_distinct_piece_is_written_once(checkpoint: raysgd.Checkpoint) -> N
 
 def test_the_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:
     state, values = checkpoint.load(), numbers()
-    loaded = {"w": state["params"][0], "h": state["params"][1]["half"], "f": state["eighth"][0], "b": state["b"]}
+    loaded = {"w": state["params"][0], "h": state["params"][1]["half"], "f": state["moments"].mu, "b": state["b"]}
     for name, array in loaded.items():
         assert type(array) is np.ndarray and array.flags.writeable
         assert (array.dtype, array.tobytes()) == (values[name].dtype, values[name].tobytes())
-    assert (state["step"], float(state["total"]), state["eighth"][1]) == (3, 3.0, None)
+    assert (state["step"], float(state["total"]), state["moments"].nu) == (3, 3.0, None)
     assert np.array_equal(checkpoint.load(rank=1)["b"], values["b"])
 
 
