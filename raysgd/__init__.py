@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raysgd.backends.torch import TorchConfig
     from raysgd.callbacks.base import Callback, Stop
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.checkpoint.saved_array import SavedArray
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
     from raysgd.result import Event, Result, RunInfo, RunStatus
     from raysgd.session.api import (
@@ -60,6 +61,7 @@ _HOMES = {
     "RunConfig": "raysgd.config",
     "RunInfo": "raysgd.result",
     "RunStatus": "raysgd.result",
+    "SavedArray": "raysgd.checkpoint.saved_array",
     "Stop": "raysgd.callbacks.base",
     "TensorflowConfig": "raysgd.backends.tensorflow",
     "TorchConfig": "raysgd.backends.torch",
@@ -91,7 +93,7 @@ __all__ = [  # noqa: RUF022  (the order of a user's reading)
     "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "NoneConfig",
     "Backend", "BackendConfig", "Coordinator",
     "Callback", "Stop",
-    "report", "save_checkpoint", "load_checkpoint", "get_dataset", "get_datasets", "should_stop",
+    "report", "save_checkpoint", "load_checkpoint", "SavedArray", "get_dataset", "get_datasets", "should_stop",
     "barrier", "broadcast", "device",
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "in_worker", "local",
     "load_run", "compare_runs",

@@ -11,7 +11,7 @@ from raysgd.controller.states import Running
 
 _BOUND = (
     "the group does not grow: checkpoints saved with all_ranks=True can be gone on from by as many ranks as saved them "
-    "only; save the whole state from rank 0 for elastic training"
+    "only, unless they have arrays in shards and are alike in all else; save the whole state from rank 0 for elastic training"
 )
 
 

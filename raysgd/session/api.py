@@ -59,7 +59,8 @@ def save_checkpoint(
         files: ``state`` is the path of a file or folder the user wrote; its content is the checkpoint.
         metrics: What retention ranks this checkpoint by; by default the round it belongs to: the last one reported
             before it, or, in a loop that saves before it reports, the next one.
-        all_ranks: Every rank gives its own part.
+        all_ranks: Every rank gives its own part. Of an array of JAX's that is distributed over workers each writes the shards
+            that it has, and no two the same.
         trusted: Allow what only pickle can hold; needed again for loading.
 
     Raises:
@@ -77,6 +78,9 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool
     Without ``path`` the random number generators and the positions in the datasets saved with it are restored too, so
     that training goes on as if it had not been interrupted; a loop over a dataset that is under way is over.
 
+    An array that was saved in shards comes as a `raysgd.SavedArray`, which is read as far as it is needed; see
+    `raysgd.jax.restore`.
+
     Args:
         path: A checkpoint's folder.
         trusted: Load leaves that were saved with ``trusted=True``; these may run code.
@@ -84,7 +88,8 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
         CheckpointCorruptError: Its bytes do not match its manifest.
-        ReshardError: It was saved with ``all_ranks=True`` by another number of ranks.
+        ReshardError: It was saved with ``all_ranks=True`` by another number of ranks, and has no arrays in shards, or has values
+            beside them that differ from rank to rank.
         CheckpointError: It stands in the middle of a dataset that has another number of rows now.
     """
     return context.acting().load_checkpoint(path, trusted=trusted)

@@ -32,6 +32,7 @@ BACKENDS = [
 ]
 CALLBACKS = ["Callback", "Stop"]
 WORKER = [
+    "SavedArray",
     "barrier",
     "broadcast",
     "device",
