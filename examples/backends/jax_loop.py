@@ -39,13 +39,9 @@ def make_params() -> dict[str, np.ndarray]:
 def train_func(config: dict) -> None:
     import jax  # here, as the driver can do without it
     import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = Mesh(jax.devices(), ("rows",))  # those of all workers
-
-    def as_one(part: np.ndarray) -> jax.Array:
-        """What each worker has a part of, as an array that all have together."""
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rows")), part)
+    by_rows = NamedSharding(raysgd.jax.mesh(), PartitionSpec("data"))  # over the devices of all workers
 
     def logits_of(params: dict, batch: dict) -> jax.Array:
         return jax.nn.relu(batch["image"] @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
@@ -68,16 +64,16 @@ def train_func(config: dict) -> None:
     momentum = jax.tree.map(np.zeros_like, params)
     if state := raysgd.load_checkpoint():
         start, params, momentum = state["epoch"] + 1, state["params"], state["momentum"]
-    batches = raysgd.get_dataset("train").get_split().iter_batches(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().iter_batches(global_batch_size=360)
-    validation = jax.tree.map(as_one, validation)
+    train, validation = (raysgd.get_dataset(name).get_split() for name in ("train", "validation"))
+    batches = train.to_jax(global_batch_size=32, shuffle="full", drop_last=True, device=by_rows)
+    (whole,) = validation.to_jax(global_batch_size=360, drop_last=True, device=by_rows)
     for epoch in range(start, config["epochs"]):
         lr = config["lr"] * (1 - epoch / config["epochs"])
         losses = []
         for batch in batches:
-            params, momentum, loss = train_step(params, momentum, jax.tree.map(as_one, batch), lr)
+            params, momentum, loss = train_step(params, momentum, batch, lr)
             losses.append(loss)
-        raysgd.report(epoch=epoch, loss=np.mean(losses), accuracy=accuracy_of(params, validation))
+        raysgd.report(epoch=epoch, loss=np.mean(losses), accuracy=accuracy_of(params, whole))
         raysgd.save_checkpoint({"epoch": epoch} | jax.device_get({"params": params, "momentum": momentum}))
 
 
