@@ -18,7 +18,7 @@ from raysgd.checkpoint.checksum import CHUNK_BYTES
 from raysgd.checkpoint.leaves import ByteArray
 from raysgd.checkpoint.part_sources import PartSource
 from raysgd.checkpoint.tensor_files import aligned_empty
-from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError
+from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ class SavedArray:
             raise ValueError(f"{self!r} is not in memory, so it cannot be an array without a copy.")
         array = self._read(whole(self.shape))
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __raysgd_unwrap__(self) -> Any:
+        """For ``save_checkpoint``, which takes no array that is in no memory.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        raise CheckpointError(
+            f"{self!r} was loaded and not restored: save what raysgd.jax.restore makes of it, or np.asarray(...)."
+        )
 
     def __repr__(self) -> str:
         return f"SavedArray(state{self._place}, shape={self.shape}, dtype={self.dtype})"

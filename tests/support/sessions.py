@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,12 @@ class FakeStart:
 
     name: str
     generators: dict[str, Any] = field(default_factory=dict)
+    on_unusable: Callable[[Exception], None] | None = None
 
-    def load(self, rank: int, world_size: int, *, trusted: bool, on_unusable: Any) -> tuple[Any, dict[str, Any]]:
+    def load(
+        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        self.on_unusable = on_unusable
         return (self.name, rank, world_size, trusted), {"generators": self.generators}
 
 

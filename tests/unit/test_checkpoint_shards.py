@@ -24,7 +24,7 @@ from raysgd.checkpoint.part_sources import HeldPart
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.saved_array import SavedArray
 from raysgd.checkpoint.shards import ShardWriter
-from raysgd.errors import CheckpointCorruptError, ReshardError
+from raysgd.errors import CheckpointCorruptError, CheckpointError, ReshardError
 
 SHAPE = (6, 4)
 ROWS = [Box((0, 0), (2, 4)), Box((2, 0), (4, 4)), Box((4, 0), (6, 4))]
@@ -273,3 +273,9 @@ def test_an_array_is_read_by_slices(tmp_path: Path) -> None:
         array[0]
     with pytest.raises(ValueError, match="without a copy"):
         np.asarray(array, copy=False)
+
+
+def test_an_array_that_was_not_restored_is_not_saved(tmp_path: Path) -> None:
+    loaded = save(tmp_path, by_rows()).load(0, 2)
+    with pytest.raises(CheckpointError, match=r"SavedArray\(state\['w'\].* was loaded and not restored"):
+        take_snapshot(loaded, StagingPool(1), shards=ShardWriter(2))

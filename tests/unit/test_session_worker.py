@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._util.fast_json import decode
-from raysgd.errors import AttemptEnded, CheckpointError, MetricError, SessionError
-from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
+from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, SessionError
+from raysgd.session.events import Reports, Saved, Scored, StartUnusable, WorkerEvent
 from raysgd.session.generators import capture_generators
 from raysgd.session.stopping import StopGate
 from support.sessions import FakeStart, Worker
@@ -285,6 +285,21 @@ def test_after_a_save_the_newest_committed_checkpoint_is_loaded() -> None:
     worker.save()
     load()
     assert worker.link.questions == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_what_is_found_wrong_later_is_told_of_the_checkpoint_that_the_attempt_started_from() -> None:
+    start, newest = FakeStart("start"), FakeStart("newest")
+    worker = Worker(start=start)
+    worker.session.load_checkpoint(None, trusted=False)
+    assert start.on_unusable is not None
+    start.on_unusable(CheckpointCorruptError("a shard is damaged"))
+    assert StartUnusable("a shard is damaged") in worker.sent()
+    worker.save()
+    worker.link.newest = newest
+    worker.session.load_checkpoint(None, trusted=False)
+    assert newest.on_unusable is not None
+    newest.on_unusable(CheckpointCorruptError("another"))
+    assert not any(isinstance(event, StartUnusable) for event in worker.sent())
 
 
 def test_before_the_first_save_the_controller_is_not_asked() -> None:
