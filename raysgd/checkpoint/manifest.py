@@ -110,6 +110,8 @@ class Manifest:
             CheckpointCorruptError: Anything about it is not right; the message begins with ``where``.
         """
         document = parse_json(data, where, max_bytes=MAX_MANIFEST_BYTES, max_depth=_MAX_JSON_DEPTH)
+        if isinstance(document, dict):
+            document = {**_ADDED, **document}
         _check_document(document, data, where)
         try:
             fields = {name: document[name] for name in _FIELDS}
@@ -202,4 +204,6 @@ _FIELD_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "parts": _is_by_rank(list),
     "rank_states": _is_by_rank(dict),
 }
+#: Fields that older manifests lack.
+_ADDED: Mapping[str, Any] = {"is_reshardable": False}
 _FIELDS = tuple(spec.name for spec in dataclasses.fields(Manifest))

@@ -214,3 +214,9 @@ def test_its_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_manifest_cannot_be_made(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changes))):
         make(**changes)
+
+
+def test_a_manifest_from_before_arrays_in_shards_is_read() -> None:
+    document = json.loads(make().to_json())
+    del document["is_reshardable"]
+    assert Manifest.from_json(sealed(document)) == make()
