@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import raysgd.torch
+from raysgd.backends import torch as torch_backend
 from raysgd.backends.base import Member
-from raysgd.backends.torch import TorchBackend, TorchConfig
+from raysgd.backends.torch import TorchConfig
 from raysgd.errors import ConfigError
 from raysgd.session import context
 
@@ -64,9 +65,9 @@ def test_the_process_group_takes_the_same_device(
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: formed.append(backend))
     store = torch.distributed.HashStore()
     store.set("raysgd/gloo/1", "[]")  # the other member's
-    monkeypatch.setattr(TorchBackend, "_join_store", lambda *_: store)
+    monkeypatch.setattr(torch_backend, "join_store", lambda *_: store)
     has_gpu = given > 0 and gpus > 0
-    member = Member(0, 2, 0, 2, 0, '["127.0.0.1", 1]', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
+    member = Member(0, 2, 0, 2, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
     TorchConfig().make().set_up(member)
     device = raysgd.torch.device()
     assert taken == ([device.index] if device.type == "cuda" else [])
@@ -96,6 +97,6 @@ def test_nccl_where_there_is_none_is_refused_before_the_group_is_formed(
 ) -> None:
     machine(gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: gpus == 0)
-    member = Member(0, 1, 0, 1, 0, '["127.0.0.1", 1]', "127.0.0.1", has_gpu=True)
+    member = Member(0, 1, 0, 1, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu=True)
     with pytest.raises(ConfigError, match=says + r".*backend_args=\{\"backend\": \"gloo\"\}"):
         TorchConfig(backend="nccl").make().set_up(member)
