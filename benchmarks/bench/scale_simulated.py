@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class FakeFleet:
     async def stacks(self, timeout_s: float) -> dict[int, str]:
         return {}
 
-    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Any]:
+    async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Any]:
         return {}
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from raysgd.session.progress import Pulse
 #: A worker is asked this often within the heartbeat timeout.
 _ASKS = 4
 _MAX_TICK_S = 0.5
-#: Seconds for the stacks of all ranks, before the one that hangs is ended.
+#: Seconds for the stacks of all ranks, and what they know of their collectives, before the one that hangs is ended.
 _STACKS_TIMEOUT_S = 3.0
 #: The same where nodes are lost, which will not answer, and are to blame whatever the others do.
 _STACKS_TIMEOUT_LOST_S = 0.5
@@ -30,7 +30,9 @@ class Watched(Protocol):
     async def pulse(self, rank: int) -> Pulse | None: ...
     async def look(self, ranks: list[int], timeout_s: float) -> dict[int, Any]: ...
     async def stacks(self, timeout_s: float) -> dict[int, str]: ...
-    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]: ...
+    async def collectives(
+        self, ranks: Sequence[int], folder: str, timeout_s: float
+    ) -> dict[int, Sequence[Collective]]: ...
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,17 @@ class Watch:
 
     async def _tell(self, hangs: list[Hang]) -> None:
         timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
-        scene = await self._look_around(timeout_s)
+        scene = await self._look_around(timeout_s, [hang.rank for hang in hangs if hang.kind != "stuck"])
         for hang in [blame(hang, scene.stacks) for hang in hangs]:
             self._policy.left(hang.rank)
             self._is_told = True
             self._on_hang(hang, scene)
 
-    async def _look_around(self, timeout_s: float) -> Scene:
+    async def _look_around(self, timeout_s: float, silent: Collection[int]) -> Scene:
+        others = [rank for rank in range(self._fleet.size) if rank not in silent]
         asked: list[Coroutine[Any, Any, Any]] = [
             self._fleet.stacks(timeout_s),
-            self._fleet.collectives(self._records, timeout_s),
+            self._fleet.collectives(others, self._records, timeout_s),
         ]
         told = await asyncio.gather(*[asyncio.wait_for(each, 2 * timeout_s) for each in asked], return_exceptions=True)
         return Scene(*[{} if isinstance(each, BaseException) else each for each in told])

@@ -208,8 +208,11 @@ class WorkerActor:
             return ()
         from raysgd.checkpoint.storage import Storage
 
-        with contextlib.suppress(StorageError, OSError):  # the last ones are worth telling in any case
-            Storage.from_uri(folder).write_bytes(f"rank_{self._rank}", record.dump)
+        def write() -> None:
+            with contextlib.suppress(StorageError, OSError):
+                Storage.from_uri(folder).write_bytes(f"rank_{self._rank}", record.dump)
+
+        threading.Thread(target=write, name="raysgd-record", daemon=True).start()  # the answer waits for no storage
         last: tuple[Collective, ...] = record.last
         return last
 

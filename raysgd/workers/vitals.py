@@ -70,9 +70,9 @@ class Vitals:
         ranks = range(self.size)
         return _merge(await asyncio.gather(*[on_node(*node) for node in self._by_node(ranks).items()]))
 
-    async def collectives(self, folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
-        """The last collectives of those members that answer within the time; they write what they know into ``folder``."""
-        members = {rank: worker for rank, worker in enumerate(self._members()) if worker is not None}
+    async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
+        """The last collectives of those ranks that answer within the time; they write what they know into ``folder``."""
+        members = {rank: worker for rank in ranks if (worker := self._members()[rank]) is not None}
         asked = {rank: asyncio.ensure_future(w.handle.flight_record.remote(folder)) for rank, w in members.items()}
         if asked:
             await asyncio.wait(asked.values(), timeout=timeout_s)
