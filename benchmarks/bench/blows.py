@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from bench import steps
 from bench.groups import Group, newest_group, read_marks
+from bench.systems.base import TrainFunc
 from bench.systems.fragile import FragileSystem
 
 _LOOK_S = 0.01
@@ -28,14 +29,26 @@ class Training:
 
     Args:
         limit_s: Seconds that each wait may take.
+        train: The train function, which marks its steps as `bench.steps.train` does.
+        config: What it is given beside ``steps``, ``save_every`` and ``step_s``.
     """
 
-    def __init__(self, system: FragileSystem, *, limit_s: float, save_every: int = 0, step_s: float = 0.01) -> None:
+    def __init__(
+        self,
+        system: FragileSystem,
+        *,
+        limit_s: float,
+        save_every: int = 0,
+        step_s: float = 0.01,
+        train: TrainFunc = steps.train,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self._system = system
         self._limit_s = limit_s
         self._folder = system.folder / f"steps-{uuid.uuid4().hex[:8]}"
         self._folder.mkdir()
-        self._config = {"steps": str(self._folder), "save_every": save_every, "step_s": step_s}
+        self._train = train
+        self._config = {"steps": str(self._folder), "save_every": save_every, "step_s": step_s, **(config or {})}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -94,16 +107,22 @@ class Training:
         marks = [read_marks(path) for path in self._folder.glob(f"{group.number}-*.steps")]
         return max(last for _, last, _ in marks)
 
-    def strike(self, group: Group, number: int = signal.SIGKILL) -> float:
-        """Send a signal to one of its processes, at no particular moment of its step; returns when."""
+    def strike(self, group: Group, number: int = signal.SIGKILL, *, first_rank: int = 0) -> float:
+        """Send a signal to one of its processes, at no particular moment of its step; returns when.
+
+        Args:
+            group: Whose processes they are.
+            number: Of the signal.
+            first_rank: The ranks below it are spared.
+        """
         time.sleep(random.uniform(0, 0.1))
         struck = time.time()
-        os.kill(random.choice(group.pids), number)
+        os.kill(random.choice(group.pids[first_rank:]), number)
         return struck
 
     def _run(self) -> None:
         try:
-            self._system.run(steps.train, self._config)
+            self._system.run(self._train, self._config)
         except BaseException as error:
             self._error = error
 

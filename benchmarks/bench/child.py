@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import without_paths
-from bench.measures import RECOVERY, load_measure
+from bench.measures import FRAGILE, load_measure
 from bench.systems import make_fragile_system, make_system
 from bench.systems.base import System
 
@@ -25,7 +25,7 @@ _MAX_ERROR = 300
 def main(spec_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     folder = Path(spec["folder"])
-    make = make_fragile_system if set(spec["measures"]) <= set(RECOVERY) else make_system
+    make = make_fragile_system if set(spec["measures"]) <= set(FRAGILE) else make_system
     system = make(spec["system"], folder)
     with (folder / "lines.jsonl").open("w", encoding="utf-8") as lines:
         system.open()

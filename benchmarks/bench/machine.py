@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ _PACKAGES = ("raysgd", "ray", "torch", "numpy", "pyarrow")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def describe_machine() -> dict[str, Any]:
-    """Cores, memory, versions."""
+def describe_machine(more_packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Cores, memory, versions, also of ``more_packages`` that are installed."""
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *more_packages):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A benchmark program of its own page: its arguments, its turns, and what it writes and tells. For recovery.py and ingest.py."""
+"""A benchmark program of its own page: its arguments, its turns, and what it writes and tells."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from bench.measures import load_measure
 from bench.picture import draw_rows
 from bench.rows import Row, fill_rows
 from bench.schedule import Turn, make_turns
+from bench.systems import missing_framework
 
 
 class Page(Protocol):
-    """A module with the rows of a table, and the page around it."""
+    """A module with the rows of a table, and the page around it.
+
+    It may have ``PACKAGES``, whose versions belong to the results beside those that always do.
+    """
 
     ROWS: Sequence[Row]
 
@@ -39,13 +43,13 @@ def run_program(description: str, stem: str, names: Sequence[str], page: Page) -
     """
     args = _parse(description, names)
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
-    machine = describe_machine()
+    machine = describe_machine(getattr(page, "PACKAGES", ()))
     measures = {name: load_measure(name) for name in args.only or names}
     document = results.load(output / f"{stem}.json", machine) if args.only else results.new_document(machine)
     for each in measures.values():
         results.begin_measure(document, each.NAME, each.TITLE, each.UNITS, quick=args.quick)
     turns = make_turns(list(measures.values()), quick=args.quick, repeat=args.repeat)
-    turns = [turn for turn in turns if args.system in (None, turn.system)]
+    turns = _without_missing([turn for turn in turns if turn.system in (args.system or [turn.system])])
     begun = time.monotonic()
     with work_folder() as work:
         for number, turn in enumerate(turns, 1):
@@ -82,11 +86,20 @@ def _measure(document: results.Document, each: Any, turn: Turn, folder: Path, *,
         results.add_samples(document, each.NAME, turn.system, params, line)
 
 
+def _without_missing(turns: Sequence[Turn]) -> list[Turn]:
+    """Those that can be measured here; the others are told."""
+    missing = {turn.system: missing_framework(turn.system) for turn in turns}
+    for system, framework in missing.items():
+        if framework is not None:
+            print(f"{system} is left out: {framework} is not installed")
+    return [turn for turn in turns if missing[turn.system] is None]
+
+
 def _parse(description: str, names: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="little, once, without the slowest: does it all work?")
     parser.add_argument("--only", action="append", choices=names, help="one measure; may be given again")
-    parser.add_argument("--system", help="one system, such as raysgd or ray_train")
+    parser.add_argument("--system", action="append", help="one system, such as raysgd; may be given again")
     parser.add_argument("--repeat", type=int, help="repetitions of every measure, instead of each one's own number")
     parser.add_argument("--output", type=Path, help="folder for the results")
     return parser.parse_args()

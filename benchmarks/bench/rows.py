@@ -33,6 +33,7 @@ class Row:
         scale: From the series' unit to ``unit``.
         better: Whether less or more is better.
         ours: The system that is told as raysgd.
+        peers: The systems beside it; None: all that are not raysgd.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Row:
     scale: float = 1.0
     better: Literal["less", "more"] = "less"
     ours: str = "raysgd"
+    peers: tuple[str, ...] | None = None
 
     def target(self) -> str:
         sign = "≤" if self.better == "less" else "≥"
@@ -85,7 +87,7 @@ def fill_rows(document: Mapping[str, Any], rows: Sequence[Row] = ROWS) -> list[d
 
 def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
     systems = {"raysgd" if name == row.ours else name: entry for name, entry in measure["systems"].items()}
-    cells = {system: _cell(row, entry) for system, entry in systems.items() if system not in VARIANTS}
+    cells = {system: _cell(row, entry) for system, entry in systems.items() if _is_told(row, system)}
     cells = {system: cell for system, cell in cells.items() if cell is not None}
     values = {system: cell["value"] for system, cell in cells.items() if "value" in cell}
     return {
@@ -99,6 +101,12 @@ def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
         "limits": [limit.figure(values) for limit in row.limits],
         "met": _is_met(row, values),
     }
+
+
+def _is_told(row: Row, system: str) -> bool:
+    if row.peers is None:
+        return system not in VARIANTS
+    return system == "raysgd" or system in row.peers
 
 
 def _cell(row: Row, entry: Mapping[str, Any]) -> dict[str, Any] | None:

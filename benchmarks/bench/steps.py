@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bench.inside import inside
 
@@ -36,8 +36,7 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     group = torch.tensor([time.time_ns()])
     dist.broadcast(group, 0)
-    name = f"{int(group)}-{dist.get_world_size()}-{rank}-{os.getpid()}.steps"
-    with (folder / name).open("w", buffering=1) as marks:
+    with open_marks(folder, int(group), dist.get_world_size(), rank) as marks:
         while True:
             optimizer.zero_grad()
             model(torch.rand(8, _WIDTH)).square().mean().backward()
@@ -51,3 +50,8 @@ def train(config: dict[str, Any]) -> None:
                 system.save({"step": step} if rank == 0 else None, step)
             step += 1
             time.sleep(config["step_s"])
+
+
+def open_marks(folder: Path, group: int, size: int, rank: int) -> TextIO:
+    """The file for the times of this process's steps in a group."""
+    return (folder / f"{group}-{size}-{rank}-{os.getpid()}.steps").open("w", buffering=1)

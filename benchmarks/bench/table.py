@@ -77,21 +77,21 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = row["cells"]
-        peers = [f"{TITLES[name]} {_show(cells[name], row['unit'])}" for name in _PEERS if name in cells]
+        peers = [f"{TITLES[name]} {show_cell(cells[name], row['unit'])}" for name in _PEERS if name in cells]
         factor = row["times_better_than_ray_train"]
         lines.append(
             (
                 row["title"],
-                _show(cells.get("ray_train"), row["unit"]),
-                _show(cells.get("ray_train_tuned"), row["unit"]),
+                show_cell(cells.get("ray_train"), row["unit"]),
+                show_cell(cells.get("ray_train_tuned"), row["unit"]),
                 ", ".join(peers) or "-",
-                f"**{_show(cells.get('raysgd'), row['unit'])}**",
+                f"**{show_cell(cells.get('raysgd'), row['unit'])}**",
                 "-" if factor is None else f"{number(factor)}x",
                 row["target"] or "-",
                 {True: "yes", False: "**no**", None: "-"}[row["met"]],
             )
         )
-    return _table(head, lines)
+    return make_table(head, lines)
 
 
 def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
@@ -104,7 +104,7 @@ def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
     lines = []
     for row in rows:
         if row["met"] is False:
-            value = _show(row["cells"].get("raysgd"), row["unit"])
+            value = show_cell(row["cells"].get("raysgd"), row["unit"])
             reason = why.get(row["key"], "No reason is known.")
             lines.append(f"- **{row['title']}**: {value} ({row['target']}). {reason}")
     return "## What is missed\n\n" + "\n".join(lines) + "\n" if lines else ""
@@ -117,9 +117,9 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> str:
             cell = row["cells"].get(name)
             if cell is not None and "value" in cell:
                 spread = f"{number(cell['q1'])} to {number(cell['q3'])} {row['unit']}"
-                lines.append((row["title"], TITLES[name], _show(cell, row["unit"]), spread, str(cell["n"])))
+                lines.append((row["title"], TITLES[name], show_cell(cell, row["unit"]), spread, str(cell["n"])))
     head = ("measure", "system", "value", "quartiles", "samples")
-    return "## Spread\n\n" + _table(head, lines)
+    return "## Spread\n\n" + make_table(head, lines)
 
 
 def _scale(scale: Mapping[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _scale(scale: Mapping[str, Any]) -> str:
     head = ("workers", "reports/s", "items/s", "CPU", "CPU per report", "memory growth", "report to frame, p50", "p99")
     lines = [_scale_line(point) for point in scale.get("simulated", [])]
     if lines:
-        text += _table(head, lines) + "\n"
+        text += make_table(head, lines) + "\n"
         text += f"{scale['verdict']}\n\n![How the controller's cost grows](scale.svg)\n\n" if "verdict" in scale else ""
     if real := scale.get("real"):
         text += (
@@ -147,7 +147,7 @@ def _scale(scale: Mapping[str, Any]) -> str:
             "to driver, p50",
             "p99",
         )
-        text += _table(head, [_real_line(real)])
+        text += make_table(head, [_real_line(real)])
     return text
 
 
@@ -190,7 +190,8 @@ def number(value: float) -> str:
     return f"{value:.6f}".rstrip("0") if "e" in text else text
 
 
-def _show(cell: Mapping[str, Any] | None, unit: str) -> str:
+def show_cell(cell: Mapping[str, Any] | None, unit: str) -> str:
+    """A cell's value with its unit, or what went wrong."""
     if cell is None:
         return "-"
     if "error" in cell:
@@ -208,6 +209,7 @@ def _cell_text(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ").replace("<", "&lt;")
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def make_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     rule = ["---"] * len(head)
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines)) + "\n"

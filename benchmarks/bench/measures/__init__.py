@@ -26,12 +26,16 @@ from bench.systems.base import System
 
 #: Modules, in the order in which they run and are told.
 NAMES = ("report_cost", "latency", "rate", "overhead", "exception", "start", "checkpoint", "ddp")
-#: Those of what happens when something fails, of `benchmarks/recovery.py`. They start their systems themselves.
+#: Those of what happens when something fails, of `benchmarks/recovery.py`.
 RECOVERY = ("kill", "stop", "resize", "node", "reliability", "steady")
 #: Those of how rows come to the loop, of `benchmarks/ingest.py`.
 INGEST = ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning")
 #: That of a search, of `benchmarks/tune.py`.
 TUNE = ("tune_search",)
+#: Those of the frameworks' groups, of `benchmarks/backends.py`.
+BACKENDS = ("backend_start", "backend_allreduce", "backend_kill")
+#: Those in which processes are killed. They start their systems themselves.
+FRAGILE = (*RECOVERY, "backend_kill")
 #: The two Ray Trains and raysgd, and who stands in for them where a quick run has to leave somebody out.
 ALL = ("ray_train", "ray_train_tuned", "raysgd")
 BOTH = ("ray_train", "raysgd")

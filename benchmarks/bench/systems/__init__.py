@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from bench.systems.base import System
@@ -12,28 +13,52 @@ TITLES = {
     "ray_train_tuned": "Ray Train, 0.05 s",
     "bare": "bare actors",
     "torchrun": "torchrun",
+    "horovod_executor": "RayExecutor",
+    "horovodrun": "horovodrun",
+    "tensorflow": "plain TensorFlow",
+    "jax": "plain JAX",
     "dd": "dd",
     "pyarrow": "plain pyarrow",
     "raysgd": "raysgd",
 }
 
-
 #: raysgd as it is set up for the measures of recovery.
 VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic")
+#: raysgd with each backend, by the backend's name, which is that of its framework too.
+WITH_BACKEND = {name: f"raysgd_{name}" for name in ("torch", "horovod", "tensorflow", "jax")}
+#: The framework whose group a system makes.
+FRAMEWORKS = {
+    "torchrun": "torch",
+    "horovod_executor": "horovod",
+    "horovodrun": "horovod",
+    "tensorflow": "tensorflow",
+    "jax": "jax",
+    **{system: framework for framework, system in WITH_BACKEND.items()},
+}
+
+
+def missing_framework(name: str) -> str | None:
+    """The framework that a system needs and that is not installed, if so."""
+    framework = FRAMEWORKS.get(name)
+    return framework if framework and importlib.util.find_spec(framework) is None else None
 
 
 def make_fragile_system(name: str, folder: Path) -> System:
-    """The system of that name for the measures of recovery, which start it themselves."""
+    """The system of that name for measures in which processes are killed; they start it themselves."""
     from bench.systems import fragile
 
-    if name in VARIANTS:
+    if name == "torchrun":
+        from bench.systems.launched import FragileTorchrun
+
+        return FragileTorchrun(name, folder)
+    if name in VARIANTS or name in WITH_BACKEND.values():
         return fragile.FragileRaysgd(name, folder)
     return fragile.FragileBare(name, folder) if name == "bare" else fragile.FragileRayTrain(name, folder)
 
 
 def make_system(name: str, folder: Path) -> System:
     """The system of that name; nothing is started yet. Imports what it compares."""
-    if name == "raysgd":
+    if name == "raysgd" or name in WITH_BACKEND.values():
         from bench.systems.raysgd_trainer import RaysgdSystem
 
         return RaysgdSystem(name, folder)
@@ -45,8 +70,12 @@ def make_system(name: str, folder: Path) -> System:
         from bench.systems.bare import BareSystem
 
         return BareSystem(name, folder)
-    if name == "torchrun":
-        from bench.systems.torchrun import TorchrunSystem
+    if name == "horovod_executor":
+        from bench.systems.horovod_executor import HorovodExecutorSystem
 
-        return TorchrunSystem(name, folder)
+        return HorovodExecutorSystem(name, folder)
+    if name in FRAMEWORKS:
+        from bench.systems.launched import LaunchedSystem
+
+        return LaunchedSystem(name, folder)
     return System(name, folder)

@@ -15,12 +15,20 @@ from typing import Any
 import psutil
 
 from bench.machine import without_paths
+from bench.systems import FRAMEWORKS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc, wait_for_calm
 
 _MAX_ERROR = 300
 #: A process that in so many seconds wants to run for no more than this share of them has finished its imports.
 _IDLE_S = 0.5
 _IDLE_SHARE = 0.1
+#: A library that is in a process's memory once the framework is.
+_LIBRARIES = {
+    "torch": "libtorch_cpu",
+    "horovod": "horovod/torch/",
+    "tensorflow": "libtensorflow_cc",
+    "jax": "jaxlib/",
+}
 
 
 class FragileSystem(RaySystem):
@@ -83,6 +91,10 @@ class FragileRaysgd(FragileSystem):
 
     _trainer: Any = None
 
+    @property
+    def _framework(self) -> str:
+        return FRAMEWORKS.get(self.name, "torch")
+
     def close(self) -> None:
         self.reset()
         super().close()
@@ -102,6 +114,7 @@ class FragileRaysgd(FragileSystem):
         num_workers = given["num_workers"]
         return raysgd.Trainer(
             num_workers if isinstance(num_workers, int) else (num_workers[0], num_workers[1]),
+            self._framework,
             run=raysgd.RunConfig(storage_path=self.folder / "runs"),
             failure=raysgd.FailureConfig(max_failures=-1, **failure),
             checkpoint=raysgd.CheckpointConfig(num_to_keep=2),
@@ -123,8 +136,9 @@ class FragileRaysgd(FragileSystem):
         trainer.run(train_func, self._full(config), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")])
 
     def is_whole(self, members: Collection[int]) -> bool:
-        """As many spares as there should be have torch in their memory, and do nothing any more."""
-        spares = [each for each in processes_of("ray::WorkerActor") if each.pid not in members and has_torch(each)]
+        """As many spares as there should be have the framework in their memory, and do nothing any more."""
+        others = [each for each in processes_of("ray::WorkerActor") if each.pid not in members]
+        spares = [each for each in others if has_framework(each, self._framework)]
         if len(spares) < self.params.get("spares", 0):
             return False
         before = [wanted_s(each) for each in spares]
@@ -240,9 +254,9 @@ def wanted_s(process: psutil.Process) -> float:
     return total / 1e9
 
 
-def has_torch(process: psutil.Process) -> bool:
-    """Whether torch is in its memory."""
+def has_framework(process: psutil.Process, name: str) -> bool:
+    """Whether a framework is in its memory."""
     try:
-        return "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+        return _LIBRARIES[name] in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
     except OSError:
         return False

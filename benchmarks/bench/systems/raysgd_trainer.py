@@ -8,6 +8,7 @@ from typing import Any
 
 import raysgd
 from bench.notes import NUM_KEPT, NUM_WORKERS
+from bench.systems import FRAMEWORKS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
@@ -52,6 +53,7 @@ class RaysgdSystem(RaySystem):
         if self._trainer is None:
             self._trainer = raysgd.Trainer(
                 NUM_WORKERS,
+                FRAMEWORKS.get(self.name, "torch"),
                 run=raysgd.RunConfig(storage_path=self.folder / "runs"),
                 checkpoint=raysgd.CheckpointConfig(num_to_keep=NUM_KEPT),
             )

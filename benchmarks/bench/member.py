@@ -1,0 +1,58 @@
+"""A process of a group that is launched without Ray: joins it, calls the train function, leaves it. See `bench.systems.launched`.
+
+It imports nothing that a user's script would not have, since its imports are part of what is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from bench.notes import NUM_WORKERS
+
+
+def main(framework: str, target: str, config: str) -> None:
+    """Args are the framework, the train function as ``module:name``, and its config."""
+    leave = _JOIN[framework]()
+    module, _, name = target.partition(":")
+    getattr(importlib.import_module(module), name)(json.loads(config))
+    leave()
+
+
+def _join_torch() -> Callable[[], object]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return dist.destroy_process_group
+
+
+def _join_horovod() -> Callable[[], object]:
+    import horovod.torch as hvd
+
+    os.environ["HOROVOD_GLOO_IFACE"] = os.environ["GLOO_SOCKET_IFNAME"]  # horovodrun says lo
+    hvd.init()
+    return hvd.shutdown
+
+
+def _join_tensorflow() -> Callable[[], object]:
+    import tensorflow  # noqa: F401  (its strategy joins, by TF_CONFIG)
+
+    return lambda: None
+
+
+def _join_jax() -> Callable[[], object]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(os.environ["COORDINATOR"], NUM_WORKERS, int(os.environ["RANK"]))
+    return jax.distributed.shutdown
+
+
+_JOIN = {"torch": _join_torch, "horovod": _join_horovod, "tensorflow": _join_tensorflow, "jax": _join_jax}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Groups of processes without Ray: by the launcher that comes with a framework, or plain ones. Driver side; what they run is
+`bench.member`.
+
+gloo has the network interface that raysgd's backends would choose, that of the node's address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray.util
+
+from bench.notes import NUM_WORKERS
+from bench.systems import FRAMEWORKS
+from bench.systems.base import OnCheckpoint, OnReport, System, TrainFunc, wait_for_calm
+from bench.systems.fragile import FragileSystem
+from raysgd.backends.meeting import free_address, interface_of
+
+Command = list[str]
+Variables = dict[str, str]
+
+
+def _torchrun(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
+    yield _by_torchrun(NUM_WORKERS, 0, script), {}
+
+
+def _by_torchrun(num_workers: int, max_restarts: int, script: Command) -> Command:
+    options = ["--standalone", "--nproc-per-node", str(num_workers), "--max-restarts", str(max_restarts)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *script]
+
+
+def _horovodrun(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(NUM_WORKERS)]
+    yield [*launcher, sys.executable, *script], {}
+
+
+def _tensorflow(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
+    cluster = {"worker": [free_address(node_ip) for _ in range(NUM_WORKERS)]}
+    for rank in range(NUM_WORKERS):
+        task = {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+        yield [sys.executable, *script], {"TF_CONFIG": json.dumps(task)}
+
+
+def _jax(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
+    address = free_address(node_ip)
+    for rank in range(NUM_WORKERS):
+        yield [sys.executable, *script], {"COORDINATOR": address, "RANK": str(rank)}
+
+
+_LAUNCHERS: dict[str, Callable[[str, Command], Iterator[tuple[Command, Variables]]]] = {
+    "torchrun": _torchrun,
+    "horovodrun": _horovodrun,
+    "tensorflow": _tensorflow,
+    "jax": _jax,
+}
+
+
+class LaunchedSystem(System):
+    """See `System`; it reports nothing."""
+
+    def open(self) -> None:
+        wait_for_calm()
+
+    def run(
+        self,
+        train_func: TrainFunc,
+        config: Mapping[str, Any],
+        *,
+        on_report: OnReport | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+    ) -> None:
+        node_ip = ray.util.get_node_ip_address()
+        script = _script(self.name, train_func, self._full(config))
+        commands = list(_LAUNCHERS[self.name](node_ip, script))
+        environment = _environment(node_ip)
+        self.called = time.time()
+        _wait_for([subprocess.Popen(command, env=environment | own) for command, own in commands])
+
+
+class FragileTorchrun(FragileSystem):
+    """torchrun, which starts all processes anew when one has died."""
+
+    def start(self, params: Mapping[str, Any]) -> None:
+        self.params = dict(params)
+        wait_for_calm()
+
+    def run(
+        self,
+        train_func: TrainFunc,
+        config: Mapping[str, Any],
+        *,
+        on_report: OnReport | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+    ) -> None:
+        script = _script(self.name, train_func, self._full(config))
+        command = _by_torchrun(self.params["num_workers"], self.params["max_restarts"], script)
+        # Without it a group that is started again finds the addresses of the one before in the agent's store.
+        environment = _environment(ray.util.get_node_ip_address()) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        _wait_for([subprocess.Popen(command, env=environment)])
+
+
+def _script(system: str, train_func: TrainFunc, config: dict[str, Any]) -> Command:
+    target = f"{train_func.__module__}:{train_func.__qualname__}"
+    return ["-m", "bench.member", FRAMEWORKS[system], target, json.dumps(config)]
+
+
+def _environment(node_ip: str) -> Variables:
+    return os.environ | {"GLOO_SOCKET_IFNAME": interface_of(node_ip) or ""}
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended; when one fails, its peers are ended too.
+
+    Raises:
+        RuntimeError: One has failed.
+    """
+    try:
+        for process in processes:
+            if process.wait() != 0:
+                raise RuntimeError(f"a process ended with status {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
