@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.frameworks import needs_horovod
 from support.project import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -75,3 +76,31 @@ def test_a_search(tmp_path: Path) -> None:
     document = run("tune.py", "--system", "raysgd", output=tmp_path, file="tune.json")
     assert [row["cells"]["raysgd"]["value"] > 0 for row in document["rows"]] == [True, True]
     assert (tmp_path / "tune.md").exists()
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize(
+    ("ours", "peer", "backend"),
+    [
+        ("raysgd_jax", "jax", "jax"),
+        pytest.param("raysgd_horovod", "horovod_executor", "horovod", marks=needs_horovod),
+    ],
+)
+def test_a_backend_beside_its_framework(tmp_path: Path, ours: str, peer: str, backend: str) -> None:
+    arguments = ("--only", "backend_start", "--only", "backend_allreduce", "--system", ours, "--system", peer)
+    document = run("backends.py", *arguments, output=tmp_path, file="backends.json")
+    rows = [row for row in document["rows"] if row["key"].startswith((f"start_{backend}", f"allreduce_{backend}"))]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["cells"].keys() == {peer, "raysgd"}
+        assert all(cell["value"] > 0 for cell in row["cells"].values()), row
+    assert (tmp_path / "backends.md").exists()
+
+
+@pytest.mark.timeout(220)
+def test_a_kill_in_a_group_of_a_backend(tmp_path: Path) -> None:
+    document = run(
+        "backends.py", "--only", "backend_kill", "--system", "raysgd_jax", output=tmp_path, file="backends.json"
+    )
+    row = next(row for row in document["rows"] if row["key"] == "kill_jax")
+    assert row["cells"]["raysgd"]["value"] > 0 and "failed" not in row["cells"]["raysgd"], document

@@ -1,0 +1,95 @@
+"""The benchmark of backends: what is compared, and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.project import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from bench import backend_rows, results
+from bench.measures import BACKENDS, load_measure
+from bench.picture import draw_rows
+from bench.rows import fill_rows
+from bench.systems import FRAMEWORKS, TITLES, missing_framework
+
+MACHINE = {"cores": 2, "processor": "a processor", "memory_gib": 8.0, "system": "Linux 6", "versions": {}}
+
+
+def make_document(**measures: dict[str, dict[str, list[float]]]) -> results.Document:
+    document = results.new_document(MACHINE)
+    for name, systems in measures.items():
+        results.begin_measure(document, name, "A title", {}, quick=False)
+        for system, series in systems.items():
+            results.add_samples(document, name, system, {}, {"series": series})
+    return document
+
+
+def rows_of(document: results.Document) -> dict[str, dict[str, Any]]:
+    return {row["key"]: row for row in fill_rows(document, backend_rows.ROWS)}
+
+
+def test_every_row_tells_a_series_that_its_measure_gives_of_systems_that_it_compares() -> None:
+    for row in backend_rows.ROWS:
+        measure = load_measure(row.measure)
+        assert row.series in measure.UNITS and row.ours in measure.SYSTEMS, row.key
+        assert {limit.of for limit in row.limits} <= {None, *measure.SYSTEMS}, row.key
+        assert row.peers is not None and set(row.peers) <= set(TITLES), row.key
+        assert {FRAMEWORKS[peer] for peer in row.peers} <= {FRAMEWORKS[row.ours]}, row.key
+    assert {row.measure for row in backend_rows.ROWS} == set(BACKENDS)
+    assert len({row.key for row in backend_rows.ROWS}) == len(backend_rows.ROWS)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sizes_are_plain_data(name: str) -> None:
+    measure = load_measure(name)
+    for system in measure.SYSTEMS:
+        full, quick = measure.params(system, quick=False), measure.params(system, quick=True)
+        assert json.loads(json.dumps(full)).keys() == quick.keys()
+
+
+def test_each_backend_is_told_beside_its_own_framework() -> None:
+    seconds = {"torchrun": 2.0, "raysgd_torch": 2.1, "raysgd_horovod": 3.0, "horovod_executor": 2.0, "horovodrun": 6.0}
+    document = make_document(backend_start={system: {"cold_s": [value]} for system, value in seconds.items()})
+    rows = rows_of(document)
+    assert rows["start_torch"]["cells"].keys() == {"torchrun", "raysgd"}
+    assert rows["start_horovod"]["cells"].keys() == {"horovod_executor", "horovodrun", "raysgd"}
+    assert (rows["start_torch"]["met"], rows["start_horovod"]["met"]) == (True, False)
+    assert rows["start_jax"]["cells"] == {} and rows["start_jax"]["met"] is None
+    page = backend_rows.render_page(document)
+    assert (
+        "| RayExecutor 2 s, horovodrun 6 s | **3 s** | 1.5x RayExecutor, 0.5x horovodrun | ≤ 1.2x RayExecutor | **no** |"
+        in page
+    )
+
+
+def test_more_bandwidth_is_better(tmp_path: Path) -> None:
+    systems = {"jax": {"1 MiB": [300e6], "4 KiB": [10e6]}, "raysgd_jax": {"1 MiB": [284e6], "4 KiB": [12e6]}}
+    document = make_document(backend_allreduce=systems)
+    rows = rows_of(document)
+    assert (rows["allreduce_jax_1_MiB"]["met"], rows["allreduce_jax_4_KiB"]["met"]) == (False, True)
+    told = "| JAX: all-reduce of 4 KiB | plain JAX 10 MB/s | **12 MB/s** | 1.2x plain JAX | ≥ 0.95x plain JAX | yes |"
+    assert told in backend_rows.render_page(document)
+    assert draw_rows(list(rows.values()), tmp_path / "backends.svg") == tmp_path / "backends.svg"
+
+
+def test_horovods_timeout_is_part_of_its_limit() -> None:
+    document = make_document(
+        backend_kill={f"raysgd_{name}": {"seconds": [11.0]} for name in ("torch", "horovod", "jax")}
+    )
+    rows = rows_of(document)
+    assert [rows[f"kill_{name}"]["met"] for name in ("torch", "horovod", "jax")] == [False, True, None]
+
+
+def test_a_framework_that_is_not_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "horovod" else object())
+    missing = {system for system in TITLES if missing_framework(system)}
+    assert missing == {"horovod_executor", "horovodrun"}
+    assert missing_framework("raysgd_horovod") == "horovod" and missing_framework("raysgd") is None
