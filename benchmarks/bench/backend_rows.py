@@ -99,7 +99,18 @@ is told are medians; every sample is in [backends.json](backends.json).
 """
 
 #: Why a target is missed, by the row's key.
-_WHY_MISSED: dict[str, str] = {}
+_WHY_MISSED = {
+    "start_horovod": (
+        "`RayExecutor` asks Ray for two workers, and that is all. raysgd asks for the TrainerActor, which asks for them, as "
+        "*bare actors* do in [the comparison with Ray Train](index.md); and the process with Horovod's rendezvous server comes "
+        "up beside them, on the cores on which they import torch."
+    ),
+    "start_jax": (
+        "JAX's import is short: two plain processes have their sum before a worker has begun with it. That is when Ray has "
+        "handed out two processes one after the other, the TrainerActor's and the worker's, and each has imported what Ray and "
+        "raysgd are made of."
+    ),
+}
 
 
 def render_page(document: Mapping[str, Any]) -> str:
@@ -108,11 +119,15 @@ def render_page(document: Mapping[str, Any]) -> str:
     parts = [_HEAD]
     if any(measure["quick"] for measure in document["measures"].values()):
         parts.append("**A quick run: little, once. These figures say that it works and no more.**\n")
-    parts += [_comparison(rows), "![The figures of the table](backends.svg)\n", missed(rows, _WHY_MISSED)]
+    if not rows:
+        parts.append("Nothing has been measured yet.\n")
+    else:
+        parts += [_comparison(rows), "![The figures of the table](backends.svg)\n", missed(rows, _WHY_MISSED)]
     parts.append(_METHOD.format(machine=machine_line(document["machine"])))
     if failed := list_failures(document):
         parts.append("## What failed\n\n" + "\n".join(f"- {line}" for line in failed) + "\n")
-    parts.append(spread(rows))
+    if rows:
+        parts.append(spread(rows))
     return "\n".join(parts)
 
 

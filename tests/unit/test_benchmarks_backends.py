@@ -80,6 +80,11 @@ def test_more_bandwidth_is_better(tmp_path: Path) -> None:
     assert draw_rows(list(rows.values()), tmp_path / "backends.svg") == tmp_path / "backends.svg"
 
 
+def test_a_page_without_figures_says_so() -> None:
+    page = backend_rows.render_page(results.new_document(MACHINE))
+    assert "Nothing has been measured yet." in page and "backends.svg" not in page
+
+
 def test_horovods_timeout_is_part_of_its_limit() -> None:
     document = make_document(
         backend_kill={f"raysgd_{name}": {"seconds": [11.0]} for name in ("torch", "horovod", "jax")}

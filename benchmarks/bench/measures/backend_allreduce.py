@@ -33,7 +33,7 @@ ENVIRONMENT = {"RAY_worker_niceness": "0"}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    return {"framework": FRAMEWORKS[system], "blocks": 1 if quick else 10, "share": 0.1 if quick else 1.0}
+    return {"framework": FRAMEWORKS[system], "blocks": 1 if quick else 6, "share": 0.1 if quick else 1.0}
 
 
 def run(system: System, params: dict[str, Any]) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ def params(system: str, quick: bool) -> dict[str, Any]:
     given = {"framework": FRAMEWORKS[system], "size": 3, "num_workers": 3, "num_cpus": 6, "limit_s": 90.0}
     kept = {"max_restarts": 100} if system == "torchrun" else {"spares": 1}
     # With more than three kills in a run TensorFlow's processes would be replaced by new ones.
-    return {**given, **kept, "runs": 1 if quick else 3, "blows": 1 if quick else 3}
+    return {**given, **kept, "runs": 1 if quick else 2, "blows": 1 if quick else 3}
 
 
 def run(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:

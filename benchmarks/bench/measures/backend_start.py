@@ -18,7 +18,7 @@ TITLE = "Start to first all-reduce"
 SYSTEMS = QUICK_SYSTEMS = tuple(FRAMEWORKS)
 UNITS = {"cold_s": "s", "warm_s": "s"}
 IS_FRESH = True
-REPEAT = 4
+REPEAT = 3
 
 #: Runs after the first one; with more than three TensorFlow's processes would be replaced by new ones.
 _WARM_RUNS = 3
