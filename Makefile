@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 EXTRAS := torch,mlflow,wandb,dev,doc
-# Large, and for the tests alone.
+# Large, and for the tests and the benchmarks alone.
 FRAMEWORKS := $(VENV)/frameworks.stamp
 HOROVOD := $(VENV)/horovod.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -48,12 +48,13 @@ format: setup  ## Format the code and apply the fixes that are safe
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
-bench: setup  ## Measure raysgd beside Ray Train; results go to doc/benchmarks/
+bench: $(HOROVOD)  ## Measure raysgd beside Ray Train and others; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
 	@$(BIN)/python benchmarks/scale.py
 	@$(BIN)/python benchmarks/recovery.py
 	@$(BIN)/python benchmarks/ingest.py
 	@$(BIN)/python benchmarks/tune.py
+	@$(BIN)/python benchmarks/backends.py
 
 doc: setup  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
