@@ -87,7 +87,8 @@ is told are medians; every sample is in [backends.json](backends.json).
   Trainer, as are a third and a fourth in its median; after four groups raysgd replaces TensorFlow's processes, which
   would take as long as a start.
 - **Bandwidth** is the bytes of one array of float32 by the time of its all-reduce, on the slower of two ranks, in blocks of equal
-  numbers of them in which the sizes take turns. All processes have the same niceness; Ray's workers would have 15
+  numbers of them in which the sizes take turns, from three seconds after the group was there: Ray first starts processes in the
+  place of those that it has given away. All processes have the same niceness; Ray's workers would have 15
   (`RAY_worker_niceness`), and yield to all else.
 - **A kill** is SIGKILL to one of three ranks, not the first, in a loop of all-reduces of 256 KiB with 10 ms between them. raysgd
   has a spare process, up and idle; the time ends when the slowest rank of the next group has done its first step. `torchrun

@@ -33,7 +33,12 @@ ENVIRONMENT = {"RAY_worker_niceness": "0"}
 
 
 def params(system: str, quick: bool) -> dict[str, Any]:
-    return {"framework": FRAMEWORKS[system], "blocks": 1 if quick else 6, "share": 0.1 if quick else 1.0}
+    return {
+        "framework": FRAMEWORKS[system],
+        "blocks": 1 if quick else 6,
+        "share": 0.1 if quick else 1.0,
+        "settle_s": 0.0 if quick else 3.0,
+    }
 
 
 def run(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
@@ -62,6 +67,7 @@ def train(config: dict[str, Any]) -> None:
             collective.add_up(arrays[name])
         return (time.perf_counter() - start) / count
 
+    time.sleep(config["settle_s"])  # Ray starts processes in the place of those that were taken
     for name in SIZES:
         block(name)
     rounds = [{name: block(name) for name in SIZES} for _ in range(config["blocks"])]
