@@ -1,12 +1,12 @@
 """Train a small convolutional network on scikit-learn's handwritten digits by Keras's fit, on two workers.
 
-    python examples/backends/keras_fit.py [--workers 2] [--epochs 12]
+    python examples/backends/keras_fit.py [--workers 2] [--epochs 8]
 
 Each worker trains on its own share of the rows. Each epoch's loss and accuracy appear in a live table while training goes on;
-a checkpoint is saved per epoch. It needs TensorFlow and Keras 2: pip install raysgd[tensorflow] tf_keras
+a checkpoint is saved per epoch. It needs TensorFlow and Keras 2: pip install raysgd[tensorflow]
 """
 
-# test: tests/docs/test_keras_fit.py
+# test: tests/docs/test_backend_examples.py
 
 import argparse
 
@@ -17,12 +17,12 @@ from sklearn.model_selection import train_test_split
 import raysgd
 
 
-def make_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """1,797 scans of 8 x 8 pixels, a fifth of them for testing."""
+def make_data() -> dict[str, dict[str, np.ndarray]]:
+    """1,797 scans of 8 x 8 pixels, a fifth of them for validation."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    x_train, x_test, y_train, y_test = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    return {"image": x_train, "label": y_train}, {"image": x_test, "label": y_test}
+    x_train, x_val, y_train, y_val = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    return {"train": {"image": x_train, "label": y_train}, "validation": {"image": x_val, "label": y_val}}
 
 
 def make_model(lr: float):
@@ -48,11 +48,11 @@ def train_func(config: dict) -> float:
     def pairs(batch):
         return batch["image"], batch["label"]
 
-    train, test = raysgd.get_dataset("train"), raysgd.get_dataset("test")
+    train, validation = raysgd.get_dataset("train"), raysgd.get_dataset("validation")
     callback = raysgd.tensorflow.KerasCallback()
     history = model.fit(
-        train.get_split().to_tf(config["batch_size"], collate_fn=pairs, shuffle="full", drop_last=True),
-        validation_data=test.get_split().to_tf(global_batch_size=test.num_rows, collate_fn=pairs),
+        train.get_split().to_tf(global_batch_size=32, collate_fn=pairs, shuffle="full", drop_last=True),
+        validation_data=validation.get_split().to_tf(global_batch_size=validation.num_rows, collate_fn=pairs),
         epochs=config["epochs"],
         initial_epoch=callback.restore(model),
         callbacks=[callback],
@@ -64,19 +64,18 @@ def train_func(config: dict) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
     args = parser.parse_args()
 
-    config = {"lr": 4e-3, "batch_size": 32, "epochs": args.epochs}
-    train, test = make_data()
+    config = {"lr": 1e-2, "epochs": args.epochs}
     keep_best = raysgd.CheckpointConfig(num_to_keep=3, score_attribute="val_accuracy")
     with raysgd.Trainer(num_workers=args.workers, backend="tensorflow", seed=0, checkpoint=keep_best) as trainer:
         print(trainer)
-        accuracy = trainer.run(train_func, config, dataset={"train": train, "test": test})
+        accuracy = trainer.run(train_func, config, dataset=make_data())
         best = trainer.get_best_checkpoint()
-        print(f"test accuracy:   {accuracy:.4f}")
+        print(f"validation accuracy: {accuracy:.4f}")
         print(f"best checkpoint: {best.path} (accuracy {best.metrics['val_accuracy']:.4f})")
-        print(f"run directory:   {trainer.run_dir}")
+        print(f"run directory: {trainer.run_dir}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The scripts of ``examples/backends/``: each learns the digits as it is, through a death, and as the trials of a search.
 
-torch_ddp.py, horovod_torch.py, horovod_elastic.py, horovod_tensorflow.py, tensorflow_loop.py, jax_loop.py
+torch_ddp.py, horovod_torch.py, horovod_elastic.py, horovod_tensorflow.py, tensorflow_loop.py, keras_fit.py,
+jax_loop.py
 """
 
 from __future__ import annotations
@@ -52,9 +53,15 @@ SCRIPTS = [
     Script("horovod_elastic", "horovod", raysgd.HorovodConfig(elastic="horovod")),
     Script("horovod_tensorflow", "horovod", raysgd.HorovodConfig(framework="tensorflow")),
     Script("tensorflow_loop", "tensorflow", "tensorflow"),
+    Script("keras_fit", "tf_keras", "tensorflow"),
     Script("jax_loop", "jax", "jax", lr=0.1),
 ]
-NEEDED = {"horovod": "make horovod", "tensorflow": "pip install raysgd[tensorflow]", "jax": "pip install raysgd[jax]"}
+NEEDED = {
+    "horovod": "make horovod",
+    "tensorflow": "pip install raysgd[tensorflow]",
+    "tf_keras": "pip install raysgd[tensorflow]",
+    "jax": "pip install raysgd[jax]",
+}
 EPOCHS = 8
 MEANS = {"loss": "mean", "accuracy": "mean"}
 
