@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,29 @@ from support.totals import TOTALS
 travels_by_value(__name__)
 travels_by_value("support.totals")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
+
+
+def long_but_for(*names: str) -> Callable[[type[BackendSuite]], type[BackendSuite]]:
+    """Mark a suite's tests ``long``, as another one shows nearly the same, all but some."""
+
+    def marked(suite: type[BackendSuite]) -> type[BackendSuite]:
+        tests = {name for name in dir(suite) if name.startswith("test_")}
+        assert tests > set(names), f"of {names} not all are tests"
+        for name in tests - set(names):
+            setattr(suite, name, pytest.mark.long(_copy_of(getattr(suite, name))))
+        return suite
+
+    return marked
+
+
+def _copy_of(test: Callable[..., None]) -> Callable[..., None]:
+    """A mark on the function itself would be one on that of all suites."""
+
+    @wraps(test)
+    def copy(*args: Any, **kwargs: Any) -> None:
+        test(*args, **kwargs)
+
+    return copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +90,7 @@ class TestHorovodElastic(BackendSuite):
         return raysgd.HorovodConfig(elastic="horovod")
 
 
+@long_but_for("test_a_killed_rank_is_noticed_and_replaced", "test_a_smaller_group_and_a_larger_one")  # as with torch
 @needs_horovod
 class TestHorovodWithTensorflow(BackendSuite):
     make_total = staticmethod(TOTALS["horovod-tensorflow"])

@@ -62,6 +62,11 @@ NEEDED = {
     "tf_keras": "pip install raysgd[tensorflow]",
     "jax": "pip install raysgd[jax]",
 }
+#: A loop of its own and one that is the framework's; to Tune the others are what the first is.
+SEARCHED = [
+    script if script.name in ("torch_ddp", "keras_fit") else pytest.param(script, marks=pytest.mark.long)
+    for script in SCRIPTS
+]
 EPOCHS = 8
 MEANS = {"loss": "mean", "accuracy": "mean"}
 
@@ -114,6 +119,7 @@ def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     assert until(nothing_is_held, PATIENCE_S), what_is_held()
 
 
+@pytest.mark.parametrize("script", SEARCHED, indirect=True, ids=lambda script: script.name)
 def test_it_is_searched_by_tune(script: Script, module: ModuleType, fit: Fit) -> None:
     trainer = raysgd.Trainer(2, script.backend, seed=0)
     trainable = trainer.to_trainable(module.train_func, dataset=module.make_data(), reduce=MEANS)
