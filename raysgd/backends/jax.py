@@ -154,9 +154,13 @@ class JaxBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import jax
 
-        if isinstance(error, RaySGDError) or not isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, RaySGDError):
             return False
         text = str(error).lower()
+        if type(error) is ValueError:  # so says jaxlib where an array is read whose collective has failed
+            return "gloo" in text
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            return False
         return any(word in text for word in ("gloo", "nccl", "unavailable", "coordination", "connection", "heartbeat"))
 
     def _choose_devices(self, member: Member) -> None:
