@@ -13,7 +13,8 @@ In a test module of your own, with a fixture that calls ``ray.init(num_cpus=8)``
 
             return my_framework.add_up_over_all_ranks
 
-`BackendOnNodesSuite` is the rest of it, on a cluster of two nodes (`ray.cluster_utils.Cluster`) with two CPUs each.
+`BackendOnNodesSuite` is the rest of it, on a cluster of two nodes with two CPUs each: a fixture ``cluster`` that yields the
+`ray.cluster_utils.Cluster`, after ``ray.init``.
 
 Every test has a Trainer of its own, as a user would make it, and kills processes of its workers.
 """
@@ -31,6 +32,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
+import ray
 
 from raysgd.backends import gloo_sockets
 from raysgd.backends.base import BackendConfig
@@ -239,17 +241,49 @@ class BackendSuite(_Suite):
 
 
 class BackendOnNodesSuite(_Suite):
-    """Subclass it as ``Test...``, with a fixture that brings up a cluster of two nodes with two CPUs each."""
+    """Subclass it as ``Test...``, with a fixture ``cluster``: a `ray.cluster_utils.Cluster` of two nodes with two CPUs each."""
 
-    def test_two_on_each_of_two_nodes(self, tmp_path: Path) -> None:
+    def test_two_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
         seen = self._run(tmp_path, 4, "PACK")
         assert [each["node_rank"] for each in seen] == [0, 0, 1, 1]
         assert [each["local_rank"] for each in seen] == [0, 1, 0, 1]
 
-    def test_one_on_each_of_two_nodes(self, tmp_path: Path) -> None:
+    def test_one_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
         seen = self._run(tmp_path, 2, "STRICT_SPREAD")
         assert [each["node_rank"] for each in seen] == [0, 1]
         assert [each["local_rank"] for each in seen] == [0, 0]
+
+    def test_a_node_is_lost(self, cluster: Any, tmp_path: Path) -> None:
+        """One of three, with a worker on each: the other two go on."""
+        train_func = self._until_there_are_two(tmp_path)
+        # Each worker takes all of a node's CPUs.
+        with self.trainer(tmp_path, (2, 3), cpus_per_worker=2) as trainer, _a_node_more(cluster) as lose:
+            stream = trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
+            for result in stream:
+                if result["size"] == 3 and result["step"] == 3:
+                    break
+            (tmp_path / "lost").touch()
+            lose()
+            seen = stream.get_returns()
+        assert [each["total"] for each in seen] == [3, 3]
+        assert len({each["node"] for each in seen}) == 2
+
+    def _until_there_are_two(self, folder: Path) -> Callable[[], dict[str, Any]]:
+        make_total = self.make_total
+
+        def train_func() -> dict[str, Any]:
+            rank, size, total = session.world_rank(), session.world_size(), make_total()
+            is_after = (folder / "lost").exists() and size == 2  # it may have begun with two
+            for step in range(int(_PATIENCE_S / _SLOW_STEP_S)):
+                found = total(rank + 1)
+                if is_after:
+                    return {"total": found, "node": ray.get_runtime_context().get_node_id()}
+                session.report(size=size, step=step)
+                session.save_checkpoint({"step": step})
+                time.sleep(_SLOW_STEP_S)
+            raise TimeoutError(f"no node was lost in a group of {size}")
+
+        return train_func
 
     def _run(self, folder: Path, num_workers: int, strategy: str) -> list[dict[str, Any]]:
         make_total = self.make_total
@@ -262,6 +296,22 @@ class BackendOnNodesSuite(_Suite):
             seen = _run(trainer, train_func)
         assert [each["total"] for each in seen] == [sum(range(1, num_workers + 1))] * num_workers
         return seen
+
+
+@contextmanager
+def _a_node_more(cluster: Any) -> Iterator[Callable[[], None]]:
+    """One with two CPUs, where neither the driver nor a controller is; what is yielded kills all its processes."""
+    node = cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+
+    def lose() -> None:
+        cluster.remove_node(node, allow_graceful=False)
+
+    try:
+        yield lose
+    finally:
+        if node in cluster.worker_nodes:
+            lose()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ travels_by_value("support.totals")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_nodes(_no_process_is_left: None) -> Iterator[None]:
-    with cluster_of_two():
-        yield
+@pytest.fixture(scope="module")
+def cluster(_no_process_is_left: None) -> Iterator[Any]:
+    with cluster_of_two() as cluster:
+        yield cluster
 
 
 class TestTorch(BackendOnNodesSuite):

@@ -40,14 +40,20 @@ def start_ray(**settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster_of_two() -> Iterator[None]:
-    """A cluster of two nodes with two logical CPUs each, in which nothing may be left."""
+def cluster_of_two() -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` of two nodes with two logical CPUs each, in which nothing may be left."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    # Ray counts a silent node as lost after three seconds instead of twenty.
+    health = {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": 1000,
+        "health_check_failure_threshold": 3,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": health})
     cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, namespace="tests")
-    yield
+    yield cluster
     left = ClusterState.empty().leftovers()
     ray.shutdown()
     cluster.shutdown()
