@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit lint format bench doc horovod clean
+.PHONY: help setup train test long unit lint format bench doc horovod clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -31,9 +31,12 @@ help:  ## This page
 train: setup  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
-test: lint $(HOROVOD)  ## Everything: lint, types, layers, and all tests
+test: lint $(HOROVOD)  ## Everything: lint, types, layers, and all tests but the long ones
 	@echo "tests"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+long: $(HOROVOD)  ## The tests that take long, and show nearly what others do
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 unit: $(FRAMEWORKS)  ## The quick tests only
 	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture tests/docs $(ARGS)
