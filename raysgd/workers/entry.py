@@ -108,6 +108,7 @@ class Entry:
                 error, failed = caught, None
             except (RuntimeError, OSError) as caught:  # or while it formed
                 error, failed = caught, attempt.failed(caught)
+                forget(caught)
 
     def _await_next(self) -> Attempt:
         with self._changed:
