@@ -128,6 +128,7 @@ class Entry:
             outcome = _shown_by_name(error)
             self._current.tell(outcome)
         self._current.finish(outcome, before)
+        self._attempt = None  # its orders refer to the run's data
 
     def _perform(self) -> Returned | Ended | Failed:
         error: BaseException | None = None
