@@ -162,7 +162,8 @@ class TorchBackend(Backend):
         dump_trace = next((found for name in names if (found := getattr(c10d, name, None)) is not None), None)
         if dump_trace is None:  # an older torch
             return None
-        dump: bytes = dump_trace()
+        # To name the frames of stacks it would import torch._dynamo, with the interpreter's lock held for seconds.
+        dump: bytes = dump_trace(includeStackTraces=False)
         return FlightRecord(last_collectives(pickle.loads(dump)), dump)
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
