@@ -312,6 +312,9 @@ def _a_node_more(cluster: Any) -> Iterator[Callable[[], None]]:
     finally:
         if node in cluster.worker_nodes:
             lose()
+        deadline = time.monotonic() + _PATIENCE_S
+        while node.node_id in {each["NodeID"] for each in ray.nodes() if each["Alive"]} and time.monotonic() < deadline:
+            time.sleep(0.1)  # until then Ray counts what it had as in use
 
 
 @contextmanager
