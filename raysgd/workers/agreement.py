@@ -51,13 +51,14 @@ class Agreement:
             await self._call("leave_after", attempt, None)
 
     async def change_group(self, attempt: int) -> None:
-        """Have train_func leave its group inside, when it can; rank 0's tells the others."""
+        """Have train_func leave its group inside, when it can; rank 0's tells the others. Else out of the next save."""
         with contextlib.suppress(WorkerDiedError, RayError):
-            is_told = False
-            while not is_told:
+            is_told = all(await self._call("change_group", attempt, ranks=[0]))
+            if not is_told:
+                await self.save(attempt)
+            while not is_told:  # it may come to where it can before it saves
+                await asyncio.sleep(ASK_AGAIN_S)
                 is_told = all(await self._call("change_group", attempt, ranks=[0]))
-                if not is_told:
-                    await asyncio.sleep(ASK_AGAIN_S)
 
     async def _stop(self, attempt: int, ends_reports: bool) -> None:
         with contextlib.suppress(WorkerDiedError, RayError):
