@@ -30,6 +30,11 @@ class Notices:
         """Whether a function runs that gets over a broken group."""
         return bool(self._states)
 
+    @property
+    def iteration(self) -> int | None:
+        """Rounds of the run after which the state stands that a function goes on from."""
+        return min((state.iteration for state in self._states.values()), default=None)
+
     def hosts_changed(self) -> bool:
         """Have all ranks leave their group at the next commit, as rank 0 tells them there; False if nobody can hear it."""
         from horovod.runner.elastic.worker import HostUpdateResult
@@ -54,35 +59,61 @@ class Notices:
 
 
 class StateData:
-    """The place in raysgd's datasets as a part of a state: committed with it, and shared where it is."""
+    """The place in raysgd's datasets, and in its rounds, as a part of a state: committed with it, and shared where it is.
+
+    All ranks commit or none, when what they had reported is on its way, so that rounds that the state has left behind are whole.
+
+    Attributes:
+        iteration: Rounds of the run at the last commit.
+    """
 
     def __init__(self, state: Any, broadcast: Callable[[Any], Any]) -> None:
         self._state = state
         self._broadcast = broadcast
-        self._positions = context.current().data_positions()
+        self.iteration, self._positions = _place()
         self._save, self._sync = state.save, state.sync
-        state.save, state.sync = self._save_too, self._sync_too
+        state.save, state.sync, state.commit = self._save_too, self._sync_too, self._commit_too
 
     def let_go(self) -> None:
         """The state is as it was."""
-        del self._state.save, self._state.sync
+        del self._state.save, self._state.sync, self._state.commit
+
+    def _commit_too(self) -> None:
+        """What Horovod's own does, in the other order: its look for hosts is a collective, which shows that all ranks are here."""
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        context.current().hand_on()
+        changed: HostsUpdatedInterrupt | None = None
+        try:
+            self._state.check_host_updates()
+        except HostsUpdatedInterrupt as update:
+            changed = update
+        self._state.save()
+        if changed is not None:
+            raise changed
 
     def _save_too(self) -> None:
         self._save()
-        self._positions = context.current().data_positions()
+        self.iteration, self._positions = _place()
 
     def _sync_too(self) -> None:
         self._sync()
-        if self._positions:  # on all ranks alike: they have the same datasets
-            self._positions = self._broadcast(self._positions)
+        self.iteration, self._positions = self._broadcast((self.iteration, self._positions))
+        if self._positions:
             context.current().go_on_in_data(self._positions)
 
 
-def install(framework: str, rejoin: Callable[[], None]) -> Notices:
+def _place() -> tuple[int, dict[str, Any]]:
+    """Rounds of the run so far, and where training stands in its datasets."""
+    session = context.current()
+    return session.iteration, session.data_positions()
+
+
+def install(framework: str, rejoin: Callable[[int | None], None]) -> Notices:
     """Have `hvd.elastic.run` of ``horovod.torch`` or ``horovod.tensorflow`` wait for raysgd's next group."""
     common: Any = importlib.import_module("horovod.common.elastic")
     elastic: Any = importlib.import_module(f"horovod.{framework}.elastic")
     hvd: Any = importlib.import_module(f"horovod.{framework}")
     common.notification_manager = notices = Notices(lambda obj: hvd.broadcast_object(obj, name="raysgd"))
-    elastic.init = rejoin
+    elastic.init = lambda: rejoin(notices.iteration)
     return notices

@@ -148,7 +148,7 @@ class RunMachine(Moves):
                 self._out(c.SetTimer("gather", running.serial, GATHER_S))
 
     def _has_parked(self, running: Running, rank: int, parked: e.Parked) -> None:
-        running.parked.add(rank)
+        running.parked[rank] = parked.iteration
         if (
             isinstance(self.state, Running)
             and not self._is_stopping

@@ -178,6 +178,8 @@ class Moves:
         """train_func goes on where it is, not at the newest checkpoint, on those ranks that have not left it."""
         self._parked = tuple(sorted(before.parked))
         iteration = max(before.iterations_before + self.desk.num_rounds, self.desk.newest_iteration())
+        if self._parked and (taken := before.parked[self._parked[0]]) is not None:  # all take the state of the first
+            iteration = min(iteration, taken)
         self._reached = iteration, before.time_before_s + self._clock() - before.begun_s
 
     def _rest(self, before: Preparing) -> None:

@@ -44,7 +44,7 @@ class Running:
         inside: Ranks whose stream has not ended.
         num_ranks: Ranks at the beginning.
         ended: Ranks that left without returning, after a stop was asked for.
-        parked: Ranks whose train_func waits for the next attempt.
+        parked: Ranks whose train_func waits for the next attempt, each with the round that its state stands after.
         time_before_s: Training time before this attempt.
         begun_s: When it began, by the machine's clock.
         is_entered: Whether any rank has entered train_func.
@@ -56,7 +56,7 @@ class Running:
     inside: set[int]
     num_ranks: int
     ended: set[int] = field(default_factory=set)
-    parked: set[int] = field(default_factory=set)
+    parked: dict[int, int | None] = field(default_factory=dict)
     time_before_s: float = 0.0
     begun_s: float = 0.0
     is_entered: bool = False

@@ -113,6 +113,14 @@ class Session(ABC):
         self._check_live()
         return self._datasets.all()
 
+    @property
+    def iteration(self) -> int:
+        """Rounds of the run so far, by the reports of this rank."""
+        return 0
+
+    def hand_on(self) -> None:  # noqa: B027  (a session alone has nobody to tell)
+        """Wait until what was reported so far would arrive though this process died."""
+
     def data_positions(self) -> dict[str, Any]:
         """Where training stands in each dataset, the same on all ranks; empty where none was given."""
         return self._datasets.positions()

@@ -168,9 +168,11 @@ class Parked:
 
     Attributes:
         failed: Why it could not join the group of the attempt, if that is what happened.
+        iteration: Rounds of the run after which its state stands, if it knows that.
     """
 
     failed: Failed | None = None
+    iteration: int | None = None
 
 
 @dataclass(frozen=True)

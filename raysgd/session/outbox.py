@@ -91,6 +91,15 @@ class Outbox:
         if self.unreadable is not None:
             raise self.unreadable
 
+    def hand_on(self) -> None:
+        """Wait until all that was put so far has been sent, and would arrive though this process died.
+
+        Raises:
+            MetricError: A metric of it could not be read.
+        """
+        self.settle()
+        self.settle()  # the stream's thread comes back for it when it has sent what it had taken
+
     def drain(self, timeout_s: float) -> list[WorkerEvent]:
         """The next batch; empty after ``timeout_s`` without an event. Called by the stream's thread alone."""
         try:

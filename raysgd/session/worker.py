@@ -242,6 +242,14 @@ class WorkerSession(Session):
         self._save_gate.open()
 
     @property
+    def iteration(self) -> int:
+        return self.iterations_before + self._num_reports
+
+    def hand_on(self) -> None:
+        self._check_live()
+        self._outbox.hand_on()
+
+    @property
     def num_reports(self) -> int:
         """Reports made so far in this attempt."""
         return self._num_reports

@@ -270,10 +270,10 @@ class WorkerActor:
         self._is_in_group = False
         self._backend.tear_down()
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, iteration: int | None = None) -> None:
         if self._entry is None or not self._entry.is_in_thread:
             raise SessionError("a group is formed anew in the thread of train_func alone")
-        self._entry.rejoin()
+        self._entry.rejoin(iteration)
 
     def _leave_train_func(self, entry: Entry) -> str | None:
         """A train_func that waited for another attempt is to be left; why this process must be replaced where it is not."""

@@ -84,8 +84,11 @@ class Entry:
 
     # -- train_func's thread ------------------------------------------------------------------------------------
 
-    def rejoin(self) -> None:
+    def rejoin(self, iteration: int | None = None) -> None:
         """Leave the attempt and its group, wait for the next one, and join it.
+
+        Args:
+            iteration: Rounds of the run after which the state of train_func stands; None: after all that were made.
 
         Raises:
             AttemptEnded: There is none; to be let through.
@@ -97,7 +100,7 @@ class Entry:
             with self._changed:
                 self._is_inside, self._is_parked = False, True
             left.drop(error)
-            left.finish(Parked(failed))
+            left.finish(Parked(failed, iteration))
             attempt = self._await_next()
             try:
                 attempt.go_on_from(left)

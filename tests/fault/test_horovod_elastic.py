@@ -16,7 +16,7 @@ import pytest
 import raysgd
 from support.frameworks import needs_horovod
 from support.poll import until
-from support.runs import PATIENCE_S, events_of, make_trainer, once, quiet, travels_by_value
+from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def elastic(config: dict[str, Any]) -> dict[str, Any]:
     """Adds up over all ranks in each step, and commits it.
 
     ``kill``: the ranks that die at each step, once. ``until``: a file that ends it; without it there are `STEPS` steps.
-    ``each_step``: what else is done.
+    ``each_step``: what else is done; ``after_report``: the same, later.
     """
     import horovod.torch as hvd
     import torch
@@ -64,6 +64,8 @@ def elastic(config: dict[str, Any]) -> dict[str, Any]:
             if "each_step" in config:
                 config["each_step"](config, state)
             raysgd.report(step=state.step, total=total, size=hvd.size(), pid=os.getpid(), rank=raysgd.world_rank())
+            if "after_report" in config:
+                config["after_report"](config, state)
             state.totals = [*state.totals, total]
             state.step += 1
             state.commit()
@@ -92,9 +94,10 @@ def run(trainer: raysgd.Trainer, folder: Path, **config: Any) -> tuple[list[rays
 
 
 def check_steps(results: list[raysgd.Result], returned: list[dict[str, Any]], steps: int = STEPS) -> None:
-    """Each step was done, every sum is that of its group, and no step that was committed was done again."""
+    """Each step was done, every sum is that of its group, and no step was reported twice."""
     assert [each["rank"] for each in returned] == list(range(len(returned)))
     assert [result["training_iteration"] for result in results] == list(range(1, len(results) + 1))
+    assert len(results) in (0, steps)
     for result in results:
         assert [worker["rank"] for worker in result.workers] == list(range(result["world_size"]))
         assert result["total"] == result["size"] == result["world_size"] == len(result.workers)
@@ -119,6 +122,25 @@ def test_survivors_go_on_from_their_last_commit(tmp_path: Path, victim: int) -> 
         ]
         assert [event["ranks"] for event in events_of(trainer, "failure")] == [[victim]]
         assert {result["attempt"] for result in results} == {1, 2}
+
+
+def dies_after_its_report(config: dict[str, Any], state: Any) -> None:
+    if state.step == 3 and raysgd.world_rank() == 1 and once(config["folder"], "died"):
+        time.sleep(config["lives_on_s"])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lives_on_s", [0.0, 0.5], ids=["perhaps unheard", "heard"])
+def test_a_rank_that_dies_between_its_report_and_its_commit(tmp_path: Path, lives_on_s: float) -> None:
+    """All commit a step or none: its round is made again, whether or not the last report has left the process."""
+    config = {"folder": str(tmp_path), "lives_on_s": lives_on_s, "after_report": dies_after_its_report}
+    with make_trainer(tmp_path, 2, horovod(), failure=raysgd.FailureConfig(max_failures=1)) as trainer:
+        trainer.run(elastic, config, callbacks=quiet())
+        assert [begins["iterations_before"] for begins in events_of(trainer, "attempt_start")] == [0, 3]
+        told = latest_run(trainer).metrics
+    assert told["training_iteration"].tolist() == list(range(1, STEPS + 1))
+    assert told["step"].tolist() == list(range(STEPS))
+    assert told["attempt"].tolist() == [1] * 3 + [2] * (STEPS - 3)
 
 
 def test_two_losses_one_after_the_other(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) ->
         hyperparam_mutations={"lr": [1.0, 100.0]},
         quantile_fraction=0.5,
         resample_probability=0.0,
+        synch=True,  # neither is over before the other has begun
     )
     told = Told()
     grid = fit(
@@ -130,7 +131,7 @@ def test_a_trial_grows_when_others_end_but_not_before_those_that_wait(fit: Fit) 
 
 def test_what_a_trial_has_grown_by_goes_with_its_process(fit: Fit) -> None:
     class KillsTheGrown(tune.Callback):
-        groups: list[Any] = []
+        groups: Any = ()
 
         def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
             if result["world_size"] == 2 and not self.groups:

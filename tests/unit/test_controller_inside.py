@@ -57,6 +57,30 @@ def test_where_none_of_them_is_left_the_newest_checkpoint_counts() -> None:
     assert run.entries[-1].iterations_before == 5
 
 
+def test_rounds_after_the_commit_of_the_first_of_them_are_made_again() -> None:
+    run = inside()
+    for rank in range(3):
+        run.say(rank, reports(0, 5))
+    run.gone(0, "killed")
+    run.advance(GATHER_S)
+    run.leave(1, e.Parked(iteration=4))
+    run.leave(2, e.Parked(iteration=3))
+    run.ready(num_parked=2)
+    assert run.entries[-1].iterations_before == 4
+
+
+def test_a_commit_is_not_ahead_of_rounds_that_were_lost_on_their_way() -> None:
+    run = inside()
+    for rank, count in ((0, 5), (1, 3), (2, 5)):
+        run.say(rank, reports(0, count))
+    run.gone(1, "killed")
+    run.advance(GATHER_S)
+    run.leave(0, e.Parked(iteration=5))
+    run.leave(2, e.Parked(iteration=5))
+    run.ready(num_parked=2)
+    assert run.entries[-1].iterations_before == 3
+
+
 def test_the_same_wait_for_another_try_if_the_group_does_not_form() -> None:
     run = inside()
     lose(run, 1, 0, 2)

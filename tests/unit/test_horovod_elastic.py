@@ -18,9 +18,18 @@ class FakeState:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.problem: Exception | None = None
 
     def save(self) -> None:
         self.calls.append("save")
+
+    def commit(self) -> None:
+        raise AssertionError("this one saves before it hears of the others")
+
+    def check_host_updates(self) -> None:
+        self.calls.append("check")
+        if self.problem is not None:
+            raise self.problem
 
     def sync(self) -> None:
         self.calls.append("sync")
@@ -30,10 +39,15 @@ class FakeState:
 
 
 class FakeSession:
-    """A session that stands somewhere in its datasets."""
+    """A session that stands somewhere in its datasets, and in its rounds."""
 
-    def __init__(self, position: int | None = 0) -> None:
+    def __init__(self, position: int | None = 0, iteration: int = 0) -> None:
         self.position = position
+        self.iteration = iteration
+        self.is_handed_on = False
+
+    def hand_on(self) -> None:
+        self.is_handed_on = True
 
     def data_positions(self) -> dict[str, Any]:
         return {} if self.position is None else {"train": self.position}
@@ -65,23 +79,53 @@ def test_what_was_read_after_the_last_commit_is_read_again(
 
 
 def test_a_newcomer_stands_where_rank_0_does(session: FakeSession) -> None:
-    notices, state = Notices(lambda obj: {"train": 12}), FakeState()
+    notices, state = Notices(lambda obj: (3, {"train": 12})), FakeState()
     notices.register_listener(state)
     state.sync()
-    assert session.position == 12
+    assert (notices.iteration, session.position) == (3, 12)
     session.position = 15
     state.sync()  # without a commit in between: it stands there again
     assert session.position == 12
 
 
-def test_without_datasets_nothing_is_sent(session: FakeSession) -> None:
-    session.position = None
-    sent: list[Any] = []
-    notices, state = Notices(lambda obj: sent.append(obj)), FakeState()
+@needs_horovod
+def test_a_state_stands_after_the_rounds_of_its_last_commit(session: FakeSession) -> None:
+    session.position, session.iteration = None, 4
+    notices, state = Notices(lambda obj: obj), FakeState()
+    assert notices.iteration is None
     notices.register_listener(state)
-    state.save()
+    assert notices.iteration == 4
+    session.iteration = 7
+    state.commit()
+    session.iteration = 9
+    assert notices.iteration == 7
     state.sync()
-    assert sent == []
+    assert notices.iteration == 7
+    assert state.calls == ["check", "save", "sync"]
+
+
+@needs_horovod
+def test_all_ranks_commit_or_none(session: FakeSession) -> None:
+    """One that has died may have made a round less than the others."""
+    notices, state = Notices(lambda obj: obj), FakeState()
+    notices.register_listener(state)
+    session.iteration, state.problem = 1, RuntimeError("a rank is gone")
+    with pytest.raises(RuntimeError):
+        state.commit()
+    assert session.is_handed_on  # what was reported is on its way when others hear that this rank is here
+    assert (state.calls, notices.iteration) == (["check"], 0)
+
+
+@needs_horovod
+def test_what_is_committed_counts_where_the_group_changes_then(session: FakeSession) -> None:
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    notices, state = Notices(lambda obj: obj), FakeState()
+    notices.register_listener(state)
+    session.iteration, state.problem = 1, HostsUpdatedInterrupt(False)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
+    assert (state.calls, notices.iteration) == (["check", "save"], 1)
 
 
 def test_a_state_is_as_it_was_when_its_function_has_ended(session: FakeSession) -> None:
@@ -91,7 +135,7 @@ def test_a_state_is_as_it_was_when_its_function_has_ended(session: FakeSession) 
     assert notices.is_heard
     notices.remove_listener(state)
     assert not notices.is_heard
-    assert set(vars(state)) == {"calls"}
+    assert set(vars(state)) == {"calls", "problem"}
 
 
 @needs_horovod

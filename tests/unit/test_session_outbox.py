@@ -248,6 +248,29 @@ def test_settling_waits_for_what_is_on_its_way_and_raises_what_could_not_be_read
     assert not thread.is_alive()
 
 
+def test_what_was_handed_on_has_been_sent() -> None:
+    outbox = Outbox(10.0)
+    sent: list[WorkerEvent] = []
+    is_over = threading.Event()
+
+    def drain() -> None:
+        while not is_over.is_set():
+            batch = outbox.drain(NEVER_S)
+            time.sleep(0.05)  # it is on its way to where it survives this process
+            sent.extend(batch)
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    for n in range(3):
+        outbox.put_report(row(n))
+        outbox.hand_on()
+        assert shown(sent)[-1][-1] == n
+    is_over.set()
+    outbox.wake()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_the_score_of_a_checkpoint_that_cannot_be_read() -> None:
     outbox = Outbox(0)
     outbox.put_with_metrics(Scored(0, None), {"loss": broken()})

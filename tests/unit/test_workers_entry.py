@@ -89,15 +89,15 @@ def test_it_goes_on_in_the_next_attempt() -> None:
     def train_func() -> str:
         for _ in range(2):
             seen.append(entry.is_in_thread)
-            entry.rejoin()
+            entry.rejoin(3)
         return "value"
 
     first, second, third = FakeAttempt(train_func), FakeAttempt(), FakeAttempt()
     begin(entry, first)
-    assert first.outcome() == (Parked(None), False)
+    assert first.outcome() == (Parked(None, 3), False)
     assert entry.is_parked and not entry.is_inside(first)  # type: ignore[arg-type]
     begin(entry, second)
-    assert second.outcome() == (Parked(None), False)
+    assert second.outcome() == (Parked(None, 3), False)
     begin(entry, third)
     assert third.outcome() == (Returned(b"'value'", 0), True)
     assert second.calls == ["go on", "join", "entered", "drop", "finish"]
@@ -108,7 +108,7 @@ def test_it_goes_on_in_the_next_attempt() -> None:
 
 def test_a_group_that_does_not_form_is_left_for_another_one() -> None:
     entry = Entry()
-    first = FakeAttempt(entry.rejoin)
+    first = FakeAttempt(lambda: entry.rejoin(3))
     begin(entry, first)
     first.outcome()
     for joins, failed in ((RuntimeError("timed out"), "timed out"), (AttemptEnded("a peer died"), None)):
@@ -124,19 +124,19 @@ def test_a_group_that_does_not_form_is_left_for_another_one() -> None:
 
 def test_an_attempt_that_ends_before_it_goes_on_is_left_for_another_one() -> None:
     entry = Entry()
-    first, second, third = FakeAttempt(entry.rejoin), FakeAttempt(), FakeAttempt()
+    first, second, third = FakeAttempt(lambda: entry.rejoin(3)), FakeAttempt(), FakeAttempt()
     second.is_over = True
     begin(entry, first)
     first.outcome()
     begin(entry, second)
-    assert second.outcome() == (Parked(None), False)
+    assert second.outcome() == (Parked(None, 3), False)
     begin(entry, third)
     assert isinstance(third.outcome()[0], Returned)
 
 
 def test_a_mistake_in_joining_leaves_train_func() -> None:
     entry = Entry()
-    first, second = FakeAttempt(entry.rejoin), FakeAttempt(joins=ValueError("no such interface"))
+    first, second = FakeAttempt(lambda: entry.rejoin(3)), FakeAttempt(joins=ValueError("no such interface"))
     begin(entry, first)
     first.outcome()
     begin(entry, second)
@@ -150,7 +150,7 @@ def test_who_waits_is_let_go() -> None:
 
     def train_func() -> None:
         try:
-            entry.rejoin()
+            entry.rejoin(3)
         except AttemptEnded as error:
             left.append(str(error))
             raise
