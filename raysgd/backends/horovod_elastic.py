@@ -79,7 +79,7 @@ class StateData:
         del self._state.save, self._state.sync, self._state.commit
 
     def _commit_too(self) -> None:
-        """What Horovod's own does, in the other order: its look for hosts is a collective, which shows that all ranks are here."""
+        """What Horovod's own does in the other order: its look for hosts is a collective, so all ranks are here after it."""
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         context.current().hand_on()
