@@ -78,8 +78,8 @@ class Newcomers:
         return len(self._ready)
 
     def all(self) -> list[Worker]:
-        """Those on their way, and those who are up."""
-        return [*self._coming, *self._ready]
+        """Those who are up, and those on their way."""
+        return [*self._ready, *self._coming]
 
     def want(self, count: float, avoid: set[str], *, after: Seat | None = None) -> None:
         """Have so many, as far as there is room for them; fewer are no more than that from here on.
@@ -90,8 +90,8 @@ class Newcomers:
             after: A seat that was just asked for and comes first: they must not take its room.
         """
         self._num_wanted, self._avoid = count, avoid
-        while len(self.all()) > count and self._ready:
-            self.drop(self._ready[-1])
+        while len(self.all()) > count:
+            self.drop(self.all()[-1])
         if count <= len(self.all()):
             return
         if after is None:
@@ -100,8 +100,11 @@ class Newcomers:
             self._looking = asyncio.ensure_future(self._look_regularly(after))
 
     def take(self) -> Worker | None:
-        """One who is up, and alive as far as is known."""
-        return self._ready.pop(0) if self._ready else None
+        """One who is up, and alive as far as is known; no other is looked for in its place."""
+        if not self._ready:
+            return None
+        self._num_wanted -= 1
+        return self._ready.pop(0)
 
     async def settle(self) -> None:
         """Wait for those for whom there is room from the beginning: they are on their way up."""
