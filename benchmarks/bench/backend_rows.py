@@ -21,6 +21,8 @@ PEERS = {
     "tensorflow": ("tensorflow",),
     "jax": ("jax",),
 }
+#: Beside these in all-reduces: what it takes to be a process of Ray's.
+_BARE = {"torch": ("bare",)}
 _NAMES = {"torch": "torch", "horovod": "Horovod", "tensorflow": "TensorFlow", "jax": "JAX"}
 #: Seconds from a kill to the next step; Horovod's are its timeout and two.
 _KILL_LIMITS = {"torch": (Limit(2),), "horovod": (Limit(12),)}
@@ -41,7 +43,7 @@ def _make_rows() -> Iterator[Row]:
         yield Row(*start, ours=ours, peers=peers)
         yield Row(f"warm_{key}", f"{title}: a second run", "backend_start", "warm_s", "s", (), ours=ours, peers=())
     for name, title in _NAMES.items():
-        ours, peers, own = WITH_BACKEND[name], PEERS[name], PEERS[name][0]
+        ours, peers, own = WITH_BACKEND[name], PEERS[name] + _BARE.get(name, ()), PEERS[name][0]
         for size in SIZES:
             key = f"allreduce_{name}_{size.replace(' ', '_')}"
             at_least = (Limit(0.95, own),)
@@ -77,7 +79,8 @@ is told are medians; every sample is in [backends.json](backends.json).
 
 - **By itself** each framework runs as it brings along: torch under `torchrun --standalone`; Horovod under its `RayExecutor`, on
   Ray, and under `horovodrun --gloo`; TensorFlow as two plain processes with a `TF_CONFIG` and a
-  `MultiWorkerMirroredStrategy`; JAX as two plain processes with `jax.distributed.initialize` and gloo.
+  `MultiWorkerMirroredStrategy`; JAX as two plain processes with `jax.distributed.initialize` and gloo. *Bare actors* are two of
+  Ray's, with a gloo group of torch's and nothing else.
 - **All-reduces** are made by the same code whoever has started it: `dist.all_reduce`, `hvd.allreduce_`, `all_reduce` of a replica
   context in a `tf.function`, a jitted `psum`. gloo of torch and of Horovod has the interface of the node's address in all of
   them, which `torchrun`, `horovodrun` and `RayExecutor` would not choose on one machine; TensorFlow's servers have that address;

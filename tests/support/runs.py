@@ -70,6 +70,17 @@ def actor_pids(kind: str) -> list[int]:
     return found
 
 
+def ray_processes() -> list[str]:
+    """What the processes of this process's own cluster are that are, or were, given out."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if "ray::" in line or "default_worker.py" in line:
+                found.append(f"{process.pid} {process.status()} {line[:60]}")
+    return found
+
+
 def controller_pid() -> int:
     """The process of the one TrainerActor of this process's own cluster."""
     (pid,) = actor_pids("TrainerActor")

@@ -15,7 +15,7 @@ from ray import tune
 from ray.util import placement_group_table
 
 import raysgd
-from support.runs import actor_pids
+from support.runs import actor_pids, ray_processes
 
 Fit = Callable[..., tune.ResultGrid]
 
@@ -49,10 +49,18 @@ def nothing_is_held() -> bool:
 
 
 def what_is_held() -> str:
-    """For the message of a test that found something."""
+    """For the message of a test that found something: what is not free, groups, and all that runs in the cluster."""
     groups = [(group["name"], group["state"]) for group in placement_group_table().values()]
-    actors = {kind: actor_pids(kind) for kind in ("WorkerActor", "TrainerActor", "SeatGuard")}
-    return f"{ray.available_resources()}, {groups}, {actors}"
+    left = [group for group in groups if group[1] != "REMOVED"]
+    free = {name: amount for name, amount in ray.available_resources().items() if name == "CPU" or "group" in name}
+    return f"{free} of {ray.cluster_resources()['CPU']} CPUs free, groups {left}, {ray_processes()}, {_leases()}"
+
+
+def _leases() -> list[str]:
+    """What the node says of leases, some seconds ago."""
+    told = Path(ray._private.worker._global_node.get_session_dir_path(), "logs", "debug_state.txt")  # type: ignore[attr-defined]
+    lines = told.read_text().splitlines() if told.exists() else []
+    return [line.strip() for line in lines if "leas" in line.lower() or "pending" in line.lower()][:40]
 
 
 def counts(config: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ SIZES = {
 
 NAME = "backend_allreduce"
 TITLE = "All-reduce"
-SYSTEMS = QUICK_SYSTEMS = tuple(system for system in FRAMEWORKS if system != "horovodrun")
+SYSTEMS = QUICK_SYSTEMS = ("bare", *(system for system in FRAMEWORKS if system != "horovodrun"))
 UNITS = dict.fromkeys(SIZES, "bytes/s")
 IS_FRESH = True
 REPEAT = 4
@@ -34,7 +34,7 @@ ENVIRONMENT = {"RAY_worker_niceness": "0"}
 
 def params(system: str, quick: bool) -> dict[str, Any]:
     return {
-        "framework": FRAMEWORKS[system],
+        "framework": FRAMEWORKS.get(system, "torch"),
         "blocks": 1 if quick else 6,
         "share": 0.1 if quick else 1.0,
         "settle_s": 0.0 if quick else 3.0,
