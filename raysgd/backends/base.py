@@ -131,11 +131,12 @@ class Backend(ABC):
         """Make collectives that block in this process fail, where the framework can."""
         return
 
-    def recover_inside(self, rejoin: Callable[[int | None], None]) -> None:
+    def recover_inside(self, rejoin: Callable[[int | None, bool], None]) -> None:
         """Called after `load`: have the framework call ``rejoin`` in train_func's thread where it wants a new group.
 
         It is given the rounds of the run after which train_func's state stands (`raysgd.session.base.Session.iteration` when it
-        was committed), from which iterations go on; None: after all that were made.
+        was committed), from which iterations go on, None: after all that were made; and whether the group is broken, or
+        `change_group` was what made it leave.
         That leaves the present one by `tear_down`, waits until the controller knows who the members are to be, joins them by
         `set_up`, and returns; or raises `raysgd.errors.AttemptEnded`, which is to be let through. For
         `BackendConfig.recovers_inside`.

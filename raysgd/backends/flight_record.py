@@ -52,11 +52,18 @@ def last_collectives(dump: Mapping[str, Any]) -> tuple[Collective, ...]:
     last: dict[str, Collective] = {}
     for entry in dump.get("entries", ()):
         if not entry["is_p2p"]:
-            group = entry["process_group"][1] or entry["process_group"][0]
+            group = _name_of(*entry["process_group"])
             sizes = tuple(tuple(size) for size in entry["input_sizes"])
             is_done = entry["retired"] or entry["state"] == "completed"
             last[group] = Collective(group, entry["collective_seq_id"], entry["profiling_name"], sizes, is_done)
     return tuple(last.values())
+
+
+def _name_of(name: str, description: str) -> str:
+    """A group as it is shown. Names are the same on all ranks of a group; several groups may have one description."""
+    if description in ("", "undefined"):
+        return name
+    return description if description == "default_pg" else f"{description} ({name})"
 
 
 def who_is_behind(by_rank: Mapping[int, Sequence[Collective]], ranks: Collection[int]) -> str | None:

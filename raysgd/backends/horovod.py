@@ -190,7 +190,7 @@ class HorovodBackend(Backend):
         with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
             self._gloo.cut()
 
-    def recover_inside(self, rejoin: Callable[[int | None], None]) -> None:
+    def recover_inside(self, rejoin: Callable[[int | None, bool], None]) -> None:
         if self._config.recovers_inside:
             self._notices = horovod_elastic.install(self._config.framework, rejoin)
 

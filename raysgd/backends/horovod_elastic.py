@@ -24,6 +24,7 @@ class Notices:
     def __init__(self, broadcast: Callable[[Any], Any]) -> None:
         self._broadcast = broadcast
         self._states: dict[Any, StateData] = {}
+        self._is_between = False
 
     @property
     def is_heard(self) -> bool:
@@ -36,12 +37,24 @@ class Notices:
         return min((state.iteration for state in self._states.values()), default=None)
 
     def hosts_changed(self) -> bool:
-        """Have all ranks leave their group at the next commit, as rank 0 tells them there; False if nobody can hear it."""
+        """Have all ranks leave their group at the next commit, as rank 0 tells them there; False if nobody can hear it now."""
+        if self._is_between:  # Horovod empties the queue when a group has formed
+            return False
         from horovod.runner.elastic.worker import HostUpdateResult
 
         for state in list(self._states):
             state.on_hosts_updated(time.time_ns(), HostUpdateResult.added)
         return self.is_heard
+
+    def rejoin(self, rejoin: Callable[[int | None, bool], None]) -> None:
+        """A function leaves its group for another one."""
+        self._is_between = True
+        is_changed = any(state.is_changed for state in self._states.values())
+        rejoin(self.iteration, not is_changed)
+
+    def has_rejoined(self) -> None:
+        """It goes on in that."""
+        self._is_between = False
 
     # -- what Horovod calls -----------------------------------------------------------------------------------
 
@@ -51,10 +64,11 @@ class Notices:
 
     def register_listener(self, state: Any) -> None:
         """A function begins that has this state."""
-        self._states[state] = StateData(state, self._broadcast)
+        self._states[state] = StateData(state, self._broadcast, self.has_rejoined)
 
     def remove_listener(self, state: Any) -> None:
         """It has ended."""
+        self._is_between = False
         self._states.pop(state).let_go()
 
 
@@ -65,18 +79,42 @@ class StateData:
 
     Attributes:
         iteration: Rounds of the run at the last commit.
+        is_changed: The function has been told that the members change, and leaves its group.
     """
 
-    def __init__(self, state: Any, broadcast: Callable[[Any], Any]) -> None:
+    def __init__(self, state: Any, broadcast: Callable[[Any], Any], on_reset: Callable[[], None]) -> None:
         self._state = state
         self._broadcast = broadcast
         self.iteration, self._positions = _place()
-        self._save, self._sync = state.save, state.sync
+        self._told_of_reset = on_reset
+        self.is_changed = False
+        self._save, self._sync, self._look, self._reset = (
+            state.save,
+            state.sync,
+            state.check_host_updates,
+            state.on_reset,
+        )
         state.save, state.sync, state.commit = self._save_too, self._sync_too, self._commit_too
+        state.check_host_updates, state.on_reset = self._look_too, self._reset_too
 
     def let_go(self) -> None:
         """The state is as it was."""
-        del self._state.save, self._state.sync, self._state.commit
+        for name in ("save", "sync", "commit", "check_host_updates", "on_reset"):
+            delattr(self._state, name)
+
+    def _look_too(self) -> None:
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        try:
+            self._look()
+        except HostsUpdatedInterrupt:
+            self.is_changed = True
+            raise
+
+    def _reset_too(self) -> None:
+        self._reset()
+        self.is_changed = False
+        self._told_of_reset()
 
     def _commit_too(self) -> None:
         """What Horovod's own does in the other order: its look for hosts is a collective, so all ranks are here after it."""
@@ -109,11 +147,11 @@ def _place() -> tuple[int, dict[str, Any]]:
     return session.iteration, session.data_positions()
 
 
-def install(framework: str, rejoin: Callable[[int | None], None]) -> Notices:
+def install(framework: str, rejoin: Callable[[int | None, bool], None]) -> Notices:
     """Have `hvd.elastic.run` of ``horovod.torch`` or ``horovod.tensorflow`` wait for raysgd's next group."""
     common: Any = importlib.import_module("horovod.common.elastic")
     elastic: Any = importlib.import_module(f"horovod.{framework}.elastic")
     hvd: Any = importlib.import_module(f"horovod.{framework}")
     common.notification_manager = notices = Notices(lambda obj: hvd.broadcast_object(obj, name="raysgd"))
-    elastic.init = lambda: rejoin(notices.iteration)
+    elastic.init = lambda: notices.rejoin(rejoin)
     return notices

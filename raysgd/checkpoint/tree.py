@@ -86,7 +86,9 @@ class Encoder:
             inner = stand_in(value)
             if inner is not None:
                 return self._encode_stand_in(value, inner)
-            encode = (not self._trusted and named_tuples.find_encoder(value)) or _encode_pickled
+            # A pickle would hold the whole of an array that ranks are to share, if it can be had at all.
+            is_taken_apart = not self._trusted or self.shards is not None
+            encode = (is_taken_apart and named_tuples.find_encoder(value)) or _encode_pickled
         return self._encode_by(encode, value)
 
     def where(self) -> str:

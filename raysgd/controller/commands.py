@@ -251,9 +251,10 @@ class CallOffSave:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Have train_func leave its group inside, when it can; each rank is `Parked` then."""
+    """Have train_func leave its group inside, when it can; each rank is `Parked` then. ``stops``: else by ``should_stop()``."""
 
     attempt: int
+    stops: bool = False
 
 
 @dataclass(frozen=True)

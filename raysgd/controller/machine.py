@@ -67,7 +67,7 @@ class RunMachine(Moves):
             return
         attempt, world_size = self.state.attempt, len(given.nodes)
         self._nodes = given.nodes
-        reached = self._reached if given.num_parked else None
+        reached, self._is_ahead = self._reached if given.num_parked else None, False
         start, first_number = self.desk.begin_attempt(attempt, world_size, reached)
         self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
         self.state.time_before_s, self.state.begun_s = start.time_total_s, self._clock()
@@ -152,6 +152,7 @@ class RunMachine(Moves):
         if (
             isinstance(self.state, Running)
             and not self._is_stopping
+            and not parked.is_broken
             and self._savepoint.is_inside
             and self._savepoint.why
         ):
@@ -267,7 +268,7 @@ class RunMachine(Moves):
                 self._out(c.Note("stop", {"why": given.why}))
 
     def _pause_asked(self) -> None:
-        if isinstance(self.state, Preparing) and not self.desk.has_unstored:
+        if isinstance(self.state, Preparing) and self._can_rest:
             self._rest(self.state)
         elif isinstance(self.state, Preparing):  # what is in memory alone is written once the workers are there
             self._pausing.is_wanted = True

@@ -63,6 +63,7 @@ class Moves:
         self._preemption = Preemption(self._savepoint, plan.failure.preemption_grace_s, self._out)
         self._pausing = Pausing(self._savepoint)
         self._parked: tuple[int, ...] | None = ()
+        self._is_ahead = False  # ranks that wait have come further than the newest checkpoint
         self._reached = (0, 0.0)  # iterations and seconds of training, where train_func goes on after an attempt
 
     @property
@@ -167,7 +168,7 @@ class Moves:
         if isinstance(before, Running):
             self._note_parked(before)
         self.state = Preparing(before.attempt + was_entered, before.serial + 1)
-        if self._pausing.is_wanted and not self.desk.has_unstored:
+        if self._pausing.is_wanted and self._can_rest:
             self._rest(self.state)
         elif pause_s := self._retries.pause_s(was_entered=was_entered):
             self._out(c.SetTimer("pause", self.state.serial, pause_s))
@@ -178,9 +179,16 @@ class Moves:
         """train_func goes on where it is, not at the newest checkpoint, on those ranks that have not left it."""
         self._parked = tuple(sorted(before.parked))
         iteration = max(before.iterations_before + self.desk.num_rounds, self.desk.newest_iteration())
-        if self._parked and (taken := before.parked[self._parked[0]]) is not None:  # all take the state of the first
+        taken = before.parked[self._parked[0]] if self._parked else None
+        if taken is not None:  # all take the state of the first
             iteration = min(iteration, taken)
+        self._is_ahead = taken is not None and iteration > self.desk.newest_iteration()
         self._reached = iteration, before.time_before_s + self._clock() - before.begun_s
+
+    @property
+    def _can_rest(self) -> bool:
+        """Whether nothing is lost if all workers go now."""
+        return not self.desk.has_unstored and not self._is_ahead
 
     def _rest(self, before: Preparing) -> None:
         self._pausing.is_wanted = False

@@ -62,7 +62,7 @@ class Preemption:
     def agrees_again(self, running: Running | None) -> bool:
         """Have them leave out of a save, if that is not agreed on already; whether anybody is to leave at all."""
         if running is not None and self.why is not None and self._savepoint.why is None:
-            self._savepoint.want_change(running.attempt, running.serial, self.why)
+            self._savepoint.want_change(running.attempt, running.serial, self.why, stops=True)
         return self.why is not None
 
     def explains(self, ranks: Collection[int]) -> bool:

@@ -236,7 +236,7 @@ class Run:
             case c.CallOffSave():
                 self._spawn(self._fleet.agreement.call_off_save(command.attempt))
             case c.ChangeGroup():
-                self._spawn(self._fleet.agreement.change_group(command.attempt))
+                self._spawn(self._fleet.agreement.change_group(command.attempt, stops=command.stops))
             case c.ReleaseWorkers():
                 if self._preparing is not None:
                     self._preparing.cancel()

@@ -46,12 +46,12 @@ class SavePoint:
         self.why, self._attempt, self._serial = why, attempt, serial
         self._out(AgreeOnSave(attempt))
 
-    def want_change(self, attempt: int, serial: int, why: str) -> None:
-        """Have the ranks of the attempt leave for another group, as they do it best."""
+    def want_change(self, attempt: int, serial: int, why: str, *, stops: bool = False) -> None:
+        """Have the ranks of the attempt leave for another group, as they do it best. ``stops``: by ``should_stop()`` too."""
         if self.is_inside:
             self.forget()
             self.why, self._attempt, self._serial = why, attempt, serial
-            self._out(ChangeGroup(attempt))
+            self._out(ChangeGroup(attempt, stops))
         else:
             self.want(attempt, serial, why)
 

@@ -169,10 +169,12 @@ class Parked:
     Attributes:
         failed: Why it could not join the group of the attempt, if that is what happened.
         iteration: Rounds of the run after which its state stands, if it knows that.
+        is_broken: Its group was; otherwise it was told that the members are to change.
     """
 
     failed: Failed | None = None
     iteration: int | None = None
+    is_broken: bool = True
 
 
 @dataclass(frozen=True)

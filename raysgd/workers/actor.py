@@ -194,7 +194,7 @@ class WorkerActor:
 
     def change_group(self, attempt: int) -> bool:
         """Have train_func leave its group when it can, for another one; False if it cannot be told so yet."""
-        return self._current.order(attempt, lambda current: self._backend.change_group(), True)
+        return self._current.order(attempt, lambda current: self._backend.change_group(), False)
 
     def pulse(self) -> Pulse:
         """A sign of life, and how far train_func has come."""
@@ -270,10 +270,10 @@ class WorkerActor:
         self._is_in_group = False
         self._backend.tear_down()
 
-    def _rejoin(self, iteration: int | None = None) -> None:
+    def _rejoin(self, iteration: int | None = None, is_broken: bool = True) -> None:
         if self._entry is None or not self._entry.is_in_thread:
             raise SessionError("a group is formed anew in the thread of train_func alone")
-        self._entry.rejoin(iteration)
+        self._entry.rejoin(iteration, is_broken=is_broken)
 
     def _leave_train_func(self, entry: Entry) -> str | None:
         """A train_func that waited for another attempt is to be left; why this process must be replaced where it is not."""

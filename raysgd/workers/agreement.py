@@ -29,6 +29,7 @@ class Agreement:
     def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
         self._call = call
         self._stopping = asyncio.Lock()  # one lets the ranks go that another has held
+        self._num_asked = 0
 
     async def stop(self, attempt: int, *, ends_reports: bool) -> None:
         """Have all ranks find ``should_stop()`` true at the same place.
@@ -47,18 +48,30 @@ class Agreement:
 
     async def call_off_save(self, attempt: int) -> None:
         """They leave after none."""
+        self.forget()
         with contextlib.suppress(WorkerDiedError, RayError):
             await self._call("leave_after", attempt, None)
 
-    async def change_group(self, attempt: int) -> None:
-        """Have train_func leave its group inside, when it can; rank 0's tells the others. Else out of the next save."""
+    def forget(self) -> None:
+        """The ranks leave for another reason: nobody is asked any more to leave for another group."""
+        self._num_asked += 1
+
+    async def change_group(self, attempt: int, *, stops: bool = False) -> None:
+        """Have train_func leave its group inside, when it can; rank 0's tells the others.
+
+        Where it cannot, it leaves out of the next save, or, where it ``stops``, by ``should_stop()``.
+        """
+        self.forget()
+        asked = self._num_asked
         with contextlib.suppress(WorkerDiedError, RayError):
             is_told = all(await self._call("change_group", attempt, ranks=[0]))
             if not is_told:
+                if stops:
+                    await self.stop(attempt, ends_reports=False)
                 await self.save(attempt)
             while not is_told:  # it may come to where it can before it saves
                 await asyncio.sleep(ASK_AGAIN_S)
-                is_told = all(await self._call("change_group", attempt, ranks=[0]))
+                is_told = asked != self._num_asked or all(await self._call("change_group", attempt, ranks=[0]))
 
     async def _stop(self, attempt: int, ends_reports: bool) -> None:
         with contextlib.suppress(WorkerDiedError, RayError):

@@ -52,12 +52,16 @@ class Entry:
     def begin(self, attempt: Attempt) -> None:
         """Enter train_func for the attempt, or go on in it where it is parked."""
         with self._changed:
-            if self._attempt is None:
+            is_begun = self._thread.ident is not None
+            is_over = is_begun and self._why_over is not None  # it was let go meanwhile
+            if not is_begun:
                 self._attempt = attempt
                 self._thread.start()
-            else:
+            elif not is_over:
                 self._next = attempt
                 self._changed.notify_all()
+        if is_over:
+            attempt.finish(Ended())
 
     def is_inside(self, attempt: Attempt) -> bool:
         """Whether code of the user's runs for it."""
@@ -84,11 +88,12 @@ class Entry:
 
     # -- train_func's thread ------------------------------------------------------------------------------------
 
-    def rejoin(self, iteration: int | None = None) -> None:
+    def rejoin(self, iteration: int | None = None, *, is_broken: bool = True) -> None:
         """Leave the attempt and its group, wait for the next one, and join it.
 
         Args:
             iteration: Rounds of the run after which the state of train_func stands; None: after all that were made.
+            is_broken: An operation of the group has failed; otherwise it was told that its members are to change.
 
         Raises:
             AttemptEnded: There is none; to be let through.
@@ -100,7 +105,7 @@ class Entry:
             with self._changed:
                 self._is_inside, self._is_parked = False, True
             left.drop(error)
-            left.finish(Parked(failed, iteration))
+            left.finish(Parked(failed, iteration, is_broken))
             attempt = self._await_next()
             try:
                 attempt.go_on_from(left)
@@ -108,9 +113,9 @@ class Entry:
                 self._enter(attempt)
                 return
             except AttemptEnded as caught:  # a peer was lost before the group had formed
-                error, failed = caught, None
+                error, failed, is_broken = caught, None, True
             except (RuntimeError, OSError) as caught:  # or while it formed
-                error, failed = caught, attempt.failed(caught)
+                error, failed, is_broken = caught, attempt.failed(caught), True
                 forget(caught)
 
     def _await_next(self) -> Attempt:

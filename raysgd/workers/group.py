@@ -70,8 +70,7 @@ class WorkerGroup:
         room: Room | None = None,
     ) -> None:
         self._scaling = scaling
-        self._start_timeout_s = failure.start_timeout_s
-        self._num_spares = failure.spares
+        self._failure = failure
         self._backend = backend
         self.recovers_inside = backend.recovers_inside
         self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
@@ -143,8 +142,9 @@ class WorkerGroup:
             WorkerError: They are up and cannot serve, such as for a framework that is not installed.
         """
         mark_parked(self._members, parked)
+        self.agreement.forget()
         try:
-            told = await asyncio.wait_for(self._get_ready(keep_size), self._start_timeout_s)
+            told = await asyncio.wait_for(self._get_ready(keep_size), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._timeout_error() from None
         self._reserve.replenish()
@@ -176,7 +176,7 @@ class WorkerGroup:
         await self._retire()
         self._start_missing()
         for rank in self._vacant():
-            self._members[rank] = self._starter.start(await self._seats.find(self._lost_nodes))
+            self._members[rank] = await self._reserve.find()
         await self._come_up()
         if self._reserve.newcomers is not None and not self._has_formed and not keep_size:
             await self._reserve.newcomers.settle()
@@ -196,8 +196,8 @@ class WorkerGroup:
         if is_new:
             self._rendezvous.begin()
             if not self._seats.is_given:
-                check_feasible(self._scaling, self._num_spares)
-            self._seats.open(self.size + self._num_spares)
+                check_feasible(self._scaling, self._failure.spares)
+            self._seats.open(self.size + self._failure.spares)
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}
         for rank in self._vacant():
@@ -270,8 +270,8 @@ class WorkerGroup:
 
     def _timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)
-        why = explain_busy(self._scaling, cluster_nodes(), self._num_spares) if missing else None
-        return StartTimeoutError(explain_timeout(missing, self.size, self._start_timeout_s, why))
+        why = explain_busy(self._scaling, cluster_nodes(), self._failure.spares) if missing else None
+        return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:
         """Raises a ConfigError where a node with a worker does not see the run's folder."""

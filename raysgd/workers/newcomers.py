@@ -32,6 +32,8 @@ MAX_PAUSE_S = 60.0
 MAX_ASKED = 32
 #: Seconds a process may wait for the resources of its seat, where no autoscaler brings them.
 UNPLACED_S = 10.0
+#: Seconds the first group waits for processes beyond its least size, once it is there without them.
+TOGETHER_S = 15.0
 
 
 class Newcomers:
@@ -92,12 +94,9 @@ class Newcomers:
         self._num_wanted, self._avoid = count, avoid
         while len(self.all()) > count:
             self.drop(self.all()[-1])
-        if count <= len(self.all()):
-            return
-        if after is None:
+        if len(self.all()) < count and after is None:
             self._look()
-        if self._looking is None:
-            self._looking = asyncio.ensure_future(self._look_regularly(after))
+        self._go_on_looking(after)
 
     def take(self) -> Worker | None:
         """One who is up, and alive as far as is known; no other is looked for in its place."""
@@ -113,7 +112,7 @@ class Newcomers:
         self._has_begun = True
         here = [task for worker, task in self._coming.items() if worker.seat.is_placed()]
         if here:
-            await asyncio.wait(here)
+            await asyncio.wait(here, timeout=TOGETHER_S)
 
     def drop(self, worker: Worker) -> None:
         """Let go of one: it has died, or nobody wants it."""
@@ -126,9 +125,11 @@ class Newcomers:
         self._started.pop(worker, None)
         self._end(worker)
         self._seats.remove(worker.seat)
+        self._go_on_looking(None)
 
     def close(self) -> None:
         """End all, and look no further."""
+        self._num_wanted = 0
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -137,12 +138,16 @@ class Newcomers:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _go_on_looking(self, after: Seat | None) -> None:
+        if self._looking is None and (len(self.all()) < self._num_wanted or self._coming):
+            self._looking = asyncio.ensure_future(self._look_regularly(after))
+
     async def _look_regularly(self, after: Seat | None) -> None:
         pause_s = 0.01
         while after is not None and not after.is_placed():
             await asyncio.sleep(pause_s)
             pause_s = min(LOOK_S, 2 * pause_s)
-        while len(self.all()) < self._num_wanted:
+        while len(self.all()) < self._num_wanted or self._coming:
             with contextlib.suppress(RayError):
                 self._look()
             self._has_looked.set()

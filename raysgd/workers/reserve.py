@@ -13,6 +13,8 @@ from raysgd.workers.seats import Seats
 
 #: Seconds one has to say that it is there, when it is needed.
 _ANSWER_S = 1.0
+#: Seconds between two looks for newcomers that are up.
+_LOOK_S = 0.1
 
 
 class Reserve:
@@ -69,11 +71,33 @@ class Reserve:
     async def take_newcomer(self) -> Worker | None:
         """A newcomer that is up."""
         while self.newcomers is not None and (worker := self.newcomers.take()) is not None:
-            if await self._is_fit(worker):
+            is_fit = False
+            try:
+                is_fit = await self._is_fit(worker)
+            finally:
+                if not is_fit:  # or nobody waits for the answer any more
+                    self._end(worker)
+                    self._seats.remove(worker.seat)
+            if is_fit:
                 return worker
-            self._end(worker)
-            self._seats.remove(worker.seat)
         return None
+
+    async def find(self) -> Worker:
+        """One for whom there was none up and no free seat: in a seat that is found, or a newcomer that comes up first."""
+        finding = asyncio.ensure_future(self._seats.find(self._avoid))
+        newcomer: Worker | None = None
+        try:
+            while newcomer is None and not finding.done():
+                newcomer = await self.take_newcomer()
+                if newcomer is None:
+                    await asyncio.wait([finding], timeout=_LOOK_S)
+        finally:
+            finding.cancel()  # which does nothing to one that has ended
+        if newcomer is None:
+            return self._starter.start(finding.result())
+        if finding.done():
+            self._seats.remove(finding.result())
+        return newcomer
 
     def replenish(self) -> None:
         """Start spares in the seats that are free, while the members work."""

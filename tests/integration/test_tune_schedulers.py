@@ -85,19 +85,19 @@ def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.
     assert made < 39, "it went on while it was paused"
 
 
-def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit) -> None:
+def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
     scheduler = tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
         perturbation_interval=4,
         hyperparam_mutations={"lr": [1.0, 100.0]},
         quantile_fraction=0.5,
         resample_probability=0.0,
-        synch=True,  # neither is over before the other has begun
     )
     told = Told()
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
-        {"lr": tune.grid_search([1.0, 100.0]), "steps": 24, "sleep": 0.05},
+        {"lr": tune.grid_search([1.0, 100.0]), "steps": 24, "sleep": 0.05, "begin_together": str(tmp_path / "begun")},
         scheduler=scheduler,
         metric="weight",
         mode="max",

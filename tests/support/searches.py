@@ -64,9 +64,14 @@ def _leases() -> list[str]:
 
 
 def counts(config: dict[str, Any]) -> str:
-    """Counts to ``steps``, by way of its checkpoints."""
+    """Counts to ``steps``, by way of its checkpoints; ``begin_together``: a folder in which two trials wait for each other."""
     state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
     step, weight = state["step"], state["weight"]
+    if step == 0 and "begin_together" in config:
+        begun = Path(config["begin_together"])
+        (begun / str(os.getpid())).touch()
+        while len(list(begun.iterdir())) < 2:
+            time.sleep(0.01)
     while step < config.get("steps", 3):
         if (step, raysgd.world_rank()) == (config.get("dies_at"), 1) and not os.path.exists(config["mark"]):
             Path(config["mark"]).touch()

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -71,11 +71,17 @@ class Saved:
         )
 
 
-def save(root: Any, states: Sequence[Any]) -> Saved:
+class Moments(NamedTuple):
+    """As an optimizer's state is one."""
+
+    mu: Any
+
+
+def save(root: Any, states: Sequence[Any], *, trusted: bool = False) -> Saved:
     store = CheckpointStore(root if isinstance(root, Storage) else Storage.from_uri(root))
     parts, beside = {}, set()
     for rank, state in enumerate(states):
-        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)))
+        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)), trusted=trusted)
         parts[rank] = snapshot.write(store.directory(1), part_prefix(1, rank))
         beside.add(snapshot.beside())
     common: dict[str, Any] = {"attempt": 1, "iteration": 1, "time_total_s": 1.0, "created_s": 1.0}
@@ -126,6 +132,14 @@ def test_parts_in_memory_are_read_alike(data: st.DataObject) -> None:
 
 
 ML_DTYPES = sorted(numpy_leaves._ML_DTYPES)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_shards_in_a_named_tuple_are_shards_whatever_may_be_pickled(tmp_path: Path, trusted: bool) -> None:
+    saved = save(tmp_path, [{"moments": Moments(Sharded(VALUES, [box]))} for box in ROWS], trusted=trusted)
+    assert saved.manifest.is_reshardable
+    found = saved.load(world_size=2)["moments"].mu
+    assert isinstance(found, SavedArray) and (np.asarray(found) == VALUES).all()
 
 
 @pytest.mark.parametrize("name", [*ML_DTYPES, "bool", "int64", "float16", "complex64", "complex128"])

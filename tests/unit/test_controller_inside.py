@@ -13,6 +13,8 @@ from raysgd.session import events as e
 from raysgd.testing.simulation import SimulatedRun, failed, finish, reports, running
 
 TWICE = FailureConfig(max_failures=2)
+#: A rank was told that the group changes, and has left it.
+CHANGED = e.Parked(is_broken=False)
 
 
 def inside(num_ranks: int = 3, **settings: Any) -> SimulatedRun:
@@ -146,8 +148,8 @@ def test_it_grows_when_train_func_is_ready_for_it_and_saves_nothing_for_it() -> 
     run.advance(SETTLE_S)
     assert run.all_of(c.ChangeGroup) == [c.ChangeGroup(1)]
     assert not run.all_of(c.AgreeOnSave)
-    run.leave(0, e.Parked())
-    run.leave(1, e.Parked())
+    run.leave(0, CHANGED)
+    run.leave(1, CHANGED)
     assert run.all_of(c.PrepareGroup)[-1].parked == (0, 1)
     assert [note["why"] for note in run.notes("regroup")] == ["the group grows"]
     assert not run.notes("failure")
@@ -161,10 +163,51 @@ def test_a_preempted_rank_is_ended_when_all_have_left_their_group() -> None:
     run = inside(2)
     run.say(1, e.Preempted("SIGTERM"))
     assert run.all_of(c.ChangeGroup) and not run.all_of(c.AskToStop)  # which would have train_func return
-    run.leave(0, e.Parked())
-    run.leave(1, e.Parked())
+    run.leave(0, CHANGED)
+    run.leave(1, CHANGED)
     assert c.KillRanks((1,)) in run.told
     assert not run.notes("failure")
+
+
+def test_a_death_while_the_group_is_to_change_is_a_failure() -> None:
+    """Those who are left hear of it by a broken collective, before the controller does."""
+    run = inside(3)
+    run.feed(c.NewcomerUp())
+    run.advance(SETTLE_S)
+    assert run.all_of(c.ChangeGroup)
+    run.leave(0, e.Parked())
+    run.leave(2, e.Parked())
+    run.gone(1, "killed")
+    assert [note["ranks"] for note in run.notes("failure")] == [[1]]
+    assert not run.notes("regroup")
+    assert run.all_of(c.PrepareGroup)[-1].parked == (0, 2)
+
+
+def test_a_preempted_rank_is_asked_to_stop_where_it_cannot_leave_its_group_by_itself() -> None:
+    run = inside(2)
+    run.say(1, e.Preempted("SIGTERM"))
+    assert [command.stops for command in run.all_of(c.ChangeGroup)] == [True]
+    grows = inside(2)
+    grows.feed(c.NewcomerUp())
+    grows.advance(SETTLE_S)
+    assert [command.stops for command in grows.all_of(c.ChangeGroup)] == [False]
+
+
+def test_a_rest_waits_for_a_save_of_what_only_those_who_wait_have() -> None:
+    run = inside(2)
+    for rank in range(2):
+        run.say(rank, reports(0, 9))
+    run.feed(c.NewcomerUp())
+    run.advance(SETTLE_S)
+    run.feed(c.PauseAsked())
+    for rank in range(2):
+        run.leave(rank, e.Parked(iteration=9, is_broken=False))
+    assert not run.all_of(c.ReleaseWorkers)
+    run.feed(c.PauseAsked())  # once more, meanwhile
+    assert not run.all_of(c.ReleaseWorkers)
+    run.ready(num_parked=2)
+    assert run.entries[-1].iterations_before == 9
+    assert run.all_of(c.AgreeOnSave)[-1].attempt == 2
 
 
 def test_a_rest_gives_the_workers_back_and_those_who_wait_with_them() -> None:

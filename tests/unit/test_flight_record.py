@@ -33,9 +33,17 @@ def test_the_last_of_each_group_is_looked_at() -> None:
     dump = {"entries": [entry(1), entry(1, "rows"), entry(2, retired=False), entry(2, "rows", state="completed"), sent]}
     world, rows = last_collectives(dump)
     assert world == Collective("default_pg", 2, "gloo:all_reduce", ((4, 2),), False)
-    assert (rows.group, rows.number, rows.is_done) == ("rows", 2, True)
+    assert (rows.group, rows.number, rows.is_done) == ("rows (0)", 2, True)
     assert last_collectives({}) == ()
     assert world.shown()["sizes"] == [[4, 2]]
+
+
+def test_groups_of_one_description_are_told_apart() -> None:
+    """torch gives that of all groups that `new_group` makes, and one to those of a mesh's dimension."""
+    dump = {"entries": [entry(1, process_group=(name, "undefined")) for name in ("1", "2")]}
+    assert [each.group for each in last_collectives(dump)] == ["1", "2"]
+    dump = {"entries": [entry(1, process_group=(name, "mesh_dp")) for name in ("1", "2")]}
+    assert [each.group for each in last_collectives(dump)] == ["mesh_dp (1)", "mesh_dp (2)"]
 
 
 def test_who_has_not_come_is_named() -> None:

@@ -34,6 +34,9 @@ class FakeState:
     def sync(self) -> None:
         self.calls.append("sync")
 
+    def on_reset(self) -> None:
+        self.calls.append("reset")
+
     def on_hosts_updated(self, timestamp: int, result: Any) -> None:
         self.calls.append("hosts")
 
@@ -145,6 +148,24 @@ def test_a_change_is_told_to_states_of_functions_that_run(session: FakeSession) 
     notices.register_listener(state)
     assert notices.hosts_changed() is True
     assert state.calls == ["hosts"]
+
+
+@needs_horovod
+def test_who_is_between_two_groups_cannot_be_told(session: FakeSession) -> None:
+    """Horovod forgets what it was told when the next group has formed."""
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    told: list[tuple[int | None, bool, bool]] = []
+    notices, state = Notices(lambda obj: obj), FakeState()
+    notices.register_listener(state)
+    for state.problem in (HostsUpdatedInterrupt(False), None):
+        if state.problem is not None:
+            with pytest.raises(HostsUpdatedInterrupt):
+                state.commit()
+        notices.rejoin(lambda iteration, is_broken: told.append((iteration, is_broken, notices.hosts_changed())))
+        state.on_reset()
+        assert notices.hosts_changed()
+    assert told == [(0, False, False), (0, True, False)]
 
 
 def test_who_recovers_is_one_of_two() -> None:

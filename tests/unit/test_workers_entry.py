@@ -178,6 +178,19 @@ def test_who_is_let_go_before_it_waits_does_not_wait() -> None:
     assert entry.join(PATIENCE_S)
 
 
+def test_an_attempt_that_comes_after_it_was_let_go_is_over() -> None:
+    entry = Entry()
+    first, second, third = FakeAttempt(lambda: entry.rejoin(3)), FakeAttempt(), FakeAttempt()
+    begin(entry, first)
+    assert first.outcome() == (Parked(None, 3), False)
+    entry.let_go("the run is over")
+    begin(entry, second)
+    assert second.outcome() == (Ended(), False)
+    assert entry.join(PATIENCE_S)
+    begin(entry, third)
+    assert third.outcome() == (Ended(), False)
+
+
 @pytest.mark.parametrize("which", ["its own", "another"])
 def test_it_is_interrupted_in_the_attempt_that_is_meant(which: str) -> None:
     entry, is_inside, may_end = Entry(), threading.Event(), threading.Event()
