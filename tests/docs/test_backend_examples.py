@@ -21,10 +21,9 @@ from ray import tune
 import raysgd
 from raysgd.testing import FaultPlan, Kill, check_history
 from support.examples import run_example
-from support.poll import until
 from support.project import ROOT
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
-from support.searches import Fit, column, fit_in, nothing_is_held, what_is_held
+from support.searches import Fit, check_nothing_is_held, column, fit_in
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def test_it_goes_on_when_a_worker_is_killed(
 def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
     yield fit_in(tmp_path)
-    assert until(nothing_is_held, PATIENCE_S), what_is_held()
+    check_nothing_is_held()
 
 
 @pytest.mark.parametrize("script", SEARCHED, indirect=True, ids=lambda script: script.name)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from support.poll import until
-from support.runs import PATIENCE_S
-
 
 @pytest.fixture
 def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -24,7 +21,7 @@ def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 @pytest.fixture
 def nothing_is_left_of_trials(ray_cluster: Any) -> Iterator[None]:
     """The test must leave no resource, placement group or process behind."""
-    from support.searches import nothing_is_held, what_is_held
+    from support.searches import check_nothing_is_held
 
     yield
-    assert until(nothing_is_held, PATIENCE_S), what_is_held()
+    check_nothing_is_held()

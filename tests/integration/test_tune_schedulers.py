@@ -19,8 +19,8 @@ from ray.util import placement_group_table
 import raysgd
 from raysgd.tune_integration import search
 from support.poll import until
-from support.runs import PATIENCE_S, travels_by_value
-from support.searches import Fit, Told, column, counts, events_in, nothing_is_held
+from support.runs import travels_by_value
+from support.searches import Fit, Told, check_nothing_is_held, column, counts, events_in
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
@@ -143,7 +143,7 @@ def test_what_a_trial_has_grown_by_goes_with_its_process(fit: Fit) -> None:
     (result,) = fit(trainable, {"steps": 600, "sleep": 0.1}, files={"callbacks": [kills]})
     assert result.error is not None
     assert len(kills.groups) == 2, kills.groups
-    assert until(nothing_is_held, PATIENCE_S)
+    check_nothing_is_held()
 
 
 def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
@@ -152,7 +152,7 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
     assert len(grid) == 30 and not grid.errors
     assert {result.metrics["training_iteration"] for result in grid} == {2}
     assert len({result.metrics["worker"] for result in grid}) <= 4
-    assert until(nothing_is_held, PATIENCE_S)
+    check_nothing_is_held()
 
 
 def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:

@@ -71,12 +71,12 @@ def actor_pids(kind: str) -> list[int]:
 
 
 def ray_processes() -> list[str]:
-    """What the processes of this process's own cluster are that are, or were, given out."""
+    """What the processes of this process's own cluster are, beside those that Ray has for itself, and idle ones."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            if "ray::" in line or "default_worker.py" in line:
+            if "ray::" in line and not any(own in line for own in ("ray::IDLE", "Agent")):
                 found.append(f"{process.pid} {process.status()} {line[:60]}")
     return found
 

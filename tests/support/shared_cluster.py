@@ -40,6 +40,12 @@ class SharedCluster:
             self._settings = None
             ray.shutdown()
 
+    def renew(self) -> None:
+        """Another one in its place."""
+        settings = self._settings or {}
+        self.stop()
+        self.get(**settings)
+
     def owns(self, process: psutil.Process) -> bool:
         """Whether it is one of those that are there as long as the cluster, with nothing of a test in it."""
         try:
