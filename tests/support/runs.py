@@ -15,6 +15,7 @@ import ray
 import raysgd
 from raysgd.callbacks import ProgressCallback
 from support.poll import until
+from support.shared_cluster import CLUSTER
 
 #: Far above what anything here takes, so that a hang fails by name and a loaded machine does not.
 PATIENCE_S = 60.0
@@ -76,7 +77,7 @@ def ray_processes() -> list[str]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            if "ray::" in line and not any(own in line for own in ("ray::IDLE", "Agent")):
+            if "ray::" in line and not CLUSTER.owns(process):
                 found.append(f"{process.pid} {process.status()} {line[:60]}")
     return found
 

@@ -13,8 +13,13 @@ from raysgd.workers.newcomers import Newcomers
 
 
 class FakeSeat:
+    """A seat, with its resources or without them."""
+
+    def __init__(self, *, has_room: bool) -> None:
+        self._has_room = has_room
+
     def is_placed(self) -> bool:
-        return True
+        return self._has_room
 
 
 class FakeSeats:
@@ -25,9 +30,10 @@ class FakeSeats:
 
     def __init__(self) -> None:
         self.taken: list[FakeSeat] = []
+        self.has_room = True
 
     def add(self, avoid: set[str]) -> FakeSeat:
-        self.taken.append(FakeSeat())
+        self.taken.append(FakeSeat(has_room=self.has_room))
         return self.taken[-1]
 
     def take_placed(self, avoid: set[str]) -> None:
@@ -134,3 +140,28 @@ async def test_those_beyond_what_is_wanted_are_let_go_with_their_seats(cluster: 
     await looks()
     assert newcomers.all() == seats.taken == [] and up.is_ended
     assert len(starter.started) == 3
+
+
+async def test_the_first_group_does_not_wait_for_one_that_hangs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOGETHER_S", 0.05)
+    newcomers, _, starter = made()
+    newcomers.want(2, set())
+    starter.started[0].comes_up.set()
+    await asyncio.wait_for(newcomers.settle(), 10)
+    assert newcomers.num_ready == 1 and len(newcomers.all()) == 2
+    newcomers.close()
+
+
+async def test_a_seat_whose_room_others_have_taken_is_given_back_though_no_more_are_wanted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNPLACED_S", 0.0)
+    newcomers, seats, starter = made()
+    seats.has_room = False
+    newcomers.want(1, set())
+    cluster.room = 0
+    await looks()
+    assert starter.started[0].is_ended and newcomers.all() == seats.taken == []
+    newcomers.close()
