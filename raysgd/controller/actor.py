@@ -67,7 +67,7 @@ class TrainerActor:
             runtime_env=settings.runtime_env,
             room=settings.room,
         )
-        self._group.on_seat_added(self._guard_seats)
+        self._group.seats.on_added = self._guard_seats
         self._record = get_run(settings.name) if self._is_restarted else None
         if self._record is not None and self._record.request is not None:
             threading.Thread(target=ask, args=(self._me, "go_on"), name="raysgd-go-on", daemon=True).start()
@@ -243,6 +243,7 @@ class TrainerActor:
         for run_id in self._accepted:
             self._end_keeper(run_id)
         self._group.release()
+        await self._group.seats.removed()
         forget(self._settings.name, self._settings.alias)
         with contextlib.suppress(Exception):  # it is others' that would be removed
             await asyncio.to_thread(forget_orphans)

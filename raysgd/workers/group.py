@@ -113,9 +113,10 @@ class WorkerGroup:
         """Processes that are up and could be taken in."""
         return self._reserve.num_ready
 
-    def on_seat_added(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called when a placement group is made beside the room that was given."""
-        self._seats.on_added = told
+    @property
+    def seats(self) -> Seats:
+        """Where its processes are."""
+        return self._seats
 
     def on_newcomer(self, told: Callable[[], None]) -> None:
         """Have ``told`` called for each that comes up."""

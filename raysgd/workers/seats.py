@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 #: Seconds between two looks at whether a seat has its resources.
 _LOOK_S = 0.05
+#: Seconds for which resources that nobody wants any more may be on their way, before they are given back all the same.
+_SETTLE_S = 5.0
+#: How Ray calls it when it has found no room for a placement group, and will look again later.
+_WAITING = ("NO_RESOURCES", "INFEASIBLE")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +82,7 @@ class Seats:
         self._placements: list[PlacementGroup] = []
         self._num_added = 0
         self._free: list[Seat] = []
+        self._removals: set[asyncio.Task[None]] = set()
         self.on_added: Callable[[], None] = lambda: None
 
     @property
@@ -164,7 +170,7 @@ class Seats:
         """The node of a seat is lost. One of those asked for together is elsewhere once Ray knows of that."""
         if seat.placement in self._placements[1:]:
             self._placements.remove(seat.placement)
-            remove_placement_group(seat.placement)
+            self._remove(seat.placement)
         else:
             self.give_back(seat)
 
@@ -179,9 +185,38 @@ class Seats:
         """Give all resources back, those of room that was given to whoever has it."""
         for placement in self._placements:
             if self._room is None or placement != self._room.placement:
-                remove_placement_group(placement)
+                self._remove(placement)
         self._placements.clear()
         self._free.clear()
+
+    async def removed(self) -> None:
+        """Wait until all that was given back has been."""
+        if self._removals:
+            await asyncio.wait(self._removals)
+
+    def _remove(self, placement: PlacementGroup) -> None:
+        if _is_settled(placement):
+            remove_placement_group(placement)
+            return
+        removal = asyncio.ensure_future(_remove_later(placement))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+
+def _is_settled(placement: PlacementGroup) -> bool:
+    """Whether no node is just reserving the resources.
+
+    Ray 2.60 loses those of a group that is removed at that time until the node is started anew (decision 0020).
+    """
+    told = placement_group_table(placement)
+    return told.get("state") in (None, "CREATED", "REMOVED") or told["stats"]["scheduling_state"] in _WAITING
+
+
+async def _remove_later(placement: PlacementGroup) -> None:
+    end = time.monotonic() + _SETTLE_S
+    while time.monotonic() < end and not _is_settled(placement):
+        await asyncio.sleep(_LOOK_S)
+    remove_placement_group(placement)
 
 
 def are_others_waiting(name: str, totals: Sequence[Mapping[str, float]]) -> bool:

@@ -35,6 +35,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The placement groups that were removed."""
     found: list[Any] = []
     monkeypatch.setattr(module, "remove_placement_group", found.append)
+    monkeypatch.setattr(module, "placement_group_table", lambda placement: {"state": "CREATED"})
     monkeypatch.setattr(module, "_LOOK_S", 0.001)
     return found
 
@@ -89,3 +90,70 @@ def test_who_waits_no_longer_leaves_no_seat_behind(removed: list[Any]) -> None:
     seats = seats_with(NeverMoved(cast(Any, "first"), 0), Never(cast(Any, "added"), 0))
     asyncio.run(give_up())
     assert removed == ["added"]
+
+
+TABLE = {
+    "asked": {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}},
+    "reserved": {"state": "PREPARED", "stats": {"scheduling_state": "QUEUED"}},
+    "there": {"state": "CREATED", "stats": {"scheduling_state": "FINISHED"}},
+    "waits": {"state": "PENDING", "stats": {"scheduling_state": "NO_RESOURCES"}},
+    "too large": {"state": "PENDING", "stats": {"scheduling_state": "INFEASIBLE"}},
+    "lost": {"state": "RESCHEDULING", "stats": {"scheduling_state": "NO_RESOURCES"}},
+}
+
+
+class InTurn:
+    """What Ray tells of a placement group, look by look; the last of it for ever."""
+
+    def __init__(self, *states: str) -> None:
+        self.states = list(states)
+
+    def __call__(self, placement: Any) -> dict[str, Any]:
+        return TABLE[self.states.pop(0) if len(self.states) > 1 else self.states[0]]
+
+
+def seats_beside(*placements: str) -> Seats:
+    seats = Seats("trainer", {"CPU": 1}, "PACK")
+    seats._placements = [cast(Any, name) for name in placements]
+    return seats
+
+
+@pytest.mark.parametrize("state", ["there", "waits", "too large", "lost"])
+def test_resources_that_no_node_is_just_reserving_are_given_back_at_once(
+    removed: list[Any], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr(module, "placement_group_table", InTurn(state))
+    seats_beside("first", "second").close()
+    assert removed == ["first", "second"]
+
+
+@pytest.mark.parametrize("last", ["there", "waits"])
+def test_resources_that_are_just_being_reserved_are_given_back_when_they_are(
+    removed: list[Any], monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Ray loses them otherwise."""
+    monkeypatch.setattr(module, "placement_group_table", told := InTurn("asked", "asked", "reserved", last))
+
+    async def give_up() -> None:
+        seats = seats_beside("first", "added")
+        seats.give_up(Seat(cast(Any, "added"), 0))
+        assert removed == []
+        await seats.removed()
+        assert removed == ["added"] and told.states == [last]
+
+    asyncio.run(give_up())
+
+
+def test_resources_that_never_come_are_given_back_all_the_same(
+    removed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "placement_group_table", InTurn("asked"))
+    monkeypatch.setattr(module, "_SETTLE_S", 0.02)
+
+    async def close() -> None:
+        seats = seats_beside("first")
+        seats.close()
+        await seats.removed()
+
+    asyncio.run(close())
+    assert removed == ["first"]
