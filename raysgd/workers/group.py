@@ -56,6 +56,9 @@ class WorkerGroup:
         controller: Name of the TrainerActor.
         runtime_env: Ray runtime environment of the workers.
         room: Where the first of them are, and there is enough of it.
+
+    Attributes:
+        seats: Where they are.
     """
 
     def __init__(
@@ -73,13 +76,13 @@ class WorkerGroup:
         self._failure = failure
         self._backend = backend
         self.recovers_inside = backend.recovers_inside
-        self._seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
+        self.seats = Seats(name, seat_bundle(scaling), scaling.placement_strategy, room)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._lost_nodes: set[str] = set()  # and those that will be, or are faulty
         self._faulty = FaultyNodes(self._lost_nodes, scaling.bundle(), cluster_nodes)
-        newcomers = newcomers_of(scaling, self._seats, self._starter, self._end, failure.start_timeout_s)
-        self._reserve = Reserve(self._seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
+        newcomers = newcomers_of(scaling, self.seats, self._starter, self._end, failure.start_timeout_s)
+        self._reserve = Reserve(self.seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
         self._rendezvous = Rendezvous(name, backend)
@@ -112,11 +115,6 @@ class WorkerGroup:
     def num_newcomers(self) -> int:
         """Processes that are up and could be taken in."""
         return self._reserve.num_ready
-
-    @property
-    def seats(self) -> Seats:
-        """Where its processes are."""
-        return self._seats
 
     def on_newcomer(self, told: Callable[[], None]) -> None:
         """Have ``told`` called for each that comes up."""
@@ -193,16 +191,16 @@ class WorkerGroup:
             self._reserve.newcomers.want(self._scaling.max_workers - self.size, self._lost_nodes, after=after)
 
     def _start_missing(self) -> None:
-        is_new = not self._seats.is_open
+        is_new = not self.seats.is_open
         if is_new:
             self._rendezvous.begin()
-            if not self._seats.is_given:
+            if not self.seats.is_given:
                 check_feasible(self._scaling, self._failure.spares)
-            self._seats.open(self.size + self._failure.spares)
+            self.seats.open(self.size + self._failure.spares)
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}
         for rank in self._vacant():
-            if (seat := self._seats.take(self._lost_nodes)) is not None:
+            if (seat := self.seats.take(self._lost_nodes)) is not None:
                 self._members[rank] = self._starter.start(seat)
         if is_new:
             self._seek_newcomers(after=None if (first := self._members[0]) is None else first.seat)
@@ -368,7 +366,7 @@ class WorkerGroup:
         self._reserve.close()
         self._rendezvous.close()
         self._agents.close()
-        self._seats.close()
+        self.seats.close()
         self._has_formed = False
 
     def _drop(self, worker: Worker) -> None:
@@ -378,7 +376,7 @@ class WorkerGroup:
         elif not self._reserve.drop(worker):
             return
         is_lost = worker.info is not None and worker.info.node_id in self._lost_nodes
-        (self._seats.give_up if is_lost else self._seats.give_back)(worker.seat)
+        (self.seats.give_up if is_lost else self.seats.give_back)(worker.seat)
 
     async def _bury(self, worker: Worker) -> None:
         """Drop a process that has died; where its node is gone with it, no other is put there."""

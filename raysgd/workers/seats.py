@@ -214,8 +214,10 @@ def _is_settled(placement: PlacementGroup) -> bool:
 
 async def _remove_later(placement: PlacementGroup) -> None:
     end = time.monotonic() + _SETTLE_S
-    while time.monotonic() < end and not _is_settled(placement):
+    while True:
         await asyncio.sleep(_LOOK_S)
+        if time.monotonic() > end or _is_settled(placement):
+            break
     remove_placement_group(placement)
 
 
@@ -244,4 +246,7 @@ def remove_placements(name: str) -> None:
         found = str(group["name"])
         if group["state"] != "REMOVED" and (found == name or found.startswith(f"{name}-")):
             with contextlib.suppress(Exception):  # it is gone by now
-                remove_placement_group(get_placement_group(found))
+                placement, end = get_placement_group(found), time.monotonic() + _SETTLE_S
+                while time.monotonic() < end and not _is_settled(placement):
+                    time.sleep(_LOOK_S)
+                remove_placement_group(placement)
