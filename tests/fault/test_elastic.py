@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raysgd
+from raysgd.backends.base import Backend
+from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import ConfigError
+from raysgd.workers.newcomers import LOOK_S
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, quiet, travels_by_value
@@ -146,6 +150,65 @@ def test_it_grows_onto_a_node_that_comes_and_goes_on_without_it(cluster: Cluster
         run = latest_run(trainer)
         assert len(run.events[run.events["kind"] == "failure"]) == 1
         assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
+
+
+class SlowBackend(NoneBackend):
+    """Comes up only when it may: there is a file ``slow`` in this folder while it may not."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def load(self) -> None:
+        while Path(self.folder, "slow").exists():
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowConfig(NoneConfig):
+    folder: str
+
+    def make(self) -> Backend:
+        return SlowBackend(self.folder)
+
+
+def count_until_told(config: dict[str, Any]) -> str:
+    """Steps, with a checkpoint in each; the node it is on."""
+    step = (raysgd.load_checkpoint() or {"step": -1})["step"] + 1
+    while not raysgd.broadcast(Path(config["folder"], "enough").exists()):
+        raysgd.save_checkpoint({"step": step})
+        raysgd.report(step=step)
+        step += 1
+        time.sleep(0.02)
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def free_cpus(node: Any) -> float:
+    return float(ray._private.state.available_resources_per_node().get(node.node_id, {}).get("CPU", 0))
+
+
+def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cluster: Cluster, tmp_path: Path) -> None:
+    """It is on its way up, and has the only room in which the lost one could be replaced."""
+    other = ray.util.placement_group([{"CPU": 1}])
+    assert other.wait(PATIENCE_S)
+    first = cluster.add_node(num_cpus=1)
+    backend = SlowConfig(folder=str(tmp_path))
+    failure = raysgd.FailureConfig(max_failures=1, start_timeout_s=PATIENCE_S)
+    with make_trainer(tmp_path / "runs", (2, 3), backend, failure=failure) as trainer:
+        stream = trainer.run_generator(count_until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        assert next(stream)["world_size"] == 2
+        (tmp_path / "slow").touch()
+        second = cluster.add_node(num_cpus=1)
+        assert until(lambda: free_cpus(second) == 0, PATIENCE_S), "nothing was started there"
+        cluster.remove_node(first, allow_graceful=False)
+        assert until(lambda: trainer.status().num_failures == 1, PATIENCE_S)
+        time.sleep(2 * LOOK_S)
+        (tmp_path / "slow").unlink()
+        (tmp_path / "enough").touch()
+        nodes = stream.get_returns()
+        assert nodes[1] == second.node_id and len(nodes) == 2
+        assert kinds(trainer) == []
+    cluster.remove_node(second)
+    ray.util.remove_placement_group(other)
 
 
 def test_bounds_that_cannot_be(cluster: Cluster, tmp_path: Path) -> None:
