@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol
 
 from report import PUBLISHED, SCRATCH
 
 from bench import results
+from bench.baton import VARIABLE, Baton
 from bench.children import MEASURE_TIMEOUT_S, measure, work_folder
 from bench.machine import describe_machine
 from bench.measures import load_measure
 from bench.picture import draw_rows
 from bench.rows import Row, fill_rows
-from bench.schedule import Turn, make_turns
+from bench.schedule import Turn, at_once, make_turns
 from bench.systems import missing_framework
 
 
@@ -47,18 +50,20 @@ def run_program(description: str, stem: str, names: Sequence[str], page: Page) -
     measures = {name: load_measure(name) for name in args.only or names}
     document = results.load(output / f"{stem}.json", machine) if args.only else results.new_document(machine)
     for each in measures.values():
-        results.begin_measure(document, each.NAME, each.TITLE, each.UNITS, quick=args.quick)
+        today = date.today().isoformat()
+        results.begin_measure(document, each.NAME, each.TITLE, each.UNITS, quick=args.quick, measured=today)
     turns = make_turns(list(measures.values()), quick=args.quick, repeat=args.repeat)
     turns = _without_missing([turn for turn in turns if turn.system in (args.system or [turn.system])])
     begun = time.monotonic()
     with work_folder() as work:
-        for number, turn in enumerate(turns, 1):
-            (name,) = turn.measures
+        batches = at_once(turns, measures)
+        for number, batch in enumerate(batches, 1):
+            (name,) = batch[0].measures
             start = time.monotonic()
-            print(f"[{number}/{len(turns)}] {turn.system}: {name}", end="", flush=True)
+            print(f"[{number}/{len(batches)}] {', '.join(turn.system for turn in batch)}: {name}", end="", flush=True)
             folder = work / f"{number}"
             folder.mkdir()
-            _measure(document, measures[name], turn, folder, quick=args.quick)
+            _measure(document, measures[name], batch, folder, quick=args.quick)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)
             write_page(document, output, stem, page)
     _tell(document, page)
@@ -73,17 +78,24 @@ def write_page(document: results.Document, output: Path, stem: str, page: Page) 
     draw_rows(document["rows"], output / f"{stem}.svg")
 
 
-def _measure(document: results.Document, each: Any, turn: Turn, folder: Path, *, quick: bool) -> None:
-    params = each.params(turn.system, quick)
-    lines = measure(
-        turn.system,
-        {each.NAME: params},
-        folder,
-        timeout_s=getattr(each, "TIMEOUT_S", MEASURE_TIMEOUT_S),
-        environment=getattr(each, "ENVIRONMENT", {}),
-    )
-    for line in lines:
-        results.add_samples(document, each.NAME, turn.system, params, line)
+def _measure(document: results.Document, each: Any, batch: Sequence[Turn], folder: Path, *, quick: bool) -> None:
+    """Measure these systems, at once if there are several."""
+    with Baton(len(batch)) as baton, ThreadPoolExecutor(len(batch)) as pool:
+
+        def one(turn: Turn) -> list[dict[str, Any]]:
+            own = folder / turn.system
+            own.mkdir()
+            timeout_s = getattr(each, "TIMEOUT_S", MEASURE_TIMEOUT_S)
+            environment = {**getattr(each, "ENVIRONMENT", {}), VARIABLE: baton.address}
+            sizes = {each.NAME: each.params(turn.system, quick)}
+            try:
+                return measure(turn.system, sizes, own, timeout_s=timeout_s, environment=environment)
+            finally:
+                baton.ended()
+
+        for turn, lines in zip(batch, pool.map(one, batch), strict=True):
+            for line in lines:
+                results.add_samples(document, each.NAME, turn.system, each.params(turn.system, quick), line)
 
 
 def _without_missing(turns: Sequence[Turn]) -> list[Turn]:

@@ -27,9 +27,17 @@ def new_document(machine: Mapping[str, Any]) -> Document:
     return {"machine": dict(machine), "measures": {}, "scale": {}, "rows": []}
 
 
-def begin_measure(document: Document, name: str, title: str, units: Mapping[str, str], *, quick: bool) -> None:
-    """Make room for a measure; what the document had of it before is gone."""
-    document["measures"][name] = {"title": title, "units": dict(units), "quick": quick, "systems": {}}
+def begin_measure(
+    document: Document, name: str, title: str, units: Mapping[str, str], *, quick: bool, measured: str = ""
+) -> None:
+    """Make room for a measure; what the document had of it before is gone. ``measured``: the day."""
+    document["measures"][name] = {
+        "title": title,
+        "units": dict(units),
+        "measured": measured,
+        "quick": quick,
+        "systems": {},
+    }
 
 
 def add_samples(document: Document, measure: str, system: str, params: Mapping[str, Any], line: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.stats import quantile, rounded
+from bench.stats import median_interval, quantile, rounded
 from bench.systems import TITLES, VARIANTS
 
 
@@ -34,6 +34,8 @@ class Row:
         better: Whether less or more is better.
         ours: The system that is told as raysgd.
         peers: The systems beside it; None: all that are not raysgd.
+        is_paired: The systems' samples were taken right after each other, one of each: what is compared is the median of the
+            ratios of those.
     """
 
     key: str
@@ -47,6 +49,7 @@ class Row:
     better: Literal["less", "more"] = "less"
     ours: str = "raysgd"
     peers: tuple[str, ...] | None = None
+    is_paired: bool = False
 
     def target(self) -> str:
         sign = "≤" if self.better == "less" else "≥"
@@ -90,6 +93,14 @@ def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
     cells = {system: _cell(row, entry) for system, entry in systems.items() if _is_told(row, system)}
     cells = {system: cell for system, cell in cells.items() if cell is not None}
     values = {system: cell["value"] for system, cell in cells.items() if "value" in cell}
+    if row.is_paired:
+        for system, ratios in _ratios(row, systems).items():
+            ratio, interval = quantile(ratios, 0.5), median_interval(ratios)
+            cells[system]["ratio"] = {
+                "value": rounded(ratio),
+                "interval": interval and [rounded(end) for end in interval],
+            }
+            values[system] = values["raysgd"] / ratio  # as far as it is compared
     return {
         "key": row.key,
         "title": row.title,
@@ -117,6 +128,17 @@ def _cell(row: Row, entry: Mapping[str, Any]) -> dict[str, Any] | None:
         cell = {"value": rounded(value), "q1": rounded(low), "q3": rounded(high), "n": len(samples)}
         return cell | ({"failed": len(entry["errors"])} if entry["errors"] else {})
     return {"error": entry["errors"][0]} if entry["errors"] else None
+
+
+def _ratios(row: Row, systems: Mapping[str, Any]) -> dict[str, list[float]]:
+    """raysgd's value by each peer's, pair by pair; none of a peer that failed in between, whose samples are not in pairs."""
+    samples = {name: entry["series"].get(row.series, {}).get("samples", []) for name, entry in systems.items()}
+    ours = samples.get("raysgd", [])
+    return {
+        name: [a / b for a, b in zip(ours, theirs, strict=True)]
+        for name, theirs in samples.items()
+        if name != "raysgd" and _is_told(row, name) and theirs and len(theirs) == len(ours)
+    }
 
 
 def _factor(row: Row, values: Mapping[str, float]) -> float | None:

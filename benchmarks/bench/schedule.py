@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.measures import Measure
@@ -30,6 +30,17 @@ def make_turns(measures: Sequence[Measure], *, quick: bool, repeat: int | None =
         for number in range(times):
             turns += _one_round(group, number, quick)
     return turns
+
+
+def at_once(turns: Sequence[Turn], measures: Mapping[str, Measure]) -> list[list[Turn]]:
+    """Turns, those together whose systems are measured at once, in the order of the first of them."""
+    batches: dict[tuple[object, ...], list[Turn]] = {}
+    for number, turn in enumerate(turns):
+        (name,) = turn.measures
+        answer = getattr(measures[name], "at_once", None)
+        key = (number,) if answer is None else (name, turn.repetition, answer(turn.system))
+        batches.setdefault(key, []).append(turn)
+    return list(batches.values())
 
 
 def systems_of(measure: Measure, *, quick: bool) -> Sequence[str]:

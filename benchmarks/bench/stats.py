@@ -21,6 +21,20 @@ def quantile(samples: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Between which values the median of what was sampled lies, with 95 % confidence; None for fewer than 6 samples.
+
+    The order statistics whose ranks are half the number of samples and 1.96 standard deviations of a binomial
+    distribution to either side (Conover, Practical Nonparametric Statistics, 1999, section 3.2), for any distribution.
+    """
+    ordered, number = sorted(samples), len(samples)
+    if number < 6:
+        return None
+    reach = 0.98 * math.sqrt(number)
+    low, high = math.floor(number / 2 - reach), math.ceil(number / 2 + reach)
+    return ordered[max(low, 1) - 1], ordered[min(high + 1, number) - 1]
+
+
 def summarize(samples: Sequence[float]) -> dict[str, Any]:
     """Number, median, quartiles and extremes, beside the samples themselves."""
     return {

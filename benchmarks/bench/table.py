@@ -105,9 +105,18 @@ def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
     for row in rows:
         if row["met"] is False:
             value = show_cell(row["cells"].get("raysgd"), row["unit"])
+            for name, cell in row["cells"].items():
+                if "ratio" in cell:
+                    value += f", {show_ratio(cell['ratio'])} {TITLES[name]}"
             reason = why.get(row["key"], "No reason is known.")
             lines.append(f"- **{row['title']}**: {value} ({row['target']}). {reason}")
     return "## What is missed\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def show_ratio(ratio: Mapping[str, Any]) -> str:
+    """A median of ratios, and the interval that it is in, if that is known."""
+    shown = f"{number(ratio['value'])}x"
+    return f"{shown} ({' to '.join(map(number, ratio['interval']))})" if ratio["interval"] else shown
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -203,6 +212,17 @@ def show_cell(cell: Mapping[str, Any] | None, unit: str) -> str:
 def machine_line(machine: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; {versions}"
+
+
+def days_line(measures: Mapping[str, Any]) -> str:
+    """On which days what was measured; empty where it was one day."""
+    days: dict[str, list[str]] = {}
+    for measure in measures.values():
+        days.setdefault(measure.get("measured", ""), []).append(measure["title"].lower())
+    if len(days) < 2:
+        return ""
+    told = "; ".join(f"{', '.join(titles)} on {day or 'another day'}" for day, titles in days.items())
+    return f"Measured on several days, on which the same machine was not equally fast: {told}.\n"
 
 
 def _cell_text(text: str) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.project import ROOT
 
@@ -67,6 +71,23 @@ def test_growth_is_the_exponent(costs: list[float], expected: float) -> None:
 
 
 # -- the document -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(6, 200), st.randoms(use_true_random=False))
+def test_a_median_lies_in_its_interval(number: int, random: Random) -> None:
+    samples = random.sample(range(10**6), number)
+    interval = stats.median_interval(samples)
+    assert interval is not None
+    low, high = interval
+    assert low <= stats.quantile(samples, 0.5) <= high
+    # The interval of the binomial distribution of how many samples are below the true median.
+    below = [sum(sample < end for sample in samples) for end in interval]
+    covered = sum(math.comb(number, count) for count in range(below[0] + 1, below[1] + 1)) / 2**number
+    assert covered >= 0.95
+
+
+def test_few_samples_tell_no_interval() -> None:
+    assert stats.median_interval([1.0] * 5) is None
 
 
 def test_samples_of_all_repetitions_are_pooled() -> None:

@@ -10,6 +10,8 @@
     Repetitions in a full run.
 ``TIMEOUT_S``, ``ENVIRONMENT``
     Seconds for one repetition (of those of recovery), and variables of the process it runs in, if it needs any.
+``at_once(system)``
+    Of those in which systems are up at once and take turns by themselves: those with the same answer are.
 ``params(system, quick)``
     Sizes, as plain data.
 ``run(system, params)``

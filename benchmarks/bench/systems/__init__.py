@@ -37,6 +37,11 @@ FRAMEWORKS = {
 }
 
 
+def framework_of(name: str) -> str:
+    """The framework whose group a system makes: torch, where it does not say otherwise."""
+    return FRAMEWORKS.get(name, "torch")
+
+
 def missing_framework(name: str) -> str | None:
     """The framework that a system needs and that is not installed, if so."""
     framework = FRAMEWORKS.get(name)

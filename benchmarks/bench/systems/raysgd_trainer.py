@@ -8,7 +8,7 @@ from typing import Any
 
 import raysgd
 from bench.notes import NUM_KEPT, NUM_WORKERS
-from bench.systems import FRAMEWORKS
+from bench.systems import framework_of
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
 
 
@@ -53,7 +53,7 @@ class RaysgdSystem(RaySystem):
         if self._trainer is None:
             self._trainer = raysgd.Trainer(
                 NUM_WORKERS,
-                FRAMEWORKS.get(self.name, "torch"),
+                framework_of(self.name),
                 run=raysgd.RunConfig(storage_path=self.folder / "runs"),
                 checkpoint=raysgd.CheckpointConfig(num_to_keep=NUM_KEPT),
             )
