@@ -200,7 +200,8 @@ class WorkerGroup:
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}
         for rank in self._vacant():
-            if (seat := self.seats.take(self._lost_nodes)) is not None:
+            # Later one whose node is lost may never be anywhere again, such as where a newcomer has the only room.
+            if (seat := self.seats.take(self._lost_nodes, is_somewhere=not is_new)) is not None:
                 self._members[rank] = self._starter.start(seat)
         if is_new:
             self._seek_newcomers(after=None if (first := self._members[0]) is None else first.seat)

@@ -120,10 +120,14 @@ class Seats:
         self._placements.append(placement)
         return Seat(placement, 0)
 
-    def take(self, avoid: Collection[str] = ()) -> Seat | None:
-        """A free seat, on none of the nodes ``avoid``; its resources may still be on their way."""
+    def take(self, avoid: Collection[str] = (), *, is_somewhere: bool = False) -> Seat | None:
+        """A free seat, on none of the nodes ``avoid``; its resources may still be on their way.
+
+        With ``is_somewhere`` it is one that is on a node, as far as Ray knows.
+        """
         for seat in self._free:
-            if not avoid or seat.node_id() not in avoid:
+            node = seat.node_id() if avoid or is_somewhere else ""
+            if node not in avoid and (node or not is_somewhere):
                 self._free.remove(seat)
                 return seat
         return None

@@ -18,6 +18,7 @@ import raysgd
 from raysgd.backends.base import Backend
 from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import ConfigError
+from raysgd.workers.cluster import cluster_nodes
 from raysgd.workers.newcomers import LOOK_S
 from support.cluster import ClusterState
 from support.poll import until
@@ -182,8 +183,10 @@ def count_until_told(config: dict[str, Any]) -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def free_cpus(node: Any) -> float:
-    return float(ray._private.state.available_resources_per_node().get(node.node_id, {}).get("CPU", 0))
+def free_cpus(node: Any) -> float | None:
+    """None as long as nothing is known of it."""
+    known = ray._private.state.available_resources_per_node().get(node.node_id)
+    return None if known is None else float(known.get("CPU", 0))
 
 
 @pytest.fixture
@@ -195,6 +198,14 @@ def one_cpu_is_taken(cluster: Cluster) -> Iterator[None]:
     ray.util.remove_placement_group(other)
 
 
+def add_node_for_newcomer(cluster: Cluster, folder: Path) -> Any:
+    """A node on which a newcomer is on its way, until the file ``slow`` is gone."""
+    Path(folder, "slow").touch()
+    node = cluster.add_node(num_cpus=1)
+    assert until(lambda: free_cpus(node) == 0, PATIENCE_S), "nothing was started there"
+    return node
+
+
 @pytest.mark.usefixtures("one_cpu_is_taken")
 def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cluster: Cluster, tmp_path: Path) -> None:
     """It is on its way up, and has the only room in which the lost one could be replaced."""
@@ -204,9 +215,7 @@ def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cl
     with make_trainer(tmp_path / "runs", (2, 3), backend, failure=failure) as trainer:
         stream = trainer.run_generator(count_until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         assert next(stream)["world_size"] == 2
-        (tmp_path / "slow").touch()
-        second = cluster.add_node(num_cpus=1)
-        assert until(lambda: free_cpus(second) == 0, PATIENCE_S), "nothing was started there"
+        second = add_node_for_newcomer(cluster, tmp_path)
         cluster.remove_node(first, allow_graceful=False)
         assert until(lambda: trainer.status().num_failures == 1, PATIENCE_S)
         time.sleep(2 * LOOK_S)
@@ -215,6 +224,26 @@ def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cl
         nodes = stream.get_returns()
         assert set(nodes) == {cluster.head_node.node_id, second.node_id} and len(nodes) == 2
         assert kinds(trainer) == []
+    cluster.remove_node(second)
+
+
+@pytest.mark.usefixtures("one_cpu_is_taken")
+def test_it_does_so_where_ray_has_told_of_the_loss_before(cluster: Cluster, tmp_path: Path) -> None:
+    """Between two runs: the room of the lost one is asked for by Ray itself then, and is had nowhere."""
+    first = cluster.add_node(num_cpus=1)
+    backend = SlowConfig(folder=str(tmp_path))
+    failure = raysgd.FailureConfig(start_timeout_s=PATIENCE_S)
+    with make_trainer(tmp_path / "runs", (2, 3), backend, failure=failure) as trainer:
+        (tmp_path / "enough").touch()
+        config = {"folder": str(tmp_path)}
+        assert len(trainer.run(count_until_told, config, callbacks=quiet(), returns="all")) == 2
+        second = add_node_for_newcomer(cluster, tmp_path)
+        cluster.remove_node(first, allow_graceful=False)
+        assert until(lambda: first.node_id not in {node.node_id for node in cluster_nodes()}, PATIENCE_S)
+        stream = trainer.run_generator(count_until_told, config, callbacks=quiet(), returns="all")
+        time.sleep(2 * LOOK_S)
+        (tmp_path / "slow").unlink()
+        assert set(stream.get_returns()) == {cluster.head_node.node_id, second.node_id}
     cluster.remove_node(second)
 
 

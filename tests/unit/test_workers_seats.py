@@ -92,6 +92,22 @@ def test_who_waits_no_longer_leaves_no_seat_behind(removed: list[Any]) -> None:
     assert removed == ["added"]
 
 
+def test_a_seat_that_is_nowhere_any_more_is_taken_only_by_those_who_can_wait() -> None:
+    class Somewhere(FakeSeat):
+        nodes = ("node",)
+
+    class Nowhere(FakeSeat):
+        nodes = ("",)
+
+    seats = Seats("trainer", {"CPU": 1}, "PACK")
+    nowhere, somewhere = Nowhere(cast(Any, "first"), 0), Somewhere(cast(Any, "first"), 1)
+    seats._free = [nowhere, somewhere]
+    assert seats.take({"node"}, is_somewhere=True) is None
+    assert seats.take(is_somewhere=True) is somewhere
+    assert seats.take(is_somewhere=True) is None
+    assert seats.take({"lost"}) is nowhere
+
+
 TABLE = {
     "asked": {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}},
     "reserved": {"state": "PREPARED", "stats": {"scheduling_state": "QUEUED"}},
