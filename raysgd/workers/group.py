@@ -200,8 +200,8 @@ class WorkerGroup:
         if self._lost_nodes:  # those that Ray knows of are used no more by themselves
             self._lost_nodes &= {node.node_id for node in cluster_nodes()}
         for rank in self._vacant():
-            # Later one whose node is lost may never be anywhere again, such as where a newcomer has the only room.
-            if (seat := self.seats.take(self._lost_nodes, is_somewhere=not is_new)) is not None:
+            is_somewhere = self._scaling.is_elastic and not is_new
+            if (seat := self.seats.take(self._lost_nodes, is_somewhere=is_somewhere)) is not None:
                 self._members[rank] = self._starter.start(seat)
         if is_new:
             self._seek_newcomers(after=None if (first := self._members[0]) is None else first.seat)

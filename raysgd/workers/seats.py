@@ -123,7 +123,8 @@ class Seats:
     def take(self, avoid: Collection[str] = (), *, is_somewhere: bool = False) -> Seat | None:
         """A free seat, on none of the nodes ``avoid``; its resources may still be on their way.
 
-        With ``is_somewhere`` it is one that is on a node, as far as Ray knows.
+        With ``is_somewhere`` it is one that is on a node, as far as Ray knows. One whose node is lost may never be on any again:
+        a newcomer may have the only room that there is.
         """
         for seat in self._free:
             node = seat.node_id() if avoid or is_somewhere else ""
