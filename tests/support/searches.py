@@ -86,7 +86,10 @@ def _leases() -> list[str]:
 
 
 def counts(config: dict[str, Any]) -> str:
-    """Counts to ``steps``, by way of its checkpoints; ``begin_together``: a folder in which two trials wait for each other."""
+    """Counts to ``steps``, by way of its checkpoints, or until there are ``until_size`` workers.
+
+    ``begin_together``: a folder in which two trials wait for each other.
+    """
     state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
     step, weight = state["step"], state["weight"]
     if step == 0 and "begin_together" in config:
@@ -102,6 +105,8 @@ def counts(config: dict[str, Any]) -> str:
         step, weight = step + 1, weight + config.get("lr", 1.0)
         raysgd.report(step=step, weight=weight, rank=raysgd.world_rank(), worker=os.getpid())
         raysgd.save_checkpoint({"step": step, "weight": weight})
+        if raysgd.world_size() == config.get("until_size"):
+            break
     return "done"
 
 
