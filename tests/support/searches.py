@@ -120,6 +120,26 @@ def events_in(result: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(result.path, "run_001/events.jsonl").read_text().splitlines()]
 
 
+class TuneWaits(Exception):
+    """All trials that are not over are paused, and their scheduler asks for none of them."""
+
+
+class Progress(tune.Callback):
+    """Ends a search in which nothing goes on, saying in which states its trials are."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last, self._seen = time.monotonic(), ""
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        seen = ", ".join(f"{trial.status} at {trial.last_result.get('training_iteration', 0)}" for trial in trials)
+        if seen != self._seen:
+            self._last, self._seen = time.monotonic(), seen
+        elif time.monotonic() - self._last > self._limit_s:
+            is_tunes = {trial.status for trial in trials} <= {"PAUSED", "TERMINATED"}
+            raise (TuneWaits if is_tunes else AssertionError)(f"nothing goes on: {seen}; {what_is_held()}")
+
+
 class Told(tune.Callback):
     """All results that Tune was given, by the trial's number; its own files lose some where a paused trial goes on."""
 
