@@ -108,9 +108,10 @@ is told are medians; every sample is in [backends.json](backends.json).
 #: Why a target is missed, by the row's key.
 _WHY_MISSED = {
     "allreduce_jax_1_MiB": (
-        "Perhaps by chance: of two groups of plain JAX, measured like that beside each other, one had 0.93 to 1.03 of the "
-        "other's bandwidth in three tries, from the first block to the last. Groups differ, and there are seven of each here. "
-        "With arrays a sixteenth or sixteen times as large nothing is lost."
+        "No reason is certain. Three groups of plain JAX were measured like that beside each other, three times: with its loop "
+        "in a thread, as raysgd has it, a group had 0.93, 0.99 and 1.03 of the bandwidth of one without, and with Ray imported "
+        "as well 0.91, 0.96 and 0.98. Groups differ by chance as much as that, and there are seven of each here. With arrays a "
+        "sixteenth or sixteen times as large the ratio is 0.99."
     ),
     "start_horovod": (
         "`RayExecutor` asks Ray for two workers, and that is all. raysgd asks for the TrainerActor, which asks for them, as "

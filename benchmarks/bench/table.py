@@ -222,7 +222,7 @@ def days_line(measures: Mapping[str, Any]) -> str:
     if len(days) < 2:
         return ""
     told = "; ".join(f"{', '.join(titles)} on {day or 'another day'}" for day, titles in days.items())
-    return f"Measured on several days, on which the same machine was not equally fast: {told}.\n"
+    return f"Measured on several days, whose figures do not compare with each other: {told}.\n"
 
 
 def _cell_text(text: str) -> str:

@@ -161,7 +161,9 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
 
 
 def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
-    """Twice, under load, nothing went on any more. Where that is since Tune asks for none of its trials, it is told as such."""
+    """Now and then, under load, nothing goes on any more. Where Tune asks for none of its trials that is told as such
+    (doc/design/0020-trials.md).
+    """
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
     told = Told()
     try:

@@ -121,7 +121,7 @@ def events_in(result: Any) -> list[dict[str, Any]]:
 
 
 class TuneWaits(Exception):
-    """All trials that are not over are paused, and their scheduler asks for none of them."""
+    """All trials that are not over are paused, and their scheduler asks for none of them, for whatever reason."""
 
 
 class Progress(tune.Callback):
