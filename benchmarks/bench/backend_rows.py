@@ -62,7 +62,7 @@ _HEAD = """\
 
 <!-- Written by benchmarks/backends.py from backends.json; changes made here are lost. -->
 
-What a group costs that raysgd's backends make, beside the same framework without raysgd, on the same machine, in one run: to
+What a group costs that raysgd's backends make, beside the same framework without raysgd, on the same machine, by turns: to
 start it, to add up in it, and to go on when one of its processes was killed. Write these figures anew with:
 
 ```console

@@ -25,7 +25,7 @@ from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import Pairs
 from raysgd.backends.legacy_keras import use_legacy_keras
 from raysgd.backends.meeting import interface_of
-from raysgd.config.checks import check_amount, check_choice
+from raysgd.config.checks import check_amount, check_choice, check_names
 from raysgd.errors import RaySGDError
 
 _HOW_TO_GET_IT = (
@@ -49,7 +49,8 @@ class HorovodConfig(BackendConfig):
         nics: Names of network interfaces; of each node the first that it has is used. None: that of the node's address.
         elastic: Who recovers when workers are lost or come. ``"raysgd"``: train_func is entered again, from its newest
             checkpoint. ``"horovod"``: functions under ``hvd.elastic.run`` go on inside train_func from their state's last
-            commit; raysgd has the workers and their ranks only. Outside of such a function it is raysgd in any case.
+            commit; raysgd has the workers and their ranks only. Outside of such a function it is raysgd in any case. With
+            the first such a function is refused when it is called.
         legacy_keras: With TensorFlow: have ``tf.keras`` and ``keras`` be Keras 2 (the package ``tf_keras``), which is what
             ``horovod.tensorflow.keras`` works with.
     """
@@ -67,6 +68,8 @@ class HorovodConfig(BackendConfig):
         check_choice("HorovodConfig(elastic)", self.elastic, ("raysgd", "horovod"))
         check_choice("HorovodConfig(framework)", self.framework, ("torch", "tensorflow"))
         check_amount("HorovodConfig(timeout_s)", self.timeout_s, positive=True)
+        if self.nics is not None:
+            check_names("HorovodConfig(nics)", self.nics)
 
     @property
     def recovers_inside(self) -> bool:
@@ -193,6 +196,8 @@ class HorovodBackend(Backend):
     def recover_inside(self, rejoin: Callable[[int | None, bool], None]) -> None:
         if self._config.recovers_inside:
             self._notices = horovod_elastic.install(self._config.framework, rejoin)
+        else:
+            horovod_elastic.refuse()
 
     def broken_group(self, why: str) -> Exception | None:
         from horovod.common.exceptions import HorovodInternalError

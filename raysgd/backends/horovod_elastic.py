@@ -1,4 +1,4 @@
-"""What `hvd.elastic.run` finds in a worker in place of Horovod's own driver.
+"""What `hvd.elastic.run` finds in a worker in place of Horovod's own driver: raysgd's next groups, or a refusal.
 
 Two names of Horovod's are given another value: what its functions register with, to hear of hosts, and what they call to
 initialise Horovod anew. See doc/design/0023-inside-train-func.md.
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.errors import ConfigError
 from raysgd.session import context
 
 
@@ -141,10 +142,35 @@ class StateData:
             context.current().go_on_in_data(self._positions)
 
 
+class Refusal:
+    """Stands there where raysgd enters train_func again: of two that recover each would undo what the other does.
+
+    Horovod's own would wait in C++ for a driver that is not there.
+    """
+
+    def init(self) -> None:
+        """A function under ``hvd.elastic.run`` is called.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "hvd.elastic.run recovers within train_func, and with HorovodConfig(elastic='raysgd') it is raysgd that recovers, "
+            "by entering train_func again. Give Trainer(backend_args={'elastic': 'horovod'}), or leave out hvd.elastic.run "
+            "and go on from raysgd.load_checkpoint()."
+        )
+
+
 def _place() -> tuple[int, dict[str, Any]]:
     """Rounds of the run so far, and where training stands in its datasets."""
     session = context.current()
     return session.iteration, session.data_positions()
+
+
+def refuse() -> None:
+    """Have `hvd.elastic.run` refuse to run anything."""
+    common: Any = importlib.import_module("horovod.common.elastic")
+    common.notification_manager = Refusal()
 
 
 def install(framework: str, rejoin: Callable[[int | None, bool], None]) -> Notices:

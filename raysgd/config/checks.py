@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from raysgd._util.wording import with_article
@@ -40,6 +40,15 @@ def check_choice(name: str, value: Any, allowed: Collection[str]) -> str:
             f"{name}={value!r} is not known; give one of {', '.join(map(repr, allowed))}{_nearest(value, allowed)}."
         )
     return str(value)
+
+
+def check_names(name: str, value: Any) -> list[str]:
+    """A list of strings, not empty; one string is refused, whose letters would be taken for names."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a list of names.")
+    if not value or not all(isinstance(each, str) and each for each in value):
+        raise ConfigError(f"{name}={value!r} is no list of names; give one or more strings.")
+    return list(value)
 
 
 def check_component(name: str, value: Any) -> str:

@@ -5,7 +5,8 @@
   `KillDriver`, `RemoveNode`.
 - `check_history` tells whether the files of a run keep raysgd's promises, `check_cluster` whether anything was left behind.
 - `raysgd.testing.simulation` is the TrainerActor's state machine with a fake clock and fake workers.
-- `raysgd.testing.callback_suite` is the suite that callbacks must pass. It needs pytest where it is used.
+- `raysgd.testing.callback_suite` is the suite that callbacks must pass, `raysgd.testing.backend_suite` that of backends. They
+  need pytest where they are used.
 """
 
 from raysgd.testing.cluster import ClusterState, LeakError, check_cluster

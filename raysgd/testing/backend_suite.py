@@ -21,6 +21,7 @@ Every test has a Trainer of its own, as a user would make it, and kills processe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -34,7 +35,6 @@ import psutil
 import pytest
 import ray
 
-from raysgd.backends import gloo_sockets
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.progress import ProgressCallback
 from raysgd.config import FailureConfig, RunConfig
@@ -113,10 +113,14 @@ class BackendSuite(_Suite):
         train_func = self._through_sizes(tmp_path)
         with self.trainer(tmp_path, (2, 3)) as trainer:
             seen = _run(trainer, train_func)
-        assert [size for size, _ in seen[0]["groups"]][-3:] == [3, 2, 3]  # it may have begun with two
+        groups = seen[0]["groups"][-3:]  # it may have begun with two
+        assert [len(pids) for pids in groups] == [3, 2, 3]
         self._check_sums(seen)
-        for (_, before), (_, after) in pairwise(seen[0]["groups"][-3:]):
-            self._check_kept([before], [after])
+        for before, after in pairwise(groups):
+            if self.make_config().reforms_in_process:
+                assert set(before) <= set(after) or set(after) <= set(before), "a survivor was replaced"
+            else:
+                self._check_kept(before, after)
 
     def test_the_error_of_one_rank_is_told(self, tmp_path: Path) -> None:
         """Not what followed from it in the others, which wait for that rank."""
@@ -127,7 +131,12 @@ class BackendSuite(_Suite):
 
     def test_two_trainers_at_once(self, tmp_path: Path) -> None:
         with _nothing_is_left(), self._trainer(tmp_path / "a", 2) as one, self._trainer(tmp_path / "b", 2) as other:
-            streams = [each.run_generator(self._look(50), callbacks=_quiet(), returns="all") for each in (one, other)]
+            marks = [tmp_path / "a_has_begun", tmp_path / "b_has_begun"]
+            train_funcs = [self._until_both_do(marks), self._until_both_do(marks[::-1])]
+            streams = [
+                trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
+                for trainer, train_func in zip((one, other), train_funcs, strict=True)
+            ]
             both = [stream.get_returns() for stream in streams]
         for seen in both:
             self._check_sums(seen)
@@ -140,12 +149,14 @@ class BackendSuite(_Suite):
             first = self._remains_of(trainer, 2)
             last = self._remains_of(trainer, num_groups)
             pids = [each["pid"] for each in last]
-        if self.make_config().reforms_in_process:
-            for before, after in zip(first, last, strict=True):
-                grown = {name: after[name] - before[name] for name in ("ports", "threads")}
-                # One or two may be of Ray's own making, or a pool's that is filled by and by. Where each group leaves
-                # something for good, a process is to be replaced in time (`Backend.is_worn_out`).
-                assert max(grown.values()) < num_groups / 2, f"rank {after['rank']}: {grown} in {num_groups} groups"
+        is_kept = self.make_config().reforms_in_process
+        for before, after in zip(first, last, strict=True):
+            if not is_kept and before["pid"] != after["pid"]:
+                continue
+            grown = {name: after[name] - before[name] for name in ("ports", "threads")}
+            # One or two may be of Ray's own making, or a pool's that is filled by and by. Where each group leaves
+            # something for good, a process is to be replaced in time (`Backend.is_worn_out`).
+            assert max(grown.values()) < num_groups / 2, f"{after['who']}: {grown} in {num_groups} groups"
         deadline = time.monotonic() + _PATIENCE_S
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -154,9 +165,13 @@ class BackendSuite(_Suite):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _remains_of(self, trainer: Trainer, num_groups: int) -> list[dict[str, Any]]:
+        """Of each worker, and last of the coordinator, where there is one."""
         for _ in range(num_groups):
             self._check_sums(_run(trainer, self._look()))
-        return list(trainer.execute(_remains))
+        found = list(trainer.execute(_remains))
+        coordinators = [_of_process(process, "the coordinator") for process in _coordinators()]
+        assert len(coordinators) == self.make_config().is_coordinated
+        return found + coordinators
 
     def _check_sums(self, seen: list[dict[str, Any]]) -> None:
         expected = sum(range(1, len(seen) + 1)) if self.has_collectives else None
@@ -179,6 +194,24 @@ class BackendSuite(_Suite):
             for _ in range(num_steps):
                 found = total(session.world_rank() + 1)
             return {"rank": session.world_rank(), "size": session.world_size(), "total": found, "pid": os.getpid()}
+
+        return train_func
+
+    def _until_both_do(self, marks: list[Path]) -> Callable[[], dict[str, Any]]:
+        """Sums until the other Trainer's workers, which leave the second mark, are in theirs."""
+        own, others = marks
+        make_total = self._total()
+
+        def train_func() -> dict[str, Any]:
+            rank, size, total = session.world_rank(), session.world_size(), make_total()
+            for _ in range(int(_PATIENCE_S / _STEP_S)):
+                found = total(rank + 1)
+                own.touch()
+                are_there = others.exists()
+                if total(float(are_there)) in (None, size) and are_there:  # all ranks leave with the same step
+                    return {"total": found, "pid": os.getpid()}
+                time.sleep(_STEP_S)
+            raise TimeoutError("the other Trainer's workers have not begun")
 
         return train_func
 
@@ -211,10 +244,14 @@ class BackendSuite(_Suite):
         def train_func() -> dict[str, Any]:
             rank, size, total = session.world_rank(), session.world_size(), make_total()
             saved = session.load_checkpoint() or {"groups": []}
-            groups = session.broadcast([*saved["groups"], [size, os.getpid()]])  # with the process of rank 0
+            attempt = session.broadcast(time.time())
+            (folder / f"pid_{attempt}_{rank}").write_text(str(os.getpid()))
+            session.barrier()
+            pids = [int((folder / f"pid_{attempt}_{each}").read_text()) for each in range(size)]
+            groups = [*session.broadcast(saved["groups"]), pids]
             for step in range(int(_PATIENCE_S / _SLOW_STEP_S)):
                 found = total(rank + 1)
-                if [each for each, _ in groups][-3:] == [3, 2, 3]:
+                if [len(each) for each in groups][-3:] == [3, 2, 3]:
                     return {"total": found, "groups": groups}
                 session.save_checkpoint({"groups": groups})
                 if (step, rank, size) == (5, 2, 3) and not (folder / "killed").exists():
@@ -343,10 +380,19 @@ def _nothing(value: float) -> None:
 
 def _remains() -> dict[str, Any]:
     """What of a group could be left in this process."""
-    process = psutil.Process()
-    return {
-        "rank": session.world_rank(),
-        "pid": os.getpid(),
-        "ports": len(gloo_sockets.listeners()),
-        "threads": process.num_threads(),
-    }
+    return _of_process(psutil.Process(), f"rank {session.world_rank()}")
+
+
+def _of_process(process: psutil.Process, who: str) -> dict[str, Any]:
+    listening = [link for link in process.net_connections("tcp") if link.status == psutil.CONN_LISTEN]
+    return {"who": who, "pid": process.pid, "ports": len(listening), "threads": process.num_threads()}
+
+
+def _coordinators() -> list[psutil.Process]:
+    """Processes of coordinators in this process's own cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "ray::CoordinatorActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 import raysgd
 from raysgd.testing.backend_suite import BackendSuite
 from support.frameworks import needs_horovod
-from support.runs import travels_by_value
+from support.poll import until
+from support.runs import PATIENCE_S, actor_pids, make_trainer, quiet, travels_by_value
 from support.totals import TOTALS
 
 travels_by_value(__name__)
@@ -64,6 +67,16 @@ class TestNoneInNewProcesses(BackendSuite):
 
     def make_config(self) -> raysgd.BackendConfig:
         return UsedOnceConfig()
+
+
+def test_processes_that_can_join_no_other_group_are_replaced_by_spares_first(tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(spares=1)
+    with make_trainer(tmp_path, 2, UsedOnceConfig(), failure=failure) as trainer:
+        first = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+        (spare,) = until(lambda: set(actor_pids("WorkerActor")) - set(first), PATIENCE_S)
+        second = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+    assert spare in second
+    assert not set(first) & set(second)
 
 
 class TestTorch(BackendSuite):

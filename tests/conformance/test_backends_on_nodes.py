@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import raysgd
 from raysgd.testing.backend_suite import BackendOnNodesSuite
 from support.cluster import cluster_of_two
 from support.frameworks import needs_horovod
-from support.runs import travels_by_value
+from support.runs import quiet, travels_by_value
 from support.totals import TOTALS
 
 travels_by_value(__name__)
@@ -38,6 +39,18 @@ class TestHorovod(BackendOnNodesSuite):
 
     def make_config(self) -> raysgd.BackendConfig:
         return raysgd.HorovodConfig()
+
+    def test_its_own_ranks_are_those_on_the_nodes(self, cluster: Any, tmp_path: Path) -> None:
+        with self.trainer(tmp_path, 4, placement_strategy="PACK") as trainer:
+            seen = trainer.run(places_in_horovod, callbacks=quiet(), returns="all")
+        assert seen == [(rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4)]
+
+
+def places_in_horovod() -> tuple[int, ...]:
+    import horovod.torch as hvd
+
+    hvd.init()  # as scripts do; it was done before, and nothing comes of it
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
 class TestTensorflow(BackendOnNodesSuite):

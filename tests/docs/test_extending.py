@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 import raysgd
-from raysgd.testing.backend_suite import BackendSuite
-from support.cluster import ClusterState, start_ray
+from raysgd.testing.backend_suite import BackendOnNodesSuite, BackendSuite
+from support.cluster import ClusterState, cluster_of_two, start_ray
 from support.project import ROOT
-from support.runs import travels_by_value
+from support.runs import make_trainer, quiet, travels_by_value
 from support.snippets import snippets
 
 PAGE = ROOT / "doc" / "extending" / "backend.md"
@@ -47,26 +48,48 @@ def test_the_star_backend_works(tmp_path: Path) -> None:
     assert "\n[1.0, 3.0, 5.0]\n" in done.stdout
 
 
-@pytest.fixture(scope="class")
-def cluster_with_star(tmp_path_factory: pytest.TempPathFactory, _no_process_is_left: None) -> Iterator[None]:
-    """One whose processes can import the module, as this one can."""
+@pytest.fixture(scope="module")
+def star_is_installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """As pip leaves a distribution with its entry point: this process and its children can import the module."""
     folder = tmp_path_factory.mktemp("with_star")
+    (entry_point,) = snippets(PAGE, "toml")
+    tomllib = pytest.importorskip("tomllib")  # Python has it from 3.11 on
+    points = tomllib.loads(entry_point.code)["project"]["entry-points"]
     module, *_ = snippets(PAGE, "python")
     (folder / "star.py").write_text(module.code)
+    about = folder / "star-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: star\nVersion: 1.0\n")
+    lines = [
+        line for group, of_it in points.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in of_it.items()))
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", path)
-        start_ray(num_cpus=8, include_dashboard=False, namespace="tests")
         yield
-        left = ClusterState.empty().leftovers()
-        ray.shutdown()
         sys.modules.pop("star", None)
+
+
+@pytest.fixture(scope="class")
+def cluster_with_star(star_is_installed: None, _no_process_is_left: None) -> Iterator[None]:
+    start_ray(num_cpus=8, include_dashboard=False, namespace="tests")
+    yield
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
     assert not left, "; ".join(left)
 
 
-@pytest.mark.usefixtures("cluster_with_star")
-class TestStar(BackendSuite):
+@pytest.fixture(scope="class")
+def cluster(star_is_installed: None, _no_process_is_left: None) -> Iterator[Any]:
+    with cluster_of_two() as cluster:
+        yield cluster
+
+
+class Starred:
+    """What both suites need to know of it."""
+
     def make_config(self) -> raysgd.BackendConfig:
         import star  # type: ignore[import-not-found]
 
@@ -77,3 +100,15 @@ class TestStar(BackendSuite):
         import star
 
         return star.total  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("cluster_with_star")
+class TestStar(Starred, BackendSuite):
+    def test_it_has_a_name(self, tmp_path: Path) -> None:
+        make_total = self.make_total
+        with make_trainer(tmp_path, 2, "star") as trainer:
+            assert trainer.run(lambda: make_total()(1.0), callbacks=quiet(), returns="all") == [2.0, 2.0]
+
+
+class TestStarOnNodes(Starred, BackendOnNodesSuite):
+    """All of it."""

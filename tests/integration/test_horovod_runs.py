@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 import raysgd
+from raysgd.errors import ConfigError
 from support.frameworks import needs_horovod
-from support.runs import make_trainer, quiet, travels_by_value
+from support.poll import until
+from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 from support.totals import with_horovod_and_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("ray_cluster"), needs_horovod]
@@ -34,3 +41,52 @@ def test_a_node_that_has_none_of_them_is_told_with_what_it_has(tmp_path: Path) -
         pytest.raises(ValueError, match=r"HorovodConfig\(nics=\['no_such_nic'\]\): \S+ has .*lo"),
     ):
         trainer.run(interface_and_sum, callbacks=quiet())
+
+
+def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
+    """Rank 0 waits in an operation while rank 1 is stopped, and wakes it in the end. Whether it had given up by then."""
+    total = with_horovod_and_torch()
+    total(1.0)
+    if raysgd.world_rank() == 1:
+        Path(config["folder"], "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with contextlib.suppress(Exception):
+            total(1.0)
+        return None
+    stopped = psutil.Process(until(lambda: int(Path(config["folder"], "pid").read_text() or 0), PATIENCE_S))
+    assert until(lambda: stopped.status() == psutil.STATUS_STOPPED, PATIENCE_S)
+    woken = threading.Event()
+    waker = threading.Timer(6, lambda: (woken.set(), stopped.resume()))
+    waker.start()
+    with contextlib.suppress(Exception):
+        total(1.0)
+    had_given_up = not woken.is_set()
+    waker.join()
+    return had_given_up
+
+
+@pytest.mark.parametrize(("timeout_s", "gives_up"), [(1, True), (60, False)])
+def test_an_operation_waits_for_timeout_s_and_no_longer(tmp_path: Path, timeout_s: float, gives_up: bool) -> None:
+    with make_trainer(tmp_path, 2, raysgd.HorovodConfig(timeout_s=timeout_s)) as trainer:
+        config = {"folder": str(tmp_path)}
+        assert trainer.run(waits_for_one_that_is_stopped, config, callbacks=quiet()) is gives_up
+
+
+def recovers_by_itself() -> None:
+    import horovod.torch as hvd
+    import torch
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        raise AssertionError("it was entered")
+
+    train(hvd.elastic.TorchState(model=torch.nn.Linear(1, 1)))
+
+
+def test_only_one_of_two_recovers(tmp_path: Path) -> None:
+    """Horovod's own would wait for a driver that is not there when a rank is lost."""
+    with (
+        make_trainer(tmp_path, 2, "horovod") as trainer,
+        pytest.raises(ConfigError, match=r"hvd.elastic.run .*backend_args=\{'elastic': 'horovod'\}"),
+    ):
+        trainer.run(recovers_by_itself, callbacks=quiet())

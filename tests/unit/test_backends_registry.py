@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
@@ -78,6 +80,9 @@ def test_what_cannot_be_is_told(others: None, name: Any, told: str) -> None:
     [
         (lambda: raysgd.HorovodConfig(framework="mxnet"), r"HorovodConfig\(framework\)"),
         (lambda: raysgd.HorovodConfig(timeout_s=0), r"HorovodConfig\(timeout_s\)"),
+        (lambda: raysgd.HorovodConfig(nics="eth0"), r"HorovodConfig\(nics\)='eth0' is a str; give a list of names"),
+        (lambda: raysgd.HorovodConfig(nics=[]), r"HorovodConfig\(nics\)=\[\] is no list of names"),
+        (lambda: raysgd.HorovodConfig(nics=[0]), r"HorovodConfig\(nics\)=\[0\] is no list of names"),
         (lambda: raysgd.TensorflowConfig(init_timeout_s=-1), r"TensorflowConfig\(init_timeout_s\)"),
         (lambda: raysgd.JaxConfig(devices_per_worker=0), r"JaxConfig\(devices_per_worker\)"),
         (lambda: raysgd.JaxConfig(collectives="nccl"), r"JaxConfig\(collectives\)"),
@@ -87,6 +92,28 @@ def test_what_cannot_be_is_told(others: None, name: Any, told: str) -> None:
 def test_a_config_is_checked_when_it_is_made(make: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "told"),
+    [
+        (raysgd.HorovodConfig(), ["horovod", "horovod.torch"], "doc/guides/backends.md says how"),
+        (raysgd.TensorflowConfig(), ["tensorflow"], r"pip install raysgd\[tensorflow\]"),
+        (raysgd.JaxConfig(), ["jax", "jaxlib"], r"pip install raysgd\[jax\]"),
+        (raysgd.TorchConfig(), ["torch", "torch.distributed.nn.functional"], r"pip install raysgd\[torch\]"),
+    ],
+)
+def test_what_is_not_installed_is_told_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, config: raysgd.BackendConfig, missing: list[str], told: str
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(ImportError, match=told):
+        config.make().load()
+    if config.is_coordinated:
+        with pytest.raises(ImportError, match=told):
+            config.make_coordinator()
 
 
 def test_a_tensorflow_process_is_kept_unless_it_is_to_be_replaced() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch._C._distributed_c10d as c10d
 
 import raysgd.torch
 from raysgd.backends import torch as torch_backend
@@ -89,6 +91,30 @@ def test_an_index_that_is_not_visible_names_itself_and_what_is_allowed(machine: 
     machine(2, index=index)
     with pytest.raises(ConfigError, match=rf"RAYSGD_DEVICE_INDEX='{index}'.*from 0 to 1"):
         raysgd.torch.device()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_an_attempt_is_ended_by_the_abort_of_nccls_communicators(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """A kernel that waits for a dead peer can be ended in no other way. gloo's sockets are cut instead."""
+    aborted: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
+    TorchConfig().make().abort()
+    assert aborted == (["all"] if backend == "nccl" else [])
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_flight_record_is_that_of_the_groups_own_library(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Builds for CUDA have a recorder for nccl beside the one for the others."""
+    dumps = {name: pickle.dumps({"entries": [], "version": name}) for name in ("_dump_nccl_trace", "_dump_fr_trace")}
+    for name, dump in dumps.items():
+        monkeypatch.setattr(c10d, name, lambda includeStackTraces, dump=dump: dump, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    record = TorchConfig().make().flight_record()
+    assert record is not None
+    assert record.dump == dumps["_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"]
 
 
 @pytest.mark.parametrize(("gpus", "says"), [(0, "sees no GPU"), (1, "has no nccl built in")])

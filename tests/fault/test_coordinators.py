@@ -1,0 +1,121 @@
+"""JAX's coordination service, and Horovod's rendezvous server, live in a process beside the controller.
+
+Where that one dies, a run goes on with another.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.testing import check_history
+from support.frameworks import needs_horovod
+from support.poll import until
+from support.runs import (
+    PATIENCE_S,
+    actor_pids,
+    are_gone,
+    events_of,
+    latest_run,
+    make_trainer,
+    once,
+    quiet,
+    travels_by_value,
+)
+from support.totals import with_horovod_and_torch, with_jax
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.fault,
+    pytest.mark.timeout(240),
+]
+needs_jax = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="JAX is not installed: pip install raysgd[jax]"
+)
+travels_by_value(__name__)
+travels_by_value("support.totals")
+
+NUM_STEPS = 60
+
+
+def sums() -> list[float]:
+    """A sum, a report and a checkpoint per step."""
+    total = with_jax()
+    state = raysgd.load_checkpoint() or {"step": -1, "sums": []}
+    found = list(state["sums"])
+    for step in range(state["step"] + 1, NUM_STEPS):
+        found.append(total(raysgd.world_rank() + 1))
+        raysgd.report(step=step)
+        raysgd.save_checkpoint({"step": step, "sums": found})
+        time.sleep(0.1)
+    return found
+
+
+@needs_jax
+def test_a_run_goes_on_when_jaxs_service_is_killed(ray_cluster: Any, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(max_failures=2, abort_grace_s=20)
+    with make_trainer(tmp_path, 2, "jax", failure=failure) as trainer:
+        stream = trainer.run_generator(sums, callbacks=quiet(), returns="all")
+        for result in stream:
+            if result["step"] == 5:
+                break
+        (coordinator,) = actor_pids("CoordinatorActor")
+        os.kill(coordinator, signal.SIGKILL)
+        returned = stream.get_returns()
+        failures = events_of(trainer, "failure")
+        run = latest_run(trainer)
+    assert are_gone([coordinator])
+    # JAX ends the processes that lose their service. Mostly they are seen to die together.
+    assert 1 <= len(failures) <= 2, failures
+    check_history(run.run_dir, within_s=PATIENCE_S)
+    assert returned == [[3.0] * NUM_STEPS] * 2
+    assert run.metrics["step"].tolist() == list(range(NUM_STEPS))
+
+
+def sums_with_horovod(config: dict[str, Any]) -> list[float]:
+    """Rank 1 dies at its tenth step after the file is there, once."""
+    total = with_horovod_and_torch()
+    state = raysgd.load_checkpoint() or {"step": -1, "sums": []}
+    found, since = list(state["sums"]), 0
+    for step in range(state["step"] + 1, NUM_STEPS):
+        since += Path(config["folder"], "server_is_gone").exists()
+        if since == 10 and raysgd.world_rank() == 1 and once(config["folder"], "rank_1_is_gone"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        found.append(total(raysgd.world_rank() + 1))
+        raysgd.report(step=step, pid=os.getpid())
+        raysgd.save_checkpoint({"step": step, "sums": found})
+        time.sleep(0.1)
+    return found
+
+
+@needs_horovod
+def test_a_group_of_horovods_does_without_its_server_and_the_next_one_has_another(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
+    with make_trainer(tmp_path, 2, "horovod", failure=failure) as trainer:
+        config = {"folder": str(tmp_path)}
+        stream = trainer.run_generator(sums_with_horovod, config, callbacks=quiet(), returns="all")
+        for result in stream:
+            if result["step"] == 5:
+                break
+        (first,) = actor_pids("CoordinatorActor")
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda: are_gone([first]), PATIENCE_S)
+        (tmp_path / "server_is_gone").touch()
+        returned = stream.get_returns()
+        failures = events_of(trainer, "failure")
+        run = latest_run(trainer)
+        (second,) = actor_pids("CoordinatorActor")
+    assert len(failures) == 1, failures
+    assert second != first
+    check_history(run.run_dir, within_s=PATIENCE_S)
+    assert returned == [[3.0] * NUM_STEPS] * 2
+    assert run.metrics["pid"].nunique() == 1, "rank 0 was replaced"
