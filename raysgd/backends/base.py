@@ -115,6 +115,10 @@ class Backend(ABC):
         """Import what training loops import later, in a process that nobody waits for: a spare, or a newcomer."""
         return
 
+    def take_device(self) -> None:
+        """Have the current thread use this worker's GPU, where a framework has such a thing by thread; not only in a group."""
+        return
+
     def open_rendezvous(self, node_ip: str) -> str:
         """Open the place where the members meet, bound to ``node_ip``; returns what `Member.rendezvous` shall be."""
         return ""

@@ -21,7 +21,7 @@ from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import GlooGroup
 from raysgd.backends.meeting import free_address
 from raysgd.config.checks import check_amount, check_choice, check_count
-from raysgd.errors import RaySGDError
+from raysgd.errors import ConfigError, RaySGDError
 
 _HOW_TO_GET_IT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
@@ -118,6 +118,7 @@ class JaxBackend(Backend):
     def set_up(self, member: Member) -> None:
         import jax
 
+        _check_devices_are_new()
         self._choose_devices(member)
         self._has_joined = True
         before = gloo_sockets.listeners()
@@ -143,7 +144,13 @@ class JaxBackend(Backend):
             return
         self._has_joined = False
         self._gloo = GlooGroup()
-        for step in (gc.collect, jax.extend.backend.clear_backends, jax.distributed.shutdown, gc.collect):
+        for step in (
+            gc.collect,
+            _forget_effects,
+            jax.extend.backend.clear_backends,
+            jax.distributed.shutdown,
+            gc.collect,
+        ):
             with contextlib.suppress(Exception):  # what is broken already
                 step()
 
@@ -184,6 +191,32 @@ class JaxBackend(Backend):
 def _quieten() -> None:
     """XLA tells of each step of the service, unless this is said before it is loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def _check_devices_are_new() -> None:
+    """Those of a process are fixed when its first array is made, which is too early before the group is there.
+
+    Raises:
+        ConfigError: There are devices. They, and the arrays on them, are dropped, so that the next attempt has new ones.
+    """
+    import jax.extend
+    from jax._src import xla_bridge  # there is no public way
+
+    backends: Any = jax.extend.backend
+    if xla_bridge.backends_are_initialized():
+        backends.clear_backends()
+        raise ConfigError(
+            "JAX arrays were made before train_func was entered: in its config, in a global variable, or when a module was "
+            "imported. Make them within train_func, or give NumPy arrays."
+        )
+
+
+def _forget_effects() -> None:
+    """Of a step that broke off, as of `jax.debug.print`: `clear_backends` would wait for them, raise, and keep the devices."""
+    from jax._src import dispatch  # there is no public way
+
+    tokens: Any = dispatch.runtime_tokens
+    tokens.clear()
 
 
 def _configure(name: str, value: Any) -> None:

@@ -91,17 +91,21 @@ class TorchBackend(Backend):
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
+    def take_device(self) -> None:
+        import torch
+
+        index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as `raysgd.torch.device` reads it: without it no GPU is ours
+        if index and torch.cuda.is_available():
+            torch.cuda.set_device(int(index))
+
     def open_rendezvous(self, node_ip: str) -> str:
         self._place = Place.open(self._config.init_method, node_ip)
         return self._place.told
 
     def set_up(self, member: Member) -> None:
-        import torch
         import torch.distributed as dist
 
-        index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as `raysgd.torch.device` reads it: without it no GPU is ours
-        if index and torch.cuda.is_available():
-            torch.cuda.set_device(int(index))
+        self.take_device()
         backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
         _check_available(backend)
         if self._place is None or self._place.told != member.rendezvous:
@@ -118,6 +122,8 @@ class TorchBackend(Backend):
         )
         if backend == "gloo":
             self._gloo = _meet(self._store, member, gloo_sockets.listeners() - before)
+        # nccl's ranks meet in the store at their first collective, which some may come to later than others.
+        self._store.set_timeout(timedelta(seconds=self._config.timeout_s))
 
     def tear_down(self) -> None:
         import torch.distributed as dist

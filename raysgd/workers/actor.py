@@ -20,7 +20,7 @@ from raysgd.errors import SessionError, StorageError
 from raysgd.session.progress import Pulse
 from raysgd.workers.current import CurrentAttempt
 from raysgd.workers.freshness import ModuleWatch
-from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, RunOrder, WorkerInfo
+from raysgd.workers.orders import AttemptOrder, Blob, GpuId, PrepareOrder, RunOrder, WorkerInfo
 from raysgd.workers.reset import Baseline
 from raysgd.workers.stacks import make_readable
 from raysgd.workers.termination import Termination
@@ -53,6 +53,7 @@ class WorkerActor:
         self._is_in_group = False
         self._leaving = threading.Lock()
         self._rank = 0
+        self._visible_gpus: tuple[GpuId, ...] = ()
         self._stacks_file = make_readable()
         self._termination = Termination(self._told_to_end)
 
@@ -67,7 +68,7 @@ class WorkerActor:
             node_ip=ray.util.get_node_ip_address(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
-            gpu_ids=tuple(int(gpu) for gpu in gpus),
+            gpu_ids=tuple(int(gpu) if str(gpu).isdigit() else str(gpu) for gpu in gpus),
             stacks_file=self._stacks_file,
         )
 
@@ -121,8 +122,11 @@ class WorkerActor:
             return "their framework does not free all that earlier groups have left"
         self._baseline.restore()
         if order.visible_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.visible_gpus))
-            os.environ["RAYSGD_DEVICE_INDEX"] = str(order.device_index)
+            # CUDA reads the variable once: what the group has later, this process goes on with those that it has seen first.
+            self._visible_gpus = self._visible_gpus or order.visible_gpus
+            own = order.visible_gpus[order.device_index]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
+            os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
         return None
 
     def open_rendezvous(self) -> str:
@@ -256,6 +260,7 @@ class WorkerActor:
         from raysgd.workers.making import node_name, resolve
 
         node = node_name(ray.util.get_node_ip_address())
+        self._backend.take_device()
         return self._class_api().execute(resolve(blob), has_instance, self._backend.reducers(), self._rank, node)
 
     def drop_instance(self) -> None:

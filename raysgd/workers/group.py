@@ -85,7 +85,7 @@ class WorkerGroup:
         self._reserve = Reserve(self.seats, self._starter, failure.spares, newcomers, self._end, self._lost_nodes)
         self._has_formed = False
         self._agents = Agents(name)
-        self._rendezvous = Rendezvous(name, backend)
+        self._rendezvous = Rendezvous(name, backend, runtime_env)
         self.drains = Drains(lambda: self._members, self._reserve, self._lost_nodes)
         self.streams = WorkerStreams()
         self.agreement = Agreement(self.call)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Blob = Any
 
 
+#: A number, or what stands in its place where processes are given parts of GPUs: ``MIG-...``, ``GPU-...``.
+GpuId = int | str
+
+
 @dataclass(frozen=True)
 class RunOrder:
     """What stays the same for all attempts of a run.
@@ -88,13 +92,13 @@ class AttemptOrder:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process is. ``stacks_file``: see `raysgd.workers.stacks`."""
+    """Where a worker process is. ``stacks_file``: see `raysgd.workers.stacks`; ``gpu_ids``: as CUDA names them."""
 
     node_id: str
     node_ip: str
     hostname: str
     pid: int
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: tuple[GpuId, ...] = ()
     stacks_file: int = -1
 
     @property
@@ -114,7 +118,7 @@ class PrepareOrder:
         is_parked: train_func is inside, and goes on in that attempt.
     """
 
-    visible_gpus: tuple[int, ...] = ()
+    visible_gpus: tuple[GpuId, ...] = ()
     device_index: int = 0
     rank: int = 0
     is_parked: bool = False

@@ -95,8 +95,16 @@ def describe_bundle(bundle: Mapping[str, float]) -> str:
 
 def _fitting(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
     """How many of the bundle fit on a node. Bundles are equal, so filling node by node is exact."""
-    counts = [int((node.get(name, 0) + _EPSILON) // amount) for name, amount in bundle.items()]
+    counts = [_times(amount, node.get(name, 0), is_whole=name == "GPU") for name, amount in bundle.items()]
     return min(counts, default=10**9)
+
+
+def _times(amount: float, there: float, *, is_whole: bool) -> int:
+    """How often ``amount`` is there; of what is ``is_whole``, no part may lie on two units."""
+    if not is_whole or amount >= 1:
+        return int((there + _EPSILON) // amount)
+    units = int(there + _EPSILON)
+    return units * int((1 + _EPSILON) // amount) + int((there - units + _EPSILON) // amount)
 
 
 def _number(value: float) -> str:

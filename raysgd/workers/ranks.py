@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from raysgd.session.base import Identity
-from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.orders import GpuId, WorkerInfo
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def identify(nodes: Sequence[str]) -> list[Identity]:
     return identities
 
 
-def visible_gpus(workers: Sequence[WorkerInfo], *, shared: bool) -> list[tuple[tuple[int, ...], int]]:
+def visible_gpus(workers: Sequence[WorkerInfo], *, shared: bool) -> list[tuple[tuple[GpuId, ...], int]]:
     """The GPUs each worker shall see, and the index among them of its own first one.
 
     Args:
@@ -61,6 +62,10 @@ def visible_gpus(workers: Sequence[WorkerInfo], *, shared: bool) -> list[tuple[t
     seen = []
     for worker in workers:
         near = [other for other in workers if other.node_id == worker.node_id] if shared else [worker]
-        gpus = tuple(sorted({gpu for other in near for gpu in other.gpu_ids}))
+        gpus = tuple(sorted({gpu for other in near for gpu in other.gpu_ids}, key=_numbers_first))
         seen.append((gpus, gpus.index(worker.gpu_ids[0]) if worker.gpu_ids else 0))
     return seen
+
+
+def _numbers_first(gpu: GpuId) -> tuple[int, str]:
+    return (gpu, "") if isinstance(gpu, int) else (sys.maxsize, gpu)

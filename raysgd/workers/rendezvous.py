@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -32,10 +32,12 @@ class Rendezvous:
 
     Args:
         name: Begins the actor's name.
+        runtime_env: That of the workers: the framework may be in it.
     """
 
-    def __init__(self, name: str, config: BackendConfig) -> None:
+    def __init__(self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None) -> None:
         self._name = name
+        self._runtime_env = dict(runtime_env or {})
         self._config = config
         self._actor: Any = None
         self._num_started = 0
@@ -69,7 +71,8 @@ class Rendezvous:
             return str(await self._actor.open.remote(list(members)))
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            raise WorkerError(f"the backend's coordinator cannot serve: {cause}") from error
+            where = ray.util.get_node_ip_address()
+            raise WorkerError(f"the backend's coordinator on {where} cannot serve: {cause}") from error
 
     def _start(self) -> Any:
         self._num_started += 1
@@ -80,6 +83,7 @@ class Rendezvous:
                 name=f"{self._name}-coordinator-{self._num_started}",
                 namespace=NAMESPACE,
                 num_cpus=0,
+                runtime_env=self._runtime_env or None,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             )
             .remote(self._config)

@@ -25,8 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 _LOOK_S = 0.05
 #: Seconds for which resources that nobody wants any more may be on their way, before they are given back all the same.
 _SETTLE_S = 5.0
-#: How Ray calls it when it has found no room for a placement group, and will look again later.
-_WAITING = ("NO_RESOURCES", "INFEASIBLE")
+#: How Ray calls it when it has found no room for a placement group, and will look again later; the last where it looks for
+#: another place for a part of one.
+_WAITING = ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Seats:
         self._strategy = strategy
         self._room = room
         self._placements: list[PlacementGroup] = []
+        self._num_opened = 0
         self._num_added = 0
         self._free: list[Seat] = []
         self._removals: set[asyncio.Task[None]] = set()
@@ -104,7 +106,10 @@ class Seats:
         if self._room is not None:
             placement, bundles = self._room.placement, self._room.bundles
         else:
-            placement = placement_group([self._bundle] * count, strategy=self._strategy, name=self._name)
+            # The one before may have to wait for its removal, and keeps its name until then.
+            name = self._name if not self._num_opened else f"{self._name}-again{self._num_opened}"
+            self._num_opened += 1
+            placement = placement_group([self._bundle] * count, strategy=self._strategy, name=name)
             bundles = tuple(range(count))
         self._placements.append(placement)
         self._free += [Seat(placement, index) for index in bundles]
@@ -136,9 +141,12 @@ class Seats:
     async def find(self, avoid: Collection[str]) -> Seat:
         """A seat on none of the nodes ``avoid``, whose resources are there.
 
-        It is one more, unless Ray puts one of those that it had there elsewhere first: it does so with the seats of a node
-        when it finds that the node is lost, and perhaps in the only room that there is.
+        Under ``STRICT_SPREAD`` it is on none that has a seat in use, either. It is one more, unless Ray puts one of those that it
+        had there elsewhere first: it does so with the seats of a node when it finds that the node is lost, and perhaps in the
+        only room that there is.
         """
+        if self._strategy == "STRICT_SPREAD":
+            avoid = {*avoid, *self._nodes_in_use()}
         added = self.add(avoid)
         try:
             while not added.is_placed():
@@ -199,6 +207,18 @@ class Seats:
         if self._removals:
             await asyncio.wait(self._removals)
 
+    def _nodes_in_use(self) -> set[str]:
+        free = {(seat.placement, seat.index) for seat in self._free}
+        bundles = {
+            placement: placement_group_table(placement).get("bundles_to_node_id", {}) for placement in self._placements
+        }
+        return {
+            str(node)
+            for placement, nodes in bundles.items()
+            for index, node in nodes.items()
+            if node and (placement, index) not in free
+        }
+
     def _remove(self, placement: PlacementGroup) -> None:
         if _is_settled(placement):
             remove_placement_group(placement)
@@ -247,11 +267,12 @@ def _holds(total: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
 
 def remove_placements(name: str) -> None:
     """Remove the placement groups of this name, and those whose names begin with it: of a process that is gone."""
+    end = time.monotonic() + _SETTLE_S  # for all of them
     for group in placement_group_table().values():
         found = str(group["name"])
         if group["state"] != "REMOVED" and (found == name or found.startswith(f"{name}-")):
             with contextlib.suppress(Exception):  # it is gone by now
-                placement, end = get_placement_group(found), time.monotonic() + _SETTLE_S
+                placement = get_placement_group(found)
                 while time.monotonic() < end and not _is_settled(placement):
                     time.sleep(_LOOK_S)
                 remove_placement_group(placement)

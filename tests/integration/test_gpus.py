@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,34 @@ def test_workers_of_a_node_see_each_others_gpus_and_know_their_own(
     assert rows[4].split()[-2:] == ["1", f"{each:g}"]
     assert rows[-1].split() == f"total of the cluster 2 of 8 {taken}".split()
     assert state.leftovers() == [], "GPUs were not given back"
+
+
+def alone_until_there_are_two() -> list[dict[str, Any]]:
+    """What rank 0 saw in each group."""
+    seen = raysgd.load_checkpoint() or []
+    seen.append({**what_it_sees(), "size": raysgd.world_size()})
+    while raysgd.world_size() == 1:
+        raysgd.report(size=1)
+        raysgd.save_checkpoint(seen)
+        time.sleep(0.1)
+    return list(seen)
+
+
+def test_who_stays_keeps_the_gpus_that_it_has_seen(ray_cluster: Any, tmp_path: Path) -> None:
+    """CUDA reads the variable once in a process: another list later, and the index in it, would mean another GPU."""
+    holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
+    ray.get(holder.is_there.remote())
+    with make_trainer(tmp_path, (1, 2), TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
+        stream = trainer.run_generator(alone_until_there_are_two, callbacks=quiet(), returns="all")
+        next(stream)
+        ray.kill(holder)
+        alone, together = stream.get_returns()[0]
+    assert (alone["size"], together["size"], together["total"]) == (1, 2, 2.0)
+    assert alone["pid"] == together["pid"]
+    (own,) = alone["own"]
+    assert [(seen["visible"], seen["index"]) for seen in (alone, together)] == [(own, "0")] * 2
+
+
+class Holder:
+    def is_there(self) -> None:
+        return None

@@ -12,7 +12,7 @@ import pytest
 
 import raysgd
 from raysgd.errors import ConfigError
-from support.runs import actor_pids, are_gone, make_trainer, quiet, travels_by_value
+from support.runs import actor_pids, are_gone, events_of, make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -100,3 +100,64 @@ def test_parts_that_could_be_of_different_lengths_are_refused(
 
     with make_trainer(tmp_path, 2, "jax") as trainer, pytest.raises(ConfigError, match="drop_last=True"):
         trainer.run(train_func, dataset=rows, callbacks=quiet())
+
+
+class ArrayOfJax:
+    """Is one where it is unpickled. One in this process would start threads, and tests fork."""
+
+    def __reduce__(self) -> Any:
+        import jax
+
+        return jax.numpy.ones, (3,)
+
+
+def test_arrays_that_were_made_before_the_group_are_refused_and_the_process_serves_on(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    def train_func(config: dict[str, Any]) -> tuple[int, int]:
+        import jax
+
+        return os.getpid(), jax.device_count()
+
+    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
+        before = trainer.run(train_func, callbacks=quiet(), returns="all")
+        with pytest.raises(ConfigError, match=r"before train_func was entered: in its config, .* give NumPy arrays"):
+            trainer.run(train_func, {"weights": ArrayOfJax()}, callbacks=quiet())
+        assert len(events_of(trainer, "failure")) == 0
+        after = trainer.run(train_func, {"weights": np.ones(3)}, callbacks=quiet(), returns="all")
+    assert after == before
+    assert [count for _, count in after] == [4, 4]
+
+
+def test_a_step_that_prints_is_left_when_a_rank_is_killed_in_it(ray_cluster: Any, tmp_path: Path) -> None:
+    """What such a step had still to do for the printing must not keep its devices."""
+    mark = tmp_path / "killed"
+
+    def train_func() -> tuple[int, float]:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = raysgd.jax.mesh()
+        x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), np.ones(1))
+
+        @jax.jit
+        def step(x: Any) -> Any:
+            total = x.sum()
+            jax.debug.callback(lambda value: None, total)
+            return total
+
+        for index in range(40):
+            found = step(x)
+            if (index, raysgd.world_rank()) == (20, 1) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid(), float(found)
+
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
+    with make_trainer(tmp_path, 2, "jax", failure=failure) as trainer:
+        survivor, _ = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+        ended = trainer.run(train_func, callbacks=quiet(), returns="all")
+        failures = events_of(trainer, "failure")
+    assert [total for _, total in ended] == [2.0, 2.0]
+    assert ended[0][0] == survivor
+    assert len(failures) == 1, failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,6 +75,8 @@ def test_the_process_group_takes_the_same_device(
     device = raysgd.torch.device()
     assert taken == ([device.index] if device.type == "cuda" else [])
     assert formed == ["nccl" if has_gpu and given >= 1 else "gloo"]
+    # At their first collective, which may be late, ranks of nccl's wait for each other in it.
+    assert store.timeout == timedelta(seconds=TorchConfig().timeout_s)
 
 
 def test_a_machine_without_gpus_gives_the_cpu(machine: Machine) -> None:

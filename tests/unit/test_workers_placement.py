@@ -173,3 +173,11 @@ def test_each_bundle_of_a_group_has_as_many_seats_as_fit(free: list[int], cpus: 
     assert [found.count(index) for index in range(len(free))] == [amount // cpus for amount in free]
     assert found == sorted(found)
     assert seat_bundle(ScalingConfig(cpus_per_worker=cpus)) == {"CPU": cpus}
+
+
+@pytest.mark.parametrize(
+    ("each", "free", "count"),
+    [(0.4, 4, 8), (0.5, 1.5, 3), (0.3, 1, 3), (0.6, 3.4, 3), (1, 2.5, 2), (2, 5, 2), (0.1, 2, 20)],
+)
+def test_no_part_of_a_gpu_lies_on_two(each: float, free: float, count: int) -> None:
+    assert len(seats_in([{"GPU": free}], {"GPU": each})) == count

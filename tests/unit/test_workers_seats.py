@@ -114,8 +114,20 @@ TABLE = {
     "there": {"state": "CREATED", "stats": {"scheduling_state": "FINISHED"}},
     "waits": {"state": "PENDING", "stats": {"scheduling_state": "NO_RESOURCES"}},
     "too large": {"state": "PENDING", "stats": {"scheduling_state": "INFEASIBLE"}},
-    "lost": {"state": "RESCHEDULING", "stats": {"scheduling_state": "NO_RESOURCES"}},
+    "lost": {"state": "RESCHEDULING", "stats": {"scheduling_state": "FAILED_TO_COMMIT_RESOURCES"}},
 }
+
+
+def test_each_time_the_first_ones_have_another_name(removed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group before may be there still, as one whose node is lost, and Ray gives no name twice."""
+    names: list[str] = []
+    monkeypatch.setattr(module, "placement_group", lambda bundles, strategy, name: names.append(name))
+    seats = Seats("trainer", {"CPU": 1}, "PACK")
+    for _ in range(3):
+        seats.open(2)
+        seats.close()
+    assert len(set(names)) == 3
+    assert names[0] == "trainer" and all(name.startswith("trainer-") for name in names[1:])
 
 
 class InTurn:

@@ -1,0 +1,43 @@
+"""A node whose GPUs have names in place of numbers, as where it was given parts of some: MIG, Slurm, Kubernetes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from raysgd.backends.torch import TorchConfig
+from support.cluster import ClusterState, start_ray
+from support.runs import make_trainer, quiet, travels_by_value
+
+pytestmark = pytest.mark.slow
+travels_by_value(__name__)
+
+NAMES = ("MIG-4f6b", "MIG-0a1c")
+
+
+@pytest.fixture
+def cluster(_no_process_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(NAMES))
+    start_ray(num_cpus=4, num_gpus=2, include_dashboard=False, namespace="tests")
+    yield
+    left = ClusterState.empty().leftovers()
+    ray.shutdown()
+    assert not left, "; ".join(left)
+
+
+def own_and_visible() -> tuple[str, str, str]:
+    (own,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    return own, visible[int(os.environ["RAYSGD_DEVICE_INDEX"])], ",".join(visible)
+
+
+def test_workers_see_them_by_their_names(cluster: None, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
+        seen = trainer.run(own_and_visible, callbacks=quiet(), returns="all")
+    assert sorted(own for own, _, _ in seen) == sorted(NAMES)
+    assert all(own == found for own, found, _ in seen)
+    assert {visible for _, _, visible in seen} == {",".join(sorted(NAMES))}
