@@ -247,6 +247,29 @@ def test_it_does_so_where_ray_has_told_of_the_loss_before(cluster: Cluster, tmp_
     cluster.remove_node(second)
 
 
+def test_it_rests_and_goes_on_right_after_a_node_was_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """What Ray can place nowhere any more has its name until it is given back, and no other can have that."""
+    node = cluster.add_node(num_cpus=1)
+    other = ray.util.placement_group([{"CPU": 1}])
+    assert other.wait(PATIENCE_S)
+    with make_trainer(tmp_path, (1, 2), "none", failure=raysgd.FailureConfig(max_failures=1, spares=1)) as trainer:
+        stream = trainer.run_generator(count_until_told, {"folder": str(tmp_path)}, callbacks=quiet())
+        next(stream)
+        assert until(lambda: free_cpus(node) == 0, PATIENCE_S), "neither the worker nor its spare is there"
+        cluster.remove_node(node, allow_graceful=False)
+        assert until(lambda: "RESCHEDULING" in states_of_groups(), PATIENCE_S)
+        rests_at = trainer.pause().iteration
+        trainer.resume()
+        assert until(lambda: "PENDING" in states_of_groups(), PATIENCE_S), "no room was asked for"
+        ray.util.remove_placement_group(other)
+        assert until(lambda: trainer.status().iteration > rests_at, PATIENCE_S)
+        finish(stream, tmp_path)
+
+
+def states_of_groups() -> list[str]:
+    return [str(group["state"]) for group in ray.util.placement_group_table().values()]
+
+
 def test_bounds_that_cannot_be(cluster: Cluster, tmp_path: Path) -> None:
     for num_workers, says in [((0, 4), "too small"), ((4, 2), "above its maximum"), ((1, 2.5), "float")]:
         with pytest.raises(ConfigError, match=says):

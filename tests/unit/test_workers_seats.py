@@ -108,6 +108,26 @@ def test_a_seat_that_is_nowhere_any_more_is_taken_only_by_those_who_can_wait() -
     assert seats.take({"lost"}) is nowhere
 
 
+def test_a_seat_of_a_group_that_is_to_be_spread_is_sought_where_no_other_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = {"first": {0: "a", 1: "b", 2: "c"}, "beyond": {0: "d"}, "lost": {0: ""}}
+    monkeypatch.setattr(module, "placement_group_table", lambda placement: {"bundles_to_node_id": nodes[placement]})
+    for strategy, avoided in [("STRICT_SPREAD", {"z", "a", "c", "d"}), ("SPREAD", {"z"}), ("PACK", {"z"})]:
+        seats = Seats("trainer", {"CPU": 1}, strategy)
+        seats._placements = [cast(Any, name) for name in nodes]
+        seats._free = [Seat(cast(Any, "first"), 1)]
+        asked: list[Any] = []
+
+        def add(avoid: Any, asked: list[Any] = asked) -> Seat:
+            asked.append(set(avoid))
+            return FakeSeat(cast(Any, "added"), 0)
+
+        seats.add = add  # type: ignore[method-assign]
+        asyncio.run(seats.find({"z"}))
+        assert asked == [avoided]
+
+
 TABLE = {
     "asked": {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}},
     "reserved": {"state": "PREPARED", "stats": {"scheduling_state": "QUEUED"}},
