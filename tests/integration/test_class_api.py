@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
+from raysgd.backends.base import Backend
+from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import ConfigError, SerializationError, TrainerBusyError, WorkerTraceback
 from support.runs import make_trainer, quiet, travels_by_value
 
@@ -30,6 +33,19 @@ def started(trainer: raysgd.Trainer) -> Iterator[raysgd.Trainer]:
     trainer.start(Learner, 10, step=2)
     yield trainer
     trainer.start()
+
+
+class TakesDevice(NoneBackend):
+    """Whose device is a thread's, as CUDA's is."""
+
+    def take_device(self) -> None:
+        threading.current_thread().has_device = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesDeviceConfig(NoneConfig):
+    def make(self) -> Backend:
+        return TakesDevice()
 
 
 class Learner:
@@ -243,3 +259,13 @@ def test_an_error_in_the_constructor_says_where_it_was_raised(trainer: raysgd.Tr
     assert isinstance(cause, WorkerTraceback) and cause.rank == 1
     assert "in __init__" in cause.traceback
     trainer.start()
+
+
+def test_a_function_runs_where_the_workers_device_is_taken(ray_cluster: Any, tmp_path: Path) -> None:
+    """In whichever of the worker's threads it comes."""
+
+    def has_taken() -> bool:
+        return getattr(threading.current_thread(), "has_device", False)
+
+    with make_trainer(tmp_path, 1, TakesDeviceConfig()) as trainer:
+        assert trainer.execute(has_taken) == [True]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from raysgd.backends.base import Backend, Coordinator, Member
+from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import WorkerError
 from support.runs import make_trainer, quiet, travels_by_value
 
@@ -55,3 +59,35 @@ def test_a_folder_is_for_the_whole_job_and_ray_says_so(ray_cluster: Any, tmp_pat
         pytest.raises(WorkerError, match=r"only supported at the job level \(i\.e\., passed to `ray\.init`\)"),
     ):
         trainer.run(use_it, callbacks=quiet())
+
+
+class TellsCode(Coordinator):
+    """Imports what was shipped."""
+
+    def open(self, node_ip: str, members: Sequence[Member]) -> str:
+        import shipped_code
+
+        return str(shipped_code.VALUE)
+
+
+class HearsOfCode(NoneBackend):
+    def set_up(self, member: Member) -> None:
+        os.environ["WHAT_THE_COORDINATOR_HAS"] = member.rendezvous
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedConfig(NoneConfig):
+    is_coordinated: ClassVar[bool] = True
+
+    def make(self) -> Backend:
+        return HearsOfCode()
+
+    def make_coordinator(self) -> Coordinator:
+        return TellsCode()
+
+
+def test_a_coordinator_has_what_the_workers_have(ray_cluster: Any, tmp_path: Path) -> None:
+    """The framework may be shipped as well."""
+    env = env_of("py_modules", pack(tmp_path / "code.zip", "VALUE = 'shipped'\n"))
+    with make_trainer(tmp_path / "runs", 1, ShippedConfig(), runtime_env=env) as trainer:
+        assert trainer.run(lambda: os.environ["WHAT_THE_COORDINATOR_HAS"], callbacks=quiet()) == "shipped"
