@@ -53,10 +53,11 @@ def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
         with contextlib.suppress(Exception):
             total(1.0)
         return None
-    stopped = psutil.Process(until(lambda: int(Path(config["folder"], "pid").read_text() or 0), PATIENCE_S))
+    told = Path(config["folder"], "pid")
+    stopped = psutil.Process(until(lambda: int((told.exists() and told.read_text()) or 0), PATIENCE_S))
     assert until(lambda: stopped.status() == psutil.STATUS_STOPPED, PATIENCE_S)
     woken = threading.Event()
-    waker = threading.Timer(6, lambda: (woken.set(), stopped.resume()))
+    waker = threading.Timer(15, lambda: (woken.set(), stopped.resume()))
     waker.start()
     with contextlib.suppress(Exception):
         total(1.0)
@@ -65,9 +66,10 @@ def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
     return had_given_up
 
 
-@pytest.mark.parametrize(("timeout_s", "gives_up"), [(1, True), (60, False)])
+@pytest.mark.parametrize(("timeout_s", "gives_up"), [(5, True), (60, False)])  # by default it would have, too
 def test_an_operation_waits_for_timeout_s_and_no_longer(tmp_path: Path, timeout_s: float, gives_up: bool) -> None:
-    with make_trainer(tmp_path, 2, raysgd.HorovodConfig(timeout_s=timeout_s)) as trainer:
+    failure = raysgd.FailureConfig(heartbeat_timeout_s=100)
+    with make_trainer(tmp_path, 2, raysgd.HorovodConfig(timeout_s=timeout_s), failure=failure) as trainer:
         config = {"folder": str(tmp_path)}
         assert trainer.run(waits_for_one_that_is_stopped, config, callbacks=quiet()) is gives_up
 
