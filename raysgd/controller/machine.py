@@ -238,7 +238,12 @@ class RunMachine(Moves):
         elif given.timer == "savepoint":
             self._savepoint.reaching_took_too_long()
         elif given.timer == "grace":
-            self._kill_the_slow(running)
+            if isinstance(self.state, Ending) and not self.state.is_settled and self.state.preset is None:
+                self.state.is_grace_over = (
+                    True  # one that has not left may be dead, and the reason: not for us to hide it
+                )
+            else:
+                self._kill_the_slow(running)
         elif given.timer in ("gather", "explain") and isinstance(self.state, Ending) and not self.state.is_settled:
             self._settle(is_complete=given.timer == "explain")
 

@@ -35,8 +35,9 @@ from raysgd.controller.verdict import Evidence, judge
 
 #: Seconds the errors of other ranks have to arrive after the first one, so that a broken collective is not told for it.
 GATHER_S = 0.05
-#: Seconds a broken collective waits for the death or the exception that explains it.
-EXPLAIN_S = 2.0
+#: Seconds a broken collective waits for the death or the exception that explains it. Ray tells of a process on a lost node
+#: after one, and on a busy machine later.
+EXPLAIN_S = 5.0
 
 
 class Moves:
@@ -143,6 +144,8 @@ class Moves:
             self._close(verdict, ending.running, ending.killed)
         else:
             self._retry_or_give_up(verdict, ending.running.attempt)
+        if verdict is not None and ending.is_grace_over:
+            self._kill_the_slow(ending.running)
 
     def _retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         ending = self.state if isinstance(self.state, Ending) else None

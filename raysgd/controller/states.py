@@ -113,6 +113,7 @@ class Ending:
         failures: What each rank raised, in the order of arrival.
         arrived: When each arrived.
         is_settled: A retry was decided; only the ranks inside and the pending writes are waited for.
+        is_grace_over: Who has not left had the time to, and is ended as soon as it is known why the attempt has ended.
     """
 
     running: Running
@@ -122,6 +123,7 @@ class Ending:
     deaths: list[Death] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
     is_settled: bool = False
+    is_grace_over: bool = False
 
 
 @dataclass

@@ -415,10 +415,12 @@ class RunFuzz(RuleBasedStateMachine):
     def _check_growth(self) -> None:
         """All ranks wait having made the same save, whose checkpoint is on storage and the newest."""
         attempt = self.attempts[-1]
-        (last,) = {rank.last_save for rank in self._inside()}
+        assert not attempt.returned
+        if not (saves := {rank.last_save for rank in self._inside()}):  # all have died, which is not told yet
+            return
+        (last,) = saves
         number = 0 if self.held is None else self.held.number
         assert last is not None and attempt.entered.first_number + last == max([*self.on_storage, number])
-        assert not attempt.returned
 
     def _check_ReleaseWorkers(self, command: c.ReleaseWorkers) -> None:  # noqa: N802
         """Nobody is inside, and nothing that was done is lost: what is in memory is on storage, if it can be."""

@@ -7,7 +7,7 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.moves import GATHER_S
+from raysgd.controller.moves import EXPLAIN_S, GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.states import Closing, Ending, Preparing, has_ended_well
 from raysgd.session import events as e
@@ -258,10 +258,40 @@ def test_a_rank_that_hangs_after_an_exception_elsewhere_is_killed_and_the_error_
 def test_a_rank_that_hangs_in_a_broken_collective_is_killed_and_its_death_explains_nothing() -> None:
     run = running(failure=FailureConfig(abort_grace_s=1))
     run.leave(0, broken("timed out", at=1000.0))
-    run.advance(1.1)
-    run.gone(1, "killed")
+    run.advance(EXPLAIN_S)
+    assert run.all_of(c.KillRanks) == [] and run.outcome is None
+    run.advance(GATHER_S * 2)
+    assert run.all_of(c.KillRanks) == [c.KillRanks((1,))]
     assert run.outcome is not None and run.outcome.failed is not None
     assert run.outcome.failed.summary == "timed out"
+    run.gone(1, "killed")
+    assert run.is_closed
+
+
+def test_a_death_explains_a_broken_collective_also_where_it_is_told_after_the_time_to_leave() -> None:
+    """Ray tells of a process on a lost node after a second, and later on a busy machine."""
+    run = running(3, failure=FailureConfig(abort_grace_s=1, max_failures=1))
+    for rank in (0, 1):
+        run.leave(rank, broken("connection reset by peer", at=1000.0))
+    run.advance(EXPLAIN_S * 0.9)
+    run.gone(2, "its node was lost")
+    run.advance(GATHER_S)
+    assert run.outcome is None
+    assert [failure["ranks"] for failure in run.notes("failure")] == [[2]]
+    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+
+
+def test_who_hangs_beside_a_death_that_is_told_late_is_killed_then() -> None:
+    run = running(3, failure=FailureConfig(abort_grace_s=1, max_failures=1))
+    run.leave(0, broken("connection reset by peer", at=1000.0))
+    run.advance(EXPLAIN_S * 0.9)
+    assert run.all_of(c.KillRanks) == []
+    run.gone(2, "its node was lost")
+    run.advance(GATHER_S)
+    assert run.all_of(c.KillRanks) == [c.KillRanks((1,))]
+    run.gone(1, "killed")
+    assert [failure["ranks"] for failure in run.notes("failure")] == [[2]]
+    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
 
 
 # -- what is being written ---------------------------------------------------------------------------------------------
