@@ -206,8 +206,8 @@ def _check_devices_are_new() -> None:
     if xla_bridge.backends_are_initialized():
         backends.clear_backends()
         raise ConfigError(
-            "JAX arrays were made before train_func was entered: in its config, in a global variable, or when a module was "
-            "imported. Make them within train_func, or give NumPy arrays."
+            "JAX arrays were made before train_func was entered: in its config, in a global variable, when a module was "
+            "imported, or by a function of execute. Make them within train_func, or give NumPy arrays."
         )
 
 

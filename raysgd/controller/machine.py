@@ -239,9 +239,7 @@ class RunMachine(Moves):
             self._savepoint.reaching_took_too_long()
         elif given.timer == "grace":
             if isinstance(self.state, Ending) and not self.state.is_settled and self.state.preset is None:
-                self.state.is_grace_over = (
-                    True  # one that has not left may be dead, and the reason: not for us to hide it
-                )
+                self.state.is_grace_over = True  # who has not left may be dead, and the reason
             else:
                 self._kill_the_slow(running)
         elif given.timer in ("gather", "explain") and isinstance(self.state, Ending) and not self.state.is_settled:
