@@ -145,7 +145,7 @@ class StateData:
 class Refusal:
     """Stands there where raysgd enters train_func again: of two that recover each would undo what the other does.
 
-    Horovod's own would wait in C++ for a driver that is not there.
+    And Horovod's driver, which would tell it of other members, is not there.
     """
 
     def init(self) -> None:

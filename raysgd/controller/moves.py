@@ -36,7 +36,7 @@ from raysgd.controller.verdict import Evidence, judge
 #: Seconds the errors of other ranks have to arrive after the first one, so that a broken collective is not told for it.
 GATHER_S = 0.05
 #: Seconds a broken collective waits for the death or the exception that explains it. Ray tells of a process on a lost node
-#: after one, and on a busy machine later.
+#: later than of one that died alone, and on a busy machine later still.
 EXPLAIN_S = 5.0
 
 

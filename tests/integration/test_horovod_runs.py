@@ -45,6 +45,8 @@ def test_a_node_that_has_none_of_them_is_told_with_what_it_has(tmp_path: Path) -
 
 def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
     """Rank 0 waits in an operation while rank 1 is stopped, and wakes it in the end. Whether it had given up by then."""
+    from horovod.common.exceptions import HorovodInternalError
+
     total = with_horovod_and_torch()
     total(1.0)
     if raysgd.world_rank() == 1:
@@ -59,9 +61,11 @@ def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
     woken = threading.Event()
     waker = threading.Timer(15, lambda: (woken.set(), stopped.resume()))
     waker.start()
-    with contextlib.suppress(Exception):
+    had_given_up = False
+    try:
         total(1.0)
-    had_given_up = not woken.is_set()
+    except HorovodInternalError:
+        had_given_up = not woken.is_set()
     waker.join()
     return had_given_up
 
@@ -86,7 +90,7 @@ def recovers_by_itself() -> None:
 
 
 def test_only_one_of_two_recovers(tmp_path: Path) -> None:
-    """Horovod's own would wait for a driver that is not there when a rank is lost."""
+    """Horovod's driver, which would tell it of other members, is not there."""
     with (
         make_trainer(tmp_path, 2, "horovod") as trainer,
         pytest.raises(ConfigError, match=r"hvd.elastic.run .*backend_args=\{'elastic': 'horovod'\}"),

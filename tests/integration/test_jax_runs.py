@@ -141,7 +141,7 @@ class BrokenToken:
 def test_a_step_that_prints_is_left_when_a_rank_is_killed_in_it(ray_cluster: Any, tmp_path: Path) -> None:
     """What it had still to do for the printing must not keep its devices.
 
-    Pretended: steps that run by themselves, as on GPUs, leave such tokens; those on CPUs fail where they are called.
+    Pretended: by JAX's source, steps on GPUs would leave such tokens; those on CPUs fail where they are called.
     """
     mark = tmp_path / "killed"
 

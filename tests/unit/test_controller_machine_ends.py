@@ -269,7 +269,7 @@ def test_a_rank_that_hangs_in_a_broken_collective_is_killed_and_its_death_explai
 
 
 def test_a_death_explains_a_broken_collective_also_where_it_is_told_after_the_time_to_leave() -> None:
-    """Ray tells of a process on a lost node after a second, and later on a busy machine."""
+    """As that of a process on a lost node on a busy machine."""
     run = running(3, failure=FailureConfig(abort_grace_s=1, max_failures=1))
     for rank in (0, 1):
         run.leave(rank, broken("connection reset by peer", at=1000.0))
