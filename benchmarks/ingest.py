@@ -1,4 +1,4 @@
-"""Measure how fast rows come to the training loop, beside Ray Train and plain pyarrow.
+"""Measure how fast rows come to the training loop, compared with Ray Train and plain pyarrow.
 
     python benchmarks/ingest.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
@@ -6,9 +6,9 @@ Writes ingest.json, ingest.md and ingest.svg to doc/benchmarks, or to build/benc
 measures of an earlier run on the same machine stay. The machine should have nothing else to do.
 """
 
-from bench import ingest_rows
 from bench.measures import INGEST
+from bench.pages.ingest import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "ingest", INGEST, ingest_rows)
+    run_program(__doc__.splitlines()[0], "ingest", INGEST, PAGE)

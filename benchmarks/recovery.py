@@ -1,4 +1,4 @@
-"""Measure how soon training goes on after a failure, beside Ray Train, and what it costs to be ready for one.
+"""Measure how soon training continues after a failure, compared with Ray Train, and what readiness costs.
 
     python benchmarks/recovery.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
@@ -7,9 +7,9 @@ Train out. With --only the other measures of an earlier run on the same machine 
 to do.
 """
 
-from bench import recovery_rows
 from bench.measures import RECOVERY
+from bench.pages.recovery import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "recovery", RECOVERY, recovery_rows)
+    run_program(__doc__.splitlines()[0], "recovery", RECOVERY, PAGE)

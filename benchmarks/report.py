@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bench import results
 from bench.machine import ROOT
+from bench.pages.comparison import PAGE
 from bench.picture import draw
-from bench.rows import fill_rows
-from bench.table import render_page
+from bench.table import fill_rows
 
 PUBLISHED = ROOT / "doc" / "benchmarks"
 #: Where quick runs go: their figures mean nothing and are not published.
@@ -24,9 +24,9 @@ SCRATCH = ROOT / "build" / "benchmarks"
 
 def write_report(document: results.Document, folder: Path) -> None:
     """Write results.json with its rows, index.md and the pictures."""
-    document["rows"] = fill_rows(document)
+    document["rows"] = fill_rows(document, PAGE.rows)
     results.save(document, folder / "results.json")
-    (folder / "index.md").write_text(render_page(document), encoding="utf-8")
+    (folder / "index.md").write_text(PAGE.render(document), encoding="utf-8")
     draw(document, folder)
 
 

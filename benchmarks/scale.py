@@ -18,7 +18,7 @@ from typing import Any
 from bench import results
 from bench.children import run_module, work_folder
 from bench.machine import describe_machine
-from bench.stats import growth, rounded
+from bench.results import growth, rounded
 from report import PUBLISHED, SCRATCH, write_report
 
 SIMULATED = (1, 8, 64, 512)
@@ -38,12 +38,12 @@ def main() -> None:
     with work_folder() as work:
         simulated = [_measure("bench.scale_simulated", n, seconds, work) for n in SIMULATED[: 2 if args.quick else 4]]
         real = _measure("bench.scale_real", 4 if args.quick else REAL, seconds, work)
-    document["scale"] = {"quick": args.quick, "simulated": simulated, "real": real, **verdict(simulated)}
+    document["scale"] = {"quick": args.quick, "simulated": simulated, "real": real, **conclude(simulated)}
     write_report(document, output)
     print(f"{output / 'index.md'}")
 
 
-def verdict(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def conclude(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How CPU grows with workers: the exponent over the whole range, and a sentence."""
     good = [point for point in points if "error" not in point and point["cpu_share"] > 0]
     if len(good) < 2:

@@ -1,4 +1,4 @@
-"""Measure a search: Ray Tune over raysgd's trials, beside Ray Tune over Ray Train.
+"""Measure a search: Ray Tune with raysgd's trials, compared with Ray Tune and Ray Train.
 
     python benchmarks/tune.py [--quick] [--system NAME] [--repeat N] [--output FOLDER]
 
@@ -6,9 +6,9 @@ Writes tune.json, tune.md and tune.svg to doc/benchmarks, or to build/benchmarks
 nothing else to do.
 """
 
-from bench import tune_rows
 from bench.measures import TUNE
+from bench.pages.search import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "tune", TUNE, tune_rows)
+    run_program(__doc__.splitlines()[0], "tune", TUNE, PAGE)

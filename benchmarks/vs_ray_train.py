@@ -1,4 +1,4 @@
-"""Measure raysgd beside Ray Train, torchrun and bare Ray actors: the same work, in turn, on this machine.
+"""Compare raysgd with Ray Train, torchrun and bare Ray actors: the same work, in turns, on this machine.
 
     python benchmarks/vs_ray_train.py [--quick] [--only NAME] [--repeat N] [--output FOLDER]
 
@@ -16,7 +16,7 @@ from bench import results
 from bench.children import measure, work_folder
 from bench.machine import describe_machine
 from bench.measures import NAMES, load_measure
-from bench.schedule import make_turns
+from bench.program import make_turns
 from report import PUBLISHED, SCRATCH, write_report
 
 
@@ -27,10 +27,10 @@ def main() -> None:
     chosen = [load_measure(name) for name in args.only or NAMES]
     document = results.load(output / "results.json", machine) if args.only else results.new_document(machine)
     for each in chosen:
-        results.begin_measure(document, each.NAME, each.TITLE, each.UNITS, quick=args.quick)
+        results.begin_measure(document, each.name, each.title, each.units, quick=args.quick)
     turns = make_turns(chosen, quick=args.quick, repeat=args.repeat)
     begun = time.monotonic()
-    by_name = {each.NAME: each for each in chosen}
+    by_name = {each.name: each for each in chosen}
     with work_folder() as work:
         for number, turn in enumerate(turns, 1):
             params = {name: by_name[name].params(turn.system, args.quick) for name in turn.measures}
@@ -38,13 +38,13 @@ def main() -> None:
             print(f"[{number}/{len(turns)}] {turn.system}: {', '.join(turn.measures)}", end="", flush=True)
             folder = work / f"{number}"
             folder.mkdir()
-            environment = {k: v for name in params for k, v in getattr(by_name[name], "ENVIRONMENT", {}).items()}
+            environment = {k: v for name in params for k, v in by_name[name].environment.items()}
             for line in measure(turn.system, params, folder, environment=environment):
                 name = line["measure"]
                 results.add_samples(document, name, turn.system, params[name], line)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)
             write_report(document, output)
-    _tell(document, time.monotonic() - begun, output)
+    _print_rows(document, time.monotonic() - begun, output)
 
 
 def _parse() -> argparse.Namespace:
@@ -56,7 +56,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tell(document: results.Document, took_s: float, output: Path) -> None:
+def _print_rows(document: results.Document, took_s: float, output: Path) -> None:
     for row in document["rows"]:
         cell = row["cells"].get("raysgd", {})
         met = {True: "met", False: "MISSED", None: ""}[row["met"]]

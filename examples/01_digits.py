@@ -2,8 +2,7 @@
 
     python examples/01_digits.py [--workers 2] [--epochs 12]
 
-Each epoch's loss and accuracy appear in a live table while training goes on; a checkpoint is saved per epoch; the three best
-and the newest are kept.
+A live table shows the loss and accuracy of each epoch. Each epoch saves a checkpoint; the three best and the newest are kept.
 """
 
 # test: tests/docs/test_digits.py
@@ -83,7 +82,7 @@ def main() -> None:
 
     config = {"lr": 4e-3, "batch_size": 32, "epochs": args.epochs}
     keep_best = raysgd.CheckpointConfig(num_to_keep=3, score_attribute="accuracy")
-    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint=keep_best) as trainer:
+    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint_config=keep_best) as trainer:
         print(trainer)
         callbacks = [raysgd.callbacks.TensorBoardCallback()]
         model = trainer.run(train_func, config, callbacks=callbacks, reduce={"loss": "mean"})

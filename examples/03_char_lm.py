@@ -1,10 +1,10 @@
-"""Train a small GPT, letter by letter, on the source code of Python's own standard library, on two workers.
+"""Train a small GPT, letter by letter, on the source code of Python's standard library, on two workers.
 
     python examples/03_char_lm.py [--workers 2] [--steps 400] [--resume PATH]
 
-The loss on modules it has not seen falls from 4.6 nats a letter (knowing nothing) below 2.0 within a minute or two on
-two CPU cores; then it writes a few lines of its own. Interrupt it whenever you like: it tells where its last checkpoint
-is, and `--resume` with that folder goes on from there, drawing the same text it would have drawn.
+The loss on unseen modules falls from 4.6 nats a letter (random guessing) below 2.0 within a minute or two on two CPU cores. Then
+the model writes a few lines. Interrupt the training whenever you like: it prints the path of its last checkpoint, and
+`--resume` with that path continues with the same random text pieces.
 """
 
 # test: tests/docs/test_char_lm.py
@@ -26,7 +26,7 @@ CONTEXT = 64
 
 
 def read_text(num_letters: int = 2_000_000) -> torch.Tensor:
-    """The beginning of the standard library's modules, one after the other in the order of their names."""
+    """Return the beginning of the standard library's modules, in the order of their names."""
     text = ""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_text(encoding="utf-8", errors="replace")
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 
 def windows(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces of the text from random places, and the same pieces one letter further on."""
+    """Return pieces of the text from random places, and the same pieces shifted by one letter."""
     starts = torch.randint(len(text) - CONTEXT, (count,)).tolist()
     pieces = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long().to(raysgd.device())
     return pieces[:, :-1], pieces[:, 1:]
@@ -92,7 +92,7 @@ def train_func(config: dict) -> nn.Module:
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95), weight_decay=0.1)
     start = 0
-    if state := raysgd.load_checkpoint():  # also puts the random numbers back to where they were
+    if state := raysgd.load_checkpoint():  # also restores the random number generators
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
@@ -138,22 +138,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to go on from")
+    parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to resume from")
     parser.add_argument("--goal", type=float, help="fail unless the loss on unseen modules ends below this")
     args = parser.parse_args()
 
     config = {"steps": args.steps, "batch_size": 32 // args.workers, "lr": 4e-3, "report_every": 20}
     reduce = {"loss": "mean", "unseen_loss": "mean", "letters_per_s": "sum"}
     keep = raysgd.CheckpointConfig(num_to_keep=2)
-    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint=keep) as trainer:
+    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint_config=keep) as trainer:
         print(trainer)
         try:
-            model = trainer.run(train_func, config, checkpoint=args.resume, reduce=reduce)
+            model = trainer.run(train_func, config, resume_from=args.resume, reduce=reduce)
         finally:
             if last := trainer.get_last_checkpoint():
-                print(f"to go on from here: --resume {last.path}")
-    print(f"what it writes:\n\n{write(model, 'def ')}\n")
-    loss = last.metrics["unseen_loss"] if last else math.nan  # resumed where it had ended: no step was made
+                print(f"to resume from here: --resume {last.path}")
+    print(f"generated text:\n\n{write(model, 'def ')}\n")
+    loss = last.metrics["unseen_loss"] if last else math.nan  # resumed at its end: no step was trained
     print(f"loss on unseen modules: {loss:.3f} nats a letter")
     if args.goal is not None and not loss < args.goal:
         raise SystemExit(f"{loss:.3f} is not below the goal of {args.goal}")

@@ -1,10 +1,10 @@
-"""Train on handwritten digits while workers are killed: the network learns as well as if nothing had happened.
+"""Train on handwritten digits while workers are killed: the accuracy is that of an undisturbed training.
 
     python examples/04_chaos.py [--kills 5] [--seconds 5] [--epochs 60]
 
-Two to four workers train the network of 01_digits.py. Every few seconds a thread of this process kills one of them, chosen
-by chance, with SIGKILL. The others go on at once from the newest checkpoint, and a new process joins them a little later.
-Each line that is printed is something that happened; the accuracy at the end is that of a training without deaths.
+Two to four workers train the network of 01_digits.py. Every few seconds a thread of this process kills a random worker with
+SIGKILL. The others continue at once from the newest checkpoint, and a new process joins them a little later. Each printed line is
+an event of the run.
 """
 
 # test: tests/docs/test_chaos.py
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import raysgd
 
-digits = importlib.import_module("01_digits")  # the file beside this one; an import statement cannot have its name
+digits = importlib.import_module("01_digits")  # the file next to this one; its name is not an identifier
 
 
 def train_func(config: dict) -> nn.Module:
@@ -37,7 +37,7 @@ def train_func(config: dict) -> nn.Module:
         optimizer.load_state_dict(state["optimizer"])
         start = state["epoch"] + 1
     model = raysgd.torch.prepare_model(model)
-    # Of the same size for two workers and for four, so that the number of workers does not matter for what is learned.
+    # The global batch is the same for two and for four workers, so the number of workers does not affect the training.
     loader = DataLoader(train_set, batch_size=48, shuffle=True)
     loader = raysgd.torch.prepare_data_loader(loader, global_batch_size=config["batch_size"])
     loader.set_epoch(start)
@@ -52,15 +52,15 @@ def train_func(config: dict) -> nn.Module:
             optimizer.step()
         raysgd.report(epoch=epoch, accuracy=digits.accuracy(model, test_set))
         raysgd.save_checkpoint({"epoch": epoch, "model": model, "optimizer": optimizer})
-        # The digits are learned before anything could happen: an epoch takes as long here as one of a larger network.
+        # Make an epoch as long as that of a larger network, so that workers die during the training.
         time.sleep(max(0.0, began + config["epoch_s"] - time.monotonic()))
     return model
 
 
-class Ledger(raysgd.Callback):
-    """Prints what happens to the run, and knows the processes of its workers."""
+class RunLog(raysgd.Callback):
+    """Prints the events of the run, and knows the processes of its workers."""
 
-    critical = True  # a mistake in here ends the run, rather than be a warning among others
+    critical = True  # an exception here ends the run instead of being a warning
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}  # by rank
@@ -87,75 +87,75 @@ class Ledger(raysgd.Callback):
         elif event.kind == "attempt_start":
             self.pids = {rank: self.pids[rank] for rank in range(data["world_size"])}
             if self._died_at is not None:
-                self._went_back(data["iterations_before"], event.timestamp)
+                self._log_retry(data["iterations_before"], event.timestamp)
 
-    def _went_back(self, epochs: int, when: float) -> None:
+    def _log_retry(self, epochs: int, when: float) -> None:
         where = f"checkpoint of epoch {epochs}" if epochs else "the beginning, without a checkpoint,"
-        self.write(f"{where} gone on from, {self.epochs - epochs} epochs to be repeated", when)
+        self.write(f"{where} resumed, {self.epochs - epochs} epochs to be repeated", when)
         self.num_repeated += self.epochs - epochs
 
     def on_result(self, result: raysgd.Result) -> None:
         self.is_training.set()
         if result["attempt"] > self._attempt and self._died_at is not None:
             took = result["timestamp"] - self._died_at
-            self.write(f"went on with {result['world_size']} workers: an epoch done {took:.1f} s after the death")
+            self.write(f"continued with {result['world_size']} workers: an epoch done {took:.1f} s after the death")
             self._died_at = None
         self._attempt = result["attempt"]
         self.epochs = max(self.epochs, result["training_iteration"])
 
 
 class Killer(threading.Thread):
-    """Kills a worker of the run now and then, from the first epoch on until shortly before the end."""
+    """Kills random workers of the run, from the first epoch until shortly before the end."""
 
-    def __init__(self, ledger: Ledger, kills: int, seconds: float, last_epoch: float) -> None:
+    def __init__(self, run_log: RunLog, kills: int, seconds: float, last_epoch: float) -> None:
         super().__init__(daemon=True)
-        self._ledger = ledger
+        self._run_log = run_log
         self._kills = kills
         self._seconds = seconds
         self._last_epoch = last_epoch
         self.killed: list[int] = []
 
     def run(self) -> None:
-        self._ledger.is_training.wait()
+        self._run_log.is_training.wait()
         while len(self.killed) < self._kills:
             time.sleep(random.uniform(0.5, 1.5) * self._seconds)
-            if self._ledger.epochs > self._last_epoch:
+            if self._run_log.epochs > self._last_epoch:
                 break
-            if alive := [(rank, pid) for rank, pid in self._ledger.pids.copy().items() if pid not in self.killed]:
+            if alive := [(rank, pid) for rank, pid in self._run_log.pids.copy().items() if pid not in self.killed]:
                 self._kill(*random.choice(alive))
 
     def _kill(self, rank: int, pid: int) -> None:
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # raysgd itself has just ended it, since it did not leave its attempt in time
+        except ProcessLookupError:  # raysgd has just ended it, because it did not leave its attempt in time
             return
-        self._ledger.write(f"killed rank {rank} on pid {pid}")
+        self._run_log.write(f"killed rank {rank} on pid {pid}")
         self.killed.append(pid)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=5, help="how many workers are killed")
-    parser.add_argument("--seconds", type=float, default=5, help="between two of them, on average")
+    parser.add_argument("--seconds", type=float, default=5, help="average seconds between two kills")
     parser.add_argument("--epochs", type=int, default=60)
     args = parser.parse_args()
 
-    # Four workers, on however many cores there are: what Ray counts are logical CPUs.
+    # Ray counts logical CPUs, so four workers fit on any number of cores.
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     config = {"lr": 4e-3, "batch_size": 96, "epochs": args.epochs, "epoch_s": 0.5}
-    ledger = Ledger()
-    killer = Killer(ledger, args.kills, args.seconds, last_epoch=0.9 * args.epochs)
+    run_log = RunLog()
+    killer = Killer(run_log, args.kills, args.seconds, last_epoch=0.9 * args.epochs)
     failure = raysgd.FailureConfig(max_failures=-1)
     keep = raysgd.CheckpointConfig(num_to_keep=2)
-    with raysgd.Trainer((2, 4), "torch", seed=0, failure=failure, checkpoint=keep) as trainer:
+    with raysgd.Trainer((2, 4), "torch", seed=0, failure_config=failure, checkpoint_config=keep) as trainer:
         print(trainer)
         killer.start()
-        model = trainer.run(train_func, config, callbacks=[ledger, raysgd.callbacks.ProgressCallback(mode="off")])
+        model = trainer.run(train_func, config, callbacks=[run_log, raysgd.callbacks.ProgressCallback(mode="off")])
         run_dir = trainer.run_dir
     print(f"test accuracy of the returned model: {digits.accuracy(model, digits.make_data()[1]):.4f}")
     print(
-        f"{len(killer.killed)} workers killed, {ledger.num_deaths} failures survived, {args.epochs} epochs trained and "
-        f"{ledger.num_repeated} repeated, in {time.time() - ledger.began:.0f} s"
+        f"{len(killer.killed)} workers killed, {run_log.num_deaths} failures survived, {args.epochs} epochs trained and "
+        f"{run_log.num_repeated} repeated, in {time.time() - run_log.began:.0f} s"
     )
     print(f"run directory: {run_dir}")
 

@@ -1,11 +1,10 @@
-"""Train on a dataset of several gigabytes that is read while training goes on, with flat memory.
+"""Train on a dataset of several gigabytes that is read during the training, with constant memory.
 
     python examples/05_large_dataset.py [--gigabytes 4] [--folder DIR] [--workers 2]
 
-Writes Parquet files of random features with labels that a hidden linear rule gives them, unless the folder has some
-already, and has a small network find the rule in one pass. The files are read by the workers themselves, each its own
-part of them, in shuffled blocks whose rows are mixed. What is printed: how fast rows were trained on, how long the workers
-waited for data, and how much memory they held in the course of it.
+Writes Parquet files of random features with labels from a hidden linear rule, unless the folder has some already. A small network
+learns the rule in one epoch. Each worker reads its own part of the files, in shuffled blocks with mixed rows. The program prints
+how many rows were trained per second, how long the workers waited for data, and how much memory they used over time.
 """
 
 # test: tests/docs/test_large_dataset.py
@@ -65,7 +64,7 @@ def train_func(config: dict) -> nn.Module:
         rows += len(batch["label"]) * raysgd.world_size()
         right = 0.95 * right + 0.05 * ((logits > 0) == batch["label"]).float().mean().item()
         if step % REPORT_EVERY == 0 or step == len(batches):
-            # What a process has for itself: pages of files and of shared memory are the system's to take back.
+            # The private memory of a process: the system can reclaim pages of files and of shared memory.
             memory = process.memory_full_info().uss
             raysgd.report(
                 rows=rows,
@@ -111,9 +110,9 @@ def train(folder: Path, gigabytes: float, workers: int) -> None:
     last, rows = results[-1], results[-1]["rows"]
     memory = [result["memory_mb"] for result in results if result["rows"] >= 0.25 * rows]
     waits = sorted(result["data_wait_fraction"] for result in results)
-    print(f"{rows:,} rows in one pass, {last['rows_per_s']:,.0f} rows/s; accuracy {last['accuracy']:.4f}")
+    print(f"{rows:,} rows in one epoch, {last['rows_per_s']:,.0f} rows/s; accuracy {last['accuracy']:.4f}")
     print(f"waited for data: {100 * waits[len(waits) // 2]:.1f} % of the time (the slowest rank's, median)")
-    print(f"memory of the largest worker, from a quarter of the pass on: {min(memory):,.0f} to {max(memory):,.0f} MB")
+    print(f"memory of the largest worker, after a quarter of the epoch: {min(memory):,.0f} to {max(memory):,.0f} MB")
     print(f"run directory: {run_dir}")
 
 

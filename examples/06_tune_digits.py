@@ -2,8 +2,8 @@
 
     python examples/06_tune_digits.py [--trials 8] [--workers 2] [--epochs 12]
 
-From one run to a search it is two lines: ``trainer.to_trainable(train_func)`` in place of ``trainer.run(train_func, config)``,
-and the Tuner that is given it.
+Two lines turn a run into a search: ``trainer.to_trainable(train_func)`` instead of ``trainer.run(train_func, config)``, and a
+Tuner.
 """
 
 # test: tests/docs/test_tune_examples.py
@@ -44,7 +44,7 @@ def train_func(config: dict) -> None:
     model = make_model(config["width"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     start = 0
-    if state := raysgd.load_checkpoint():  # a trial that was interrupted, or goes on from another's
+    if state := raysgd.load_checkpoint():  # an interrupted trial, or one that continues from another's checkpoint
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["epoch"] + 1

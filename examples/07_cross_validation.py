@@ -2,8 +2,8 @@
 
     python examples/07_cross_validation.py [--folds 5] [--workers 2]
 
-A trial is one strength: it trains once for each fold, one after another on the same workers, and reports the mean over the
-folds and their spread.
+A trial is one strength: it trains once for each fold, one after another on the same workers, and reports mean and standard
+deviation over the folds.
 """
 
 # test: tests/docs/test_tune_examples.py

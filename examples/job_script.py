@@ -1,12 +1,11 @@
-"""A job for a Ray cluster: the script runs on the cluster itself, and may be submitted from anywhere.
+"""A job for a Ray cluster: the script runs on the cluster, and can be submitted from anywhere.
 
     ray job submit --address http://HEAD:8265 --working-dir examples -- python job_script.py --storage /shared/runs
 
-`HEAD` is the cluster's head node. The folder given as `--working-dir` is sent along, so a job may have modules and small
-data beside it; raysgd and torch are installed on the nodes (or named in `--runtime-env`). Where the cluster has several
-nodes, `--storage` is a folder that all of them see, or a URI such as `s3://bucket/runs`. The job has failed if the script
-has: an exception of train_func ends it with its traceback. `ray job logs` and `ray job stop` work as with any job; a
-stopped one keeps its checkpoints, and `--resume` with the folder of one goes on from there.
+`HEAD` is the cluster's head node. The folder `--working-dir` is sent with the job, with its modules and small data. raysgd and
+torch are installed on the nodes, or named in `--runtime-env`. On several nodes, `--storage` is a folder that all of them see, or
+a URI such as `s3://bucket/runs`. An exception of train_func fails the job with its traceback. `ray job logs` and `ray job stop`
+work as usual; a stopped job keeps its checkpoints, and `--resume` with the folder of one resumes from it.
 """
 
 # test: tests/docs/test_job.py
@@ -52,14 +51,14 @@ def main() -> None:
     parser.add_argument(
         "--storage", help="folder or URI for the run's files; ~/raysgd_runs of the head node if not given"
     )
-    parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to go on from")
+    parser.add_argument("--resume", metavar="PATH", help="folder of a checkpoint to resume from")
     args = parser.parse_args()
 
     files = raysgd.RunConfig(storage_path=args.storage)
-    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, run=files) as trainer:
+    with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, run_config=files) as trainer:
         print(trainer)
         config = {"lr": 0.1, "epochs": args.epochs}
-        trainer.run(train_func, config, checkpoint=args.resume, reduce={"loss": "mean"})
+        trainer.run(train_func, config, resume_from=args.resume, reduce={"loss": "mean"})
         print(f"run directory: {trainer.run_dir}")
         print(f"checkpoint:    {trainer.get_last_checkpoint().path}")
 

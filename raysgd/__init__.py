@@ -1,6 +1,6 @@
 """raysgd: distributed training on Ray from a single-machine train_func.
 
-The public face: names only, resolved when they are first used, so that importing raysgd costs nothing and loads nothing.
+The public names are resolved on first use, so importing raysgd loads neither Ray nor a framework.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from raysgd.backends.torch import TorchConfig
     from raysgd.callbacks.base import Callback, Stop
     from raysgd.checkpoint.checkpoint import Checkpoint
-    from raysgd.checkpoint.saved_array import SavedArray
+    from raysgd.checkpoint.resharding import SavedArray
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
     from raysgd.result import Event, Result, RunInfo, RunStatus
     from raysgd.session.api import (
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
         world_size,
     )
     from raysgd.torch.devices import device
-    from raysgd.trainer.comparing import compare_runs
-    from raysgd.trainer.runs import load_run
+    from raysgd.trainer.run_folder import compare_runs, load_run
     from raysgd.trainer.stream import ResultStream
     from raysgd.trainer.trainer import Trainer
 
-_HOMES = {
+_MODULE_OF = {
     "Backend": "raysgd.backends.base",
     "BackendConfig": "raysgd.backends.base",
     "Callback": "raysgd.callbacks.base",
@@ -61,20 +60,20 @@ _HOMES = {
     "RunConfig": "raysgd.config",
     "RunInfo": "raysgd.result",
     "RunStatus": "raysgd.result",
-    "SavedArray": "raysgd.checkpoint.saved_array",
+    "SavedArray": "raysgd.checkpoint.resharding",
     "Stop": "raysgd.callbacks.base",
     "TensorflowConfig": "raysgd.backends.tensorflow",
     "TorchConfig": "raysgd.backends.torch",
     "Trainer": "raysgd.trainer.trainer",
     "barrier": "raysgd.session.api",
     "broadcast": "raysgd.session.api",
-    "compare_runs": "raysgd.trainer.comparing",
+    "compare_runs": "raysgd.trainer.run_folder",
     "device": "raysgd.torch.devices",
     "get_dataset": "raysgd.session.api",
     "get_datasets": "raysgd.session.api",
     "in_worker": "raysgd.session.api",
     "load_checkpoint": "raysgd.session.api",
-    "load_run": "raysgd.trainer.runs",
+    "load_run": "raysgd.trainer.run_folder",
     "local": "raysgd.session.api",
     "local_rank": "raysgd.session.api",
     "local_world_size": "raysgd.session.api",
@@ -85,9 +84,9 @@ _HOMES = {
     "world_rank": "raysgd.session.api",
     "world_size": "raysgd.session.api",
 }
-_MODULES = ("backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration")
+_PACKAGES = ("backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration")
 
-__all__ = [  # noqa: RUF022  (the order of a user's reading)
+__all__ = [  # noqa: RUF022 - in the order of the documentation
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
     "RunConfig", "FailureConfig", "CheckpointConfig",
     "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "NoneConfig",
@@ -102,14 +101,27 @@ __all__ = [  # noqa: RUF022  (the order of a user's reading)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _MODULES:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _PACKAGES:
         value = importlib.import_module(f"raysgd.{name}")
     else:
-        raise AttributeError(f"module 'raysgd' has no attribute {name!r}")
+        raise AttributeError(f"module 'raysgd' has no attribute {name!r}{_advice(name)}")
     globals()[name] = value
     return value
+
+
+def _advice(name: str) -> str:
+    if name == "ScalingConfig":
+        return (
+            "; give num_workers=, cpus_per_worker=, gpus_per_worker= and resources_per_worker= to raysgd.Trainer itself"
+        )
+    if name.startswith("__"):  # asked for by tools such as copy and inspect
+        return ""
+    import difflib
+
+    close = difflib.get_close_matches(name, __all__, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -1,42 +1,70 @@
-"""The error tree. Every error raysgd raises by itself is one of these; all are picklable and carry structured fields.
+"""The tree of errors. Every error that raysgd itself raises is one of these. All can be pickled and have structured fields.
 
 ::
 
     RaySGDError
-    ├── ConfigError (ValueError)            a setting that cannot work: what was given, what is allowed, what to do
-    │   └── InfeasibleError                 more was asked for than the cluster has; the arithmetic is in the text
-    ├── SerializationError (TypeError)      something that must cross a process boundary does not pickle
-    ├── UsageError (RuntimeError)           a call at the wrong time or place
-    │   ├── TrainerBusyError                a second run while one is live
+    ├── ConfigError (ValueError)            a setting that cannot work; the text says what is allowed
+    │   ├── UnknownArgumentError (TypeError)  an argument that does not exist; the text names the right one
+    │   └── InfeasibleError                 more was asked for than the cluster has; the text has the numbers
+    ├── SerializationError (TypeError)      an object that must go to another process does not pickle
+    ├── UsageError (RuntimeError)           a call at the wrong time or in the wrong place
+    │   ├── TrainerBusyError                a second run was started while one is live
     │   ├── TrainerClosedError              a call after shutdown()
-    │   └── SessionError                    a worker-side call outside its attempt
-    ├── MetricError (TypeError, ValueError) report() got what is no metric
-    ├── CheckpointError (RuntimeError)      save_checkpoint or load_checkpoint was used against its rules
-    │   ├── CheckpointCorruptError          bytes that do not match their manifest, or no valid manifest at all
+    │   └── SessionError                    a call in a worker outside its attempt
+    ├── MetricError (TypeError, ValueError) report() got a value that is not a metric
+    ├── CheckpointError (RuntimeError)      save_checkpoint or load_checkpoint was called against its rules
+    │   ├── CheckpointCorruptError          its bytes do not match its manifest, or the manifest is not valid
     │   ├── CheckpointNotFoundError (FileNotFoundError)
-    │   ├── ReshardError                    parts saved by another number of ranks
-    │   ├── UnsafeStateError (TypeError)    a leaf that only pickle could hold, without trusted=True
-    │   └── StorageError (OSError)          a write or read that went on failing after its retries
-    ├── DataError (RuntimeError)            a file of a dataset that cannot be read, or has changed since the run began
-    ├── TrainFuncError                      train_func failed and its own exception could not be brought to the driver
+    │   ├── ReshardError                    parts that were saved by another number of ranks
+    │   ├── UnsafeStateError (TypeError)    a leaf that only pickle can hold, without allow_pickle=True
+    │   └── StorageError (OSError)          a read or write that failed after all retries
+    ├── DataError (RuntimeError)            a file of a dataset cannot be read, or changed during the run
+    ├── TrainFuncError                      train_func failed, and its exception cannot be sent to the driver
     ├── WorkerError (RuntimeError)          a worker process failed, not the user's code
-    │   ├── WorkerDiedError                 processes died; in a run, more often than FailureConfig allows
-    │   └── StartTimeoutError (TimeoutError)  workers or their process group were not up in time
+    │   ├── WorkerDiedError                 processes died, in a run more often than FailureConfig allows
+    │   └── StartTimeoutError (TimeoutError)  workers or their process group did not start in time
     └── RunCancelledError                   the run was cancelled
 
     WorkerTraceback (Exception)             the cause of an exception that came from a worker: rank, node, traceback
-    AttemptEnded (BaseException)            raised inside train_func when its attempt is over; never catch it for good
+    AttemptEnded (BaseException)            raised inside train_func when its attempt has ended; do not suppress it
 
-An exception raised by train_func itself reaches the driver as its own type, not as one of these.
+An exception that train_func raises itself reaches the driver as its own type, not as one of these.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "AttemptEnded",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "DataError",
+    "InfeasibleError",
+    "MetricError",
+    "RaySGDError",
+    "ReshardError",
+    "RunCancelledError",
+    "SerializationError",
+    "SessionError",
+    "StartTimeoutError",
+    "StorageError",
+    "TrainFuncError",
+    "TrainerBusyError",
+    "TrainerClosedError",
+    "UnknownArgumentError",
+    "UnsafeStateError",
+    "UsageError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerTraceback",
+]
+
 
 class RaySGDError(Exception):
-    """Base of all errors raysgd raises by itself."""
+    """Base of all errors that raysgd itself raises."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -56,15 +84,19 @@ class ConfigError(RaySGDError, ValueError):
     """A setting that cannot work."""
 
 
+class UnknownArgumentError(ConfigError, TypeError):
+    """An argument or a field that does not exist was given."""
+
+
 class InfeasibleError(ConfigError):
     """More resources were asked for than the cluster has."""
 
 
 class SerializationError(RaySGDError, TypeError):
-    """Something that must cross a process boundary does not pickle.
+    """An object that must go to another process does not pickle.
 
     Attributes:
-        path: Where in the object the offender sits, such as ``config['lr_fn']``.
+        path: Where in the object the cause is, such as ``config['lr_fn']``.
     """
 
     path: str = ""
@@ -75,7 +107,7 @@ class UsageError(RaySGDError, RuntimeError):
 
 
 class TrainerBusyError(UsageError):
-    """A second run was asked for while one is live."""
+    """A second run was started while one is live."""
 
 
 class TrainerClosedError(UsageError):
@@ -83,25 +115,25 @@ class TrainerClosedError(UsageError):
 
 
 class SessionError(UsageError):
-    """A worker-side call outside its attempt."""
+    """A call in a worker outside its attempt."""
 
 
 class MetricError(RaySGDError, TypeError, ValueError):
-    """``report`` got something that is no metric.
+    """``report`` got a value that is not a metric.
 
     Attributes:
-        key: The name of the offending metric.
+        key: The name of that metric.
     """
 
     key: str = ""
 
 
 class CheckpointError(RaySGDError, RuntimeError):
-    """``save_checkpoint`` or ``load_checkpoint`` was used against its rules."""
+    """``save_checkpoint`` or ``load_checkpoint`` was called against its rules."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """The bytes of a checkpoint do not match its manifest, or it has no valid manifest."""
+    """The bytes of a checkpoint do not match its manifest, or the manifest is not valid."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -109,32 +141,32 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class ReshardError(CheckpointError):
-    """A checkpoint made of parts was saved by another number of ranks."""
+    """The parts of a checkpoint were saved by another number of ranks."""
 
 
 class UnsafeStateError(CheckpointError, TypeError):
-    """A leaf of the state can only be held by pickle, and ``trusted=True`` was not given.
+    """A leaf of the state can only be held by pickle, and ``allow_pickle=True`` was not given.
 
     Attributes:
-        path: Where in the state the leaf sits, such as ``state['scheduler']['fn']``.
+        path: Where in the state the leaf is, such as ``state['scheduler']['fn']``.
     """
 
     path: str = ""
 
 
 class StorageError(CheckpointError, OSError):
-    """Storage went on failing after its retries."""
+    """A read or write of storage failed after all retries."""
 
 
 class DataError(RaySGDError, RuntimeError):
-    """A dataset's file cannot be read, or is another than it was when the run began."""
+    """A file of a dataset cannot be read, or changed during the run."""
 
 
 class TrainFuncError(RaySGDError):
-    """train_func failed, and its own exception could not be brought to the driver.
+    """train_func failed, and its own exception cannot be sent to the driver.
 
     Attributes:
-        type_name: The qualified name of the original exception's type.
+        type_name: The qualified type name of the original exception.
     """
 
     type_name: str = ""
@@ -148,8 +180,8 @@ class WorkerDiedError(WorkerError):
     """Worker processes died: in a run, more often than ``FailureConfig.max_failures`` allows.
 
     Attributes:
-        ranks: The ranks that died last.
-        failures: How many failures the run had.
+        ranks: The ranks of the last failure.
+        failures: Number of failures of the run.
     """
 
     ranks: tuple[int, ...] = ()
@@ -157,7 +189,7 @@ class WorkerDiedError(WorkerError):
 
 
 class StartTimeoutError(WorkerError, TimeoutError):
-    """Workers, or their process group, were not up in time."""
+    """Workers, or their process group, did not start in time."""
 
 
 class RunCancelledError(RaySGDError):
@@ -168,8 +200,8 @@ class WorkerTraceback(Exception):
     """The cause of an exception that came from a worker; its text is the worker's traceback.
 
     Attributes:
-        rank: World rank of the worker, or None where it had none yet.
-        node: The worker's node, ``hostname (ip)``.
+        rank: World rank of the worker, or None if it had no rank yet.
+        node: The node of the worker, as ``hostname (ip)``.
         followed: ``(rank, one-line error)`` of the errors that followed from this one.
     """
 
@@ -190,7 +222,7 @@ class WorkerTraceback(Exception):
 
 
 class AttemptEnded(BaseException):
-    """Raised inside train_func when its attempt is over: another worker failed, the run was cancelled, the group grows.
+    """Raised inside train_func when its attempt has ended: a worker failed, the run was cancelled, the group grows.
 
     It is a ``BaseException`` so that ``except Exception`` in user code lets it pass.
     """

@@ -1,4 +1,4 @@
-"""What a run tells its readers: results, events, and the description of the run. Plain data, shared by all layers."""
+"""What a run gives its readers: results, events, its description and its status. Plain data, shared by all layers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: The keys raysgd adds to every result; a user's metric of such a name is refused.
+#: The keys that raysgd adds to every result. A metric of the user with such a name is refused.
 AUTOMATIC_KEYS = frozenset(
     {"training_iteration", "timestamp", "time_this_iter_s", "time_total_s", "world_size", "attempt"}
 )
-#: The metric raysgd adds where train_func reads a dataset; a user's of this name is refused too.
+#: The metric that raysgd adds if train_func reads a dataset. This name is refused for a metric of the user, too.
 DATA_WAIT_FRACTION = "data_wait_fraction"
 
 
 class Result(dict[str, Any]):
     """One round of reports: a dict of metrics with the automatic keys, so ``**result`` and ``tune.report(result)`` work.
 
-    Its items are the metrics of the lowest rank that took part in the round (or what ``reduce=`` made of all ranks), plus
+    Its items are the metrics of the lowest rank in the round (or over all ranks, as ``reduce=`` says), plus
 
-    - ``training_iteration``: number of this round, from 1, going on through failures and resumes;
-    - ``timestamp``: seconds since the epoch at which that rank reported;
-    - ``time_this_iter_s``, ``time_total_s``: seconds since its report before, and of training in all;
-    - ``world_size``, ``attempt``: workers in the attempt, and the attempt's number from 1.
+    - ``training_iteration``: number of this round, from 1, which continues after failures and resumes;
+    - ``timestamp``: time of that rank's report, in seconds since the epoch;
+    - ``time_this_iter_s``, ``time_total_s``: seconds since that rank's previous report, and of training in total;
+    - ``world_size``, ``attempt``: number of workers in the attempt, and number of the attempt, from 1.
 
     Attributes:
         workers: Each rank's own metrics, in rank order, without the automatic keys.
-        ranks: The ranks ``workers`` belongs to; a rank that has finished early takes no further part.
+        ranks: The ranks of ``workers``. A rank that finished early is in no later round.
     """
 
     __slots__ = ("ranks", "workers")
@@ -47,14 +47,14 @@ class Result(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run, as in ``events.jsonl``.
+    """An event of a run, as in ``events.jsonl``.
 
     Attributes:
         kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``preemption``, ``regroup``, ``paused``,
             ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
             ``straggler``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
         timestamp: Seconds since the epoch.
-        data: JSON-able details.
+        data: Details that JSON can hold.
     """
 
     kind: str
@@ -64,15 +64,15 @@ class Event:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a callback gets told about its run.
+    """The description of a run that a callback gets.
 
     Attributes:
         name: The run's name, the last part of ``run_dir``.
         run_dir: Path or URI of the folder that holds the run's files.
         config: The config given to train_func, with secrets redacted.
-        num_workers: Workers at the start; of an elastic group the least it may have.
+        num_workers: Number of workers; the minimum for an elastic group.
         backend: Name of the backend.
-        resources: The resource table's rows, a dict per worker.
+        resources: A dict per worker: the rows of the resource table.
     """
 
     name: str
@@ -85,18 +85,18 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How the latest run of a Trainer stands.
+    """The state of a Trainer's latest run.
 
     Attributes:
-        state: ``"idle"`` (there was none), ``"starting"``, ``"running"``, ``"recovering"``, ``"paused"``, ``"ending"``; or how
+        state: ``"idle"`` (no run yet), ``"starting"``, ``"running"``, ``"recovering"``, ``"paused"``, ``"ending"``; or how
             it ended: ``"done"``, ``"stopped"``, ``"cancelled"``, ``"error"``.
         name: Last part of ``run_dir``.
         run_dir: Path or URI of the run's folder.
-        attempt: Number of the last attempt.
-        world_size: Ranks that run at the moment.
-        iteration: The last round that all ranks have reported.
-        num_failures: Of the run so far.
-        checkpoint: The newest on storage; None: there is none.
+        attempt: Number of the latest attempt.
+        world_size: Number of ranks that run now.
+        iteration: Number of the latest round that all ranks have reported.
+        num_failures: Number of failures so far.
+        checkpoint: Path or URI of the newest checkpoint on storage, or None.
     """
 
     state: str = "idle"

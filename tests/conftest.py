@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Those marked autouse see to it that a test leaves nothing behind.
+"""Fixtures for all tests. The autouse fixtures check that a test leaves nothing behind.
 
 A test that needs Ray asks for `ray_cluster`. Its module may say with which settings: ``RAY_INIT = {"num_gpus": 2}``.
 """
@@ -6,6 +6,7 @@ A test that needs Ray asks for `ray_cluster`. Its module may say with which sett
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -14,10 +15,37 @@ import hypothesis
 import pytest
 
 from support import leftovers
+from support.promises import is_below, named_tests
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure() -> None:
+    """Let tests send SIGINT: a shell that starts pytest in the background has its children ignore that signal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` runs, and put modules next to each other that can share a Ray cluster."""
+    smoke = list(named_tests())
+    for item in items:
+        if any(is_below(item.nodeid, name) for name in smoke):
+            item.add_marker(pytest.mark.smoke)
+    clusters: dict[Any, str] = {}
+    for item in items:
+        clusters[item.path] = min(clusters.get(item.path, "2"), _cluster_of(item))
+    items.sort(key=lambda item: clusters[item.path])
+
+
+def _cluster_of(item: Any) -> str:
+    """Return a sort key: the default cluster first, then other settings, then tests without the shared cluster."""
+    if "ray_cluster" not in getattr(item, "fixturenames", ()):
+        return "2"
+    settings = getattr(item.module, "RAY_INIT", None)
+    return "0" if settings is None else f"1 {settings}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -30,7 +58,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test with other processes tells where they stand before its time is over."""
+    """Print the stacks of a test's other processes shortly before its timeout."""
     marker = item.get_closest_marker("timeout")
     of_all = item.config.getoption("timeout", None) or item.config.getini("timeout")
     timeout_s = float(marker.args[0] if marker else of_all)
@@ -43,14 +71,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_home_for_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs without a storage path, and caches of libraries, go to a home that is thrown away."""
+def _temporary_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Set a temporary home folder: for runs without a storage path, and caches of libraries."""
     os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
     leftovers.mark_this_process()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_process_is_left(request: pytest.FixtureRequest, _a_home_for_the_tests: None) -> Iterator[None]:
+def _no_process_is_left(request: pytest.FixtureRequest, _temporary_home: None) -> Iterator[None]:
     items = [item for item in request.session.items if item.path == request.path]
     if not any("ray_cluster" in getattr(item, "fixturenames", ()) for item in items):
         _stop_shared_cluster()
@@ -74,9 +102,9 @@ def _nothing_is_left_in_this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> Iterator[dict[str, Any]]:
-    """A Ray cluster of one node with 8 logical CPUs; yields what `ray.init` returned.
+    """Yield what `ray.init` returned for a Ray cluster of one node with 8 logical CPUs.
 
-    A module that leaves it as it was, and in which nothing failed, leaves it to the next.
+    The next module gets the same cluster, unless a test failed or left something behind.
     """
     from support.cluster import ClusterState
     from support.shared_cluster import CLUSTER
@@ -88,6 +116,20 @@ def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> It
     if left or request.session.testsfailed > failed_before:
         CLUSTER.stop()
     assert not left, "the module left behind on the cluster: " + "; ".join(left)
+
+
+@pytest.fixture(scope="module")
+def trainer(
+    request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """A Trainer that the tests of a module share, so that its workers start once.
+
+    The module's ``TRAINER`` has the arguments for `support.runs.make_trainer`, which is for tests that need one of their own.
+    """
+    from support.runs import make_trainer
+
+    with make_trainer(tmp_path_factory.mktemp("runs"), **getattr(request.module, "TRAINER", {})) as trainer:
+        yield trainer
 
 
 @pytest.fixture(autouse=True)
@@ -105,14 +147,14 @@ def _nothing_is_left_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[
 
 
 def _end_actors_of_ray_data() -> None:
-    """Ray Data keeps some for the life of the cluster, which is longer than the module's."""
+    """End the actors that Ray Data keeps for the life of the cluster."""
     import ray
     from ray.util import list_named_actors
 
-    from raysgd.testing.cluster import OF_RAY_DATA
+    from raysgd.testing.cluster import RAY_DATA_NAMESPACES
 
     for actor in list_named_actors(all_namespaces=True):
-        if actor["namespace"] in OF_RAY_DATA:
+        if actor["namespace"] in RAY_DATA_NAMESPACES:
             ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
 
@@ -127,10 +169,10 @@ def _is_shared(process: Any) -> bool:
 
 
 def _stop_ray_if_it_runs() -> list[str]:
-    """Ray that a test's own code started and nobody stopped."""
+    """Stop a Ray that the code of a test started, and name it."""
     ray = sys.modules.get("ray")
     shared = sys.modules.get("support.shared_cluster")
-    if ray is None or not ray.is_initialized() or (shared is not None and shared.CLUSTER.is_up):
+    if ray is None or not ray.is_initialized() or (shared is not None and shared.CLUSTER.is_running):
         return []
     ray.shutdown()
     return ["a running Ray (call ray.shutdown in the test, or use the fixture ray_cluster)"]

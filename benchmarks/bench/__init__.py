@@ -1,1 +1,1 @@
-"""The benchmarks' own package: what is measured, on what, and how it is told. Nothing of raysgd imports it."""
+"""The package of the benchmarks: measures, compared systems, pages. Nothing in raysgd imports it."""

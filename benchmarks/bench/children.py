@@ -19,7 +19,7 @@ import psutil
 
 from bench.machine import ROOT
 
-#: Seconds one measure may take, and what a process may take beside its measures.
+#: Seconds for one measure, and for a process in addition to its measures.
 MEASURE_TIMEOUT_S = 150.0
 _AROUND_S = 90.0
 _MARK = "RAYSGD_BENCHMARK"
@@ -53,7 +53,7 @@ def measure(
         measures: Their params, by name.
         folder: Empty; the process's own.
         timeout_s: Seconds for each of them.
-        environment: Variables of the process, beside those that belong to the system.
+        environment: Variables of the process, in addition to those of the system.
 
     Returns:
         For each measure that came to an end ``{"measure", "series"}`` or ``{"measure", "error"}``, and an error for

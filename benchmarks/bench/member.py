@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from bench.notes import NUM_WORKERS
+from bench.worker import NUM_WORKERS
 
 
 def main(framework: str, target: str, config: str) -> None:

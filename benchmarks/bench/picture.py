@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import fill_rows
+from bench.pages.comparison import PAGE
 from bench.systems import TITLES
-from bench.table import number
+from bench.table import fill_rows, number
 
 _COLORS = {
     "ray_train": "#d08770",
@@ -35,7 +35,7 @@ def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw what there is to draw; returns the files written."""
     _set_up()
     written = []
-    if (path := draw_rows(fill_rows(document), folder / "results.svg")) is not None:
+    if (path := draw_rows(fill_rows(document, PAGE.rows), folder / "results.svg")) is not None:
         written.append(path)
     points = [point for point in document.get("scale", {}).get("simulated", []) if "error" not in point]
     if len(points) > 1:
@@ -69,7 +69,7 @@ def draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
         _draw_row(axis, row)
     for axis in list(axes.flat)[len(rows) :]:
         axis.set_axis_off()
-    figure.suptitle("raysgd beside its peers: medians on a logarithmic scale; the dashed line is the target")
+    figure.suptitle("raysgd and its peers: medians on a logarithmic scale; the dashed line is the target")
     return _written(figure, path)
 
 
@@ -80,7 +80,7 @@ def _draw_row(axis: Any, row: Mapping[str, Any]) -> None:
     every = [*values.values(), *limits]
     low, high = min(every) / 3, max(every) * 3
     axis.set_xscale("log")
-    axis.set_xlim(low, high * (high / low) ** 0.25)  # room for the figures beside the bars
+    axis.set_xlim(low, high * (high / low) ** 0.25)  # room for the figures next to the bars
     for place, name in enumerate(names):
         axis.barh(place, values[name] - low, left=low, color=_COLORS[name], height=0.72)
         axis.text(values[name] * 1.08, place, number(values[name]), va="center", fontsize=8, bbox=_BACKDROP)

@@ -1,38 +1,71 @@
-"""A benchmark program of its own page: its arguments, its turns, and what it writes and tells."""
+"""A benchmark program with its own page: its arguments, the turns of systems and measures, and what it writes."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from report import PUBLISHED, SCRATCH
 
 from bench import results
-from bench.baton import VARIABLE, Baton
-from bench.children import MEASURE_TIMEOUT_S, measure, work_folder
+from bench.children import measure, work_folder
 from bench.machine import describe_machine
-from bench.measures import load_measure
+from bench.measures import Measure, load_measure
 from bench.picture import draw_rows
-from bench.rows import Row, fill_rows
-from bench.schedule import Turn, at_once, make_turns
 from bench.systems import missing_framework
+from bench.table import Page, fill_rows, list_failures
+from bench.turn_lock import TURN_LOCK_VARIABLE, TurnLock
 
 
-class Page(Protocol):
-    """A module with the rows of a table, and the page around it.
+@dataclass(frozen=True)
+class Turn:
+    """One process: a system, and the measures it is put to."""
 
-    It may have ``PACKAGES``, whose versions belong to the results beside those that always do.
+    system: str
+    measures: tuple[str, ...]
+    repetition: int
+
+
+def make_turns(measures: Sequence[Measure], *, quick: bool, repeat: int | None = None) -> list[Turn]:
+    """All turns. Systems alternate within a repetition, and another one begins each time.
+
+    Measures that can share a warm process are one group; each of the others is one of its own.
     """
+    warm = [measure for measure in measures if not measure.is_fresh]
+    groups = [[measure] for measure in measures if measure.is_fresh]
+    turns = []
+    for group in [warm, *groups] if warm else groups:
+        times = repeat or (1 if quick else max(measure.repeat for measure in group))
+        for number in range(times):
+            turns += _one_round(group, number, quick)
+    return turns
 
-    ROWS: Sequence[Row]
 
-    def render_page(self, document: results.Document) -> str: ...
-    def list_failures(self, document: results.Document) -> list[str]: ...
+def at_once(turns: Sequence[Turn], measures: Mapping[str, Measure]) -> list[list[Turn]]:
+    """Turns, those together whose systems are measured at once, in the order of the first of them."""
+    batches: dict[tuple[object, ...], list[Turn]] = {}
+    for number, turn in enumerate(turns):
+        (name,) = turn.measures
+        answer = measures[name].partners_of
+        key = (number,) if answer is None else (name, turn.repetition, answer(turn.system))
+        batches.setdefault(key, []).append(turn)
+    return list(batches.values())
+
+
+def _one_round(group: Sequence[Measure], number: int, quick: bool) -> list[Turn]:
+    systems = list(dict.fromkeys(name for measure in group for name in measure.systems_of(quick=quick)))
+    first = number % len(systems)
+    turns = []
+    for system in systems[first:] + systems[:first]:
+        names = tuple(measure.name for measure in group if system in measure.systems_of(quick=quick))
+        turns.append(Turn(system, names, number))
+    return turns
 
 
 def run_program(description: str, stem: str, names: Sequence[str], page: Page) -> None:
@@ -46,12 +79,12 @@ def run_program(description: str, stem: str, names: Sequence[str], page: Page) -
     """
     args = _parse(description, names)
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
-    machine = describe_machine(getattr(page, "PACKAGES", ()))
+    machine = describe_machine(page.packages)
     measures = {name: load_measure(name) for name in args.only or names}
     document = results.load(output / f"{stem}.json", machine) if args.only else results.new_document(machine)
     for each in measures.values():
         today = date.today().isoformat()
-        results.begin_measure(document, each.NAME, each.TITLE, each.UNITS, quick=args.quick, measured=today)
+        results.begin_measure(document, each.name, each.title, each.units, quick=args.quick, measured=today)
     turns = make_turns(list(measures.values()), quick=args.quick, repeat=args.repeat)
     turns = _without_missing([turn for turn in turns if turn.system in (args.system or [turn.system])])
     begun = time.monotonic()
@@ -66,40 +99,40 @@ def run_program(description: str, stem: str, names: Sequence[str], page: Page) -
             _measure(document, measures[name], batch, folder, quick=args.quick)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)
             write_page(document, output, stem, page)
-    _tell(document, page)
+    _print_rows(document, page)
     print(f"{(time.monotonic() - begun) / 60:.1f} minutes; {output / stem}.md")
 
 
 def write_page(document: results.Document, output: Path, stem: str, page: Page) -> None:
     """Write the document with its rows, the page and the picture."""
-    document["rows"] = fill_rows(document, page.ROWS)
+    document["rows"] = fill_rows(document, page.rows)
     results.save(document, output / f"{stem}.json")
-    (output / f"{stem}.md").write_text(page.render_page(document), encoding="utf-8")
+    (output / f"{stem}.md").write_text(page.render(document), encoding="utf-8")
     draw_rows(document["rows"], output / f"{stem}.svg")
 
 
 def _measure(document: results.Document, each: Any, batch: Sequence[Turn], folder: Path, *, quick: bool) -> None:
     """Measure these systems, at once if there are several."""
-    with Baton(len(batch)) as baton, ThreadPoolExecutor(len(batch)) as pool:
+    with TurnLock(len(batch)) as turn_lock, ThreadPoolExecutor(len(batch)) as pool:
 
         def one(turn: Turn) -> list[dict[str, Any]]:
             own = folder / turn.system
             own.mkdir()
-            timeout_s = getattr(each, "TIMEOUT_S", MEASURE_TIMEOUT_S)
-            environment = {**getattr(each, "ENVIRONMENT", {}), VARIABLE: baton.address}
-            sizes = {each.NAME: each.params(turn.system, quick)}
+            timeout_s = each.timeout_s
+            environment = {**each.environment, TURN_LOCK_VARIABLE: turn_lock.address}
+            sizes = {each.name: each.params(turn.system, quick)}
             try:
                 return measure(turn.system, sizes, own, timeout_s=timeout_s, environment=environment)
             finally:
-                baton.ended()
+                turn_lock.ended()
 
         for turn, lines in zip(batch, pool.map(one, batch), strict=True):
             for line in lines:
-                results.add_samples(document, each.NAME, turn.system, each.params(turn.system, quick), line)
+                results.add_samples(document, each.name, turn.system, each.params(turn.system, quick), line)
 
 
 def _without_missing(turns: Sequence[Turn]) -> list[Turn]:
-    """Those that can be measured here; the others are told."""
+    """Return the turns of installed frameworks; print the others."""
     missing = {turn.system: missing_framework(turn.system) for turn in turns}
     for system, framework in missing.items():
         if framework is not None:
@@ -117,12 +150,12 @@ def _parse(description: str, names: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tell(document: results.Document, page: Page) -> None:
+def _print_rows(document: results.Document, page: Page) -> None:
     for row in document["rows"]:
         cell = row["cells"].get("raysgd", {})
         met = {True: "met", False: "MISSED", None: ""}[row["met"]]
         shown = cell.get("error") or f"{cell.get('value', '-')} {row['unit']}"
         failed = f", {cell['failed']} failed" if cell.get("failed") else ""
         print(f"{met:>7}  {row['title']}: {shown}{failed}  ({row['target'] or 'no target'})")
-    for line in page.list_failures(document):
+    for line in list_failures(document):
         print(f" FAILED  {line}")

@@ -1,4 +1,4 @@
-"""The results as one JSON document: every sample, what is made of them, and on what machine. Pure but for `load`, `save`.
+"""The results as one JSON document: every sample, its statistics, and the machine. Pure except `load` and `save`.
 
 ::
 
@@ -12,12 +12,55 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.stats import summarize
+import numpy as np
+
+#: Samples are kept with this many significant digits: more than any clock here is good for.
+_DIGITS = 5
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` of the samples lie, interpolated between neighbours."""
+    return float(np.quantile(samples, share))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Between which values the median of what was sampled lies, with 95 % confidence; None for fewer than 6 samples.
+
+    The order statistics whose ranks are half the number of samples and 1.96 standard deviations of a binomial
+    distribution to either side (Conover, Practical Nonparametric Statistics, 1999, section 3.2), for any distribution.
+    """
+    ordered, number = sorted(samples), len(samples)
+    if number < 6:
+        return None
+    reach = 0.98 * math.sqrt(number)
+    low, high = math.floor(number / 2 - reach), math.ceil(number / 2 + reach)
+    return ordered[max(low, 1) - 1], ordered[min(high + 1, number) - 1]
+
+
+def summarize(samples: Sequence[float]) -> dict[str, Any]:
+    """Return number, median, quartiles and extremes, and the samples themselves."""
+    names, shares = ("median", "q1", "q3", "min", "max"), (0.5, 0.25, 0.75, 0, 1)
+    figures = {name: rounded(quantile(samples, share)) for name, share in zip(names, shares, strict=True)}
+    return {"n": len(samples), **figures, "samples": [rounded(sample) for sample in samples]}
+
+
+def rounded(value: float, digits: int = _DIGITS) -> float:
+    """``value`` with ``digits`` significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The exponent ``e`` of ``cost ~ size ** e`` between the first and the last point; 1 is linear."""
+    return math.log(costs[-1] / costs[0]) / math.log(sizes[-1] / sizes[0])
+
 
 Document = dict[str, Any]
 _NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")  # a list of numbers, which shall not take a line each
@@ -43,7 +86,7 @@ def begin_measure(
 def add_samples(document: Document, measure: str, system: str, params: Mapping[str, Any], line: Any) -> None:
     """Add what one repetition gave: ``{"series": {name: samples}}`` or ``{"error": text}``.
 
-    Beside its series, ``"errors"`` has a text for each try in it that failed.
+    ``"errors"`` has a text for each failed try, next to the series.
     """
     systems = document["measures"][measure]["systems"]
     entry = systems.setdefault(system, {"params": dict(params), "series": {}, "errors": []})

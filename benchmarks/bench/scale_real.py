@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 import raysgd
-from bench.stats import quantile
+from bench.results import quantile
 from bench.systems.base import RaySystem
 
 HZ = 10
@@ -53,8 +53,8 @@ def measure(num_workers: int, seconds: float, folder: Path) -> dict[str, Any]:
         num_workers,
         backend="none",
         cpus_per_worker=0,
-        run=raysgd.RunConfig(storage_path=folder / "runs"),
-        failure=raysgd.FailureConfig(start_timeout_s=_START_TIMEOUT_S),
+        run_config=raysgd.RunConfig(storage_path=folder / "runs"),
+        failure_config=raysgd.FailureConfig(start_timeout_s=_START_TIMEOUT_S),
     )
     try:
         return _measure(trainer, num_workers, seconds)

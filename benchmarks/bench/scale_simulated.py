@@ -1,6 +1,6 @@
 """The controller's loop with simulated workers: ``python -m bench.scale_simulated WORKERS SECONDS OUT FOLDER``.
 
-A process of its own holds a `Run` with a fake fleet, one reader of its frames, and nothing else. The fake workers report
+A process of its own holds a `Run` with a fake worker group, one reader of its frames, and nothing else. The fake workers report
 at 10 Hz and send a batch when a real one would: at once after a pause, and otherwise once per ``flush_interval_s``. What
 they cost by themselves is measured first, without a controller, and subtracted.
 """
@@ -11,31 +11,31 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.stats import quantile
+from bench.results import quantile
 from raysgd.backends.base import Member
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
-from raysgd.controller.intervals import stream_interval_s
+from raysgd.controller.journal.frame_log import stream_interval_s
 from raysgd.controller.requests import RunRequest
-from raysgd.controller.run import Run
+from raysgd.controller.run.executor import Run
 from raysgd.result import RunInfo
 from raysgd.session.events import Reports, Returned
-from raysgd.session.progress import Pulse
-from raysgd.workers.orders import AttemptOrder, WorkerInfo
+from raysgd.session.progress import Heartbeat
+from raysgd.workers.orders import AttemptOrder, WorkerInfo, WorkerTask
 
 HZ = 10
 _ROW = '[%r,%r,{"loss":0.123456789,"accuracy":0.987654321,"step":%d}]'
 
 
-class FakeFleet:
-    """Workers that are not there; the seam is `raysgd.controller.run.Fleet`."""
+class FakeGroup:
+    """Workers that are not there; the seam is `raysgd.controller.run.executor.WorkerGroupProtocol`."""
 
     def __init__(self, num_workers: int, num_reports: int) -> None:
         self.size = num_workers
@@ -47,7 +47,7 @@ class FakeFleet:
         self.memory: Any = None  # they save nothing
 
     @property
-    def vitals(self) -> FakeFleet:
+    def monitor(self) -> FakeGroup:
         return self
 
     def expect(self, size: int) -> None:
@@ -56,10 +56,10 @@ class FakeFleet:
     def release(self) -> None:
         pass
 
-    async def pulse(self, rank: int) -> Pulse:
-        return Pulse()
+    async def heartbeat(self, rank: int) -> Heartbeat:
+        return Heartbeat()
 
-    async def look(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
+    async def check_processes(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
         return {}
 
     async def stacks(self, timeout_s: float) -> dict[int, str]:
@@ -76,16 +76,13 @@ class FakeFleet:
         return {}
 
     @property
-    def num_newcomers(self) -> int:
+    def num_joining(self) -> int:
         return 0
 
-    def on_newcomer(self, told: Callable[[], None]) -> None:
+    def on_joining_worker(self, callback: Callable[[], None]) -> None:
         return None
 
-    num_parked = 0
-    recovers_inside = False
-
-    async def get_ready(self, *, keep_size: bool = False, parked: Collection[int] | None = ()) -> list[str]:
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         return []
 
     async def check_storage(self, storage: Storage) -> None:
@@ -120,7 +117,7 @@ class FakeFleet:
             sent = ready
         yield [Returned(b"", 0)]
 
-    def end(self, rank: int, attempt: int, why: str, *, goes_on: bool = True) -> None:
+    def end(self, rank: int, attempt: int, why: str) -> None:
         return None
 
     async def leave(self) -> None:
@@ -132,11 +129,11 @@ class FakeFleet:
 
 async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
     """CPU seconds that the fakes take with nobody behind them."""
-    fleet = FakeFleet(num_workers, num_reports)
+    group = FakeGroup(num_workers, num_reports)
 
     async def drain(slot: int) -> None:
-        order = AttemptOrder(1, fleet.member(slot, ""), None, 1, 0, 0.0, stream_interval_s(num_workers))
-        async for _ in fleet.run(slot, None, order):
+        order = AttemptOrder(1, group.member(slot, ""), None, 1, 0, 0.0, stream_interval_s(num_workers))
+        async for _ in group.run(slot, None, order):
             pass
 
     return await _cpu_of(lambda: _all([drain(slot) for slot in range(num_workers)]))
@@ -144,11 +141,11 @@ async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
 
 async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict[str, Any]:
     """A run of the fakes, with a reader as a driver has one."""
-    fleet = FakeFleet(num_workers, num_reports)
+    group = FakeGroup(num_workers, num_reports)
     run = Run(
-        RunRequest("run", folder, b"", {}),
+        RunRequest(WorkerTask("run", b""), folder, {}),
         RunInfo("run", folder, {}, num_workers, "none"),
-        fleet,
+        group,
         Storage.from_uri(folder),
         failure=FailureConfig(),
         checkpoint=CheckpointConfig(),
@@ -165,8 +162,8 @@ async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict
                 if frame.kind == frames.REPORTS:
                     first, count = frame.data["first"], frame.data["count"]
                     num_seen += count
-                    if frame.rank in (0, num_workers - 1):  # two of them tell enough
-                        latencies.extend(now - made for made in fleet.made[frame.rank][first : first + count])
+                    if frame.rank in (0, num_workers - 1):  # two of them are enough
+                        latencies.extend(now - made for made in group.made[frame.rank][first : first + count])
 
     process = psutil.Process()
     memory = process.memory_info().rss
@@ -180,7 +177,7 @@ async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict
         "cpu_s": cpu,
         "took_s": took,
         "reports": num_seen,
-        "items": fleet.num_items,
+        "items": group.num_items,
         "memory_growth_mib": (process.memory_info().rss - memory) / 2**20,
         "latencies": latencies,
     }

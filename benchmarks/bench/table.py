@@ -1,75 +1,194 @@
-"""The page of results, from the document alone. Pure."""
+"""Results as tables: which series in which unit, what was to be reached, and the page around a table. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from bench.rows import fill_rows
-from bench.systems import TITLES
+from bench.results import median_interval, quantile, rounded
+from bench.systems import TITLES, VARIANTS
 
 _PEERS = ("bare", "torchrun", "dd", "pyarrow")
 
-_HEAD = """\
-# Benchmarks
 
-<!-- Written by benchmarks/report.py from results.json; changes made here are lost. -->
+@dataclass(frozen=True)
+class Limit:
+    """What raysgd must reach: a figure, or so many times another system's."""
 
-raysgd beside Ray Train, on the same machine, in one run, doing the same work. Write these figures anew with:
+    value: float
+    of: str | None = None
 
-```console
-$ make bench
-```
-"""
-
-_METHOD = """\
-## Method
-
-Measured on {machine}. Two workers with a gloo group, `OMP_NUM_THREADS=1` everywhere, a local Ray with four logical CPUs
-and without a dashboard. The systems take turns: each repetition runs every one of them in a process of its own, with
-another one first each time; what is told is the median of all samples (p99 where it says so), and every sample is in
-[results.json](results.json). Ray Train is used as its guides show, once with its defaults and once with
-`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.05`. It has no stream of results to the driver, so its reports count as arrived in a
-callback of its controller process, one hop earlier than raysgd's. A start counts from the call to the first line of
-train_func on the last rank, with Ray up and idle; *bare actors* is the same chain of driver, controller actor and workers
-in plain Ray, without a service around it. DDP steps of all systems are made with the same niceness: Ray's workers would have
-15 (`RAY_worker_niceness`), and yield to all else. Checkpoints are of random numbers; raysgd's count as durable when they are
-synced and committed, Ray Train's, which syncs nothing, when its controller has them. raysgd's display is off.
-"""
+    def figure(self, values: Mapping[str, float]) -> float | None:
+        """The limit in the row's unit; None where the system it refers to has no value."""
+        if self.of is None:
+            return self.value
+        return self.value * values[self.of] if self.of in values else None
 
 
-#: Why a target is missed, by the row's key, as far as it is known.
-_WHY_MISSED = {
-    "cold": (
-        "Processes of raysgd import what bare actors do not have, 0.08 s in the TrainerActor and 0.09 s in each worker, beside "
-        "torch on two cores; the run's folder, its journal and the nodes' agents are made meanwhile. Earlier runs of this "
-        "benchmark were within 1.2x."
-    ),
-    "overhead": (
-        "The two workers keep both cores busy, so what a report costs anywhere is taken from them: sending it, making a round "
-        "of it, the journal, the driver's loop and the loggers, in four processes that are woken up for it."
-    ),
-    "ddp_conv": (
-        "Ray's own processes run on the two cores that train, which torchrun's need not share with anything. Ray Train's step, "
-        "on the same cluster, tells how much that is."
-    ),
-}
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        share: The quantile that is shown; 0.5 is the median.
+        scale: From the series' unit to ``unit``.
+        better: Whether less or more is better.
+        ours: The system that is shown as raysgd.
+        peers: The systems it is compared with; None: all that are not raysgd.
+        is_paired: The systems' samples were taken right after each other, one of each: what is compared is the median of the
+            ratios of those.
+    """
+
+    key: str
+    title: str
+    measure: str
+    series: str
+    unit: str
+    limits: tuple[Limit, ...]
+    share: float = 0.5
+    scale: float = 1.0
+    better: Literal["less", "more"] = "less"
+    ours: str = "raysgd"
+    peers: tuple[str, ...] | None = None
+    is_paired: bool = False
+
+    def target(self) -> str:
+        sign = "≤" if self.better == "less" else "≥"
+        parts = []
+        for limit in self.limits:
+            if limit.of is None:
+                parts.append(f"{sign} {limit.value:,g} {self.unit}")
+            else:
+                parts.append(f"{sign} {limit.value:g}x {TITLES[limit.of]}")
+        return ", ".join(parts)
 
 
-def render_page(document: Mapping[str, Any]) -> str:
-    """The Markdown of the page."""
-    rows = fill_rows(document)
-    parts = [_HEAD]
-    if any(measure["quick"] for measure in document["measures"].values()):
-        parts.append("**A quick run: tiny sizes, one repetition. These figures say that it works and no more.**\n")
-    if rows:
-        parts += [comparison(rows), "![The figures of the table](results.svg)\n", missed(rows, _WHY_MISSED)]
-    parts.append(_METHOD.format(machine=machine_line(document["machine"])))
-    if document.get("scale"):
-        parts.append(_scale(document["scale"]))
-    if rows:
-        parts.append(spread(rows))
-    return "\n".join(parts)
+def fill_rows(document: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The table as data: each row's value per system, the ratio, the target, and whether it was met."""
+    return [fill_row(row, document["measures"][row.measure]) for row in rows if row.measure in document["measures"]]
+
+
+def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
+    systems = {"raysgd" if name == row.ours else name: entry for name, entry in measure["systems"].items()}
+    cells = {system: _cell(row, entry) for system, entry in systems.items() if _is_shown(row, system)}
+    cells = {system: cell for system, cell in cells.items() if cell is not None}
+    values = {system: cell["value"] for system, cell in cells.items() if "value" in cell}
+    if row.is_paired:
+        for system, ratios in _ratios(row, systems).items():
+            ratio, interval = quantile(ratios, 0.5), median_interval(ratios)
+            cells[system]["ratio"] = {
+                "value": rounded(ratio),
+                "interval": interval and [rounded(end) for end in interval],
+            }
+            values[system] = values["raysgd"] / ratio  # as far as it is compared
+    return {
+        "key": row.key,
+        "title": row.title,
+        "unit": row.unit,
+        "better": row.better,
+        "cells": cells,
+        "times_better_than_ray_train": _factor(row, values),
+        "target": row.target(),
+        "limits": [limit.figure(values) for limit in row.limits],
+        "met": _is_met(row, values),
+    }
+
+
+def _is_shown(row: Row, system: str) -> bool:
+    if row.peers is None:
+        return system not in VARIANTS
+    return system == "raysgd" or system in row.peers
+
+
+def _cell(row: Row, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    series = entry["series"].get(row.series)
+    if series is not None:
+        samples = series["samples"]
+        value, low, high = (quantile(samples, share) * row.scale for share in (row.share, 0.25, 0.75))
+        cell = {"value": rounded(value), "q1": rounded(low), "q3": rounded(high), "n": len(samples)}
+        return cell | ({"failed": len(entry["errors"])} if entry["errors"] else {})
+    return {"error": entry["errors"][0]} if entry["errors"] else None
+
+
+def _ratios(row: Row, systems: Mapping[str, Any]) -> dict[str, list[float]]:
+    """raysgd's value by each peer's, pair by pair; none of a peer that failed in between, whose samples are not in pairs."""
+    samples = {name: entry["series"].get(row.series, {}).get("samples", []) for name, entry in systems.items()}
+    ours = samples.get("raysgd", [])
+    return {
+        name: [a / b for a, b in zip(ours, theirs, strict=True)]
+        for name, theirs in samples.items()
+        if name != "raysgd" and _is_shown(row, name) and theirs and len(theirs) == len(ours)
+    }
+
+
+def _factor(row: Row, values: Mapping[str, float]) -> float | None:
+    """How many times better than Ray Train with its default."""
+    ours, theirs = values.get("raysgd"), values.get("ray_train")
+    if ours is None or theirs is None or ours <= 0 or theirs <= 0:
+        return None
+    return rounded(theirs / ours if row.better == "less" else ours / theirs)
+
+
+def _is_met(row: Row, values: Mapping[str, float]) -> bool | None:
+    """None where there is nothing to reach, or nothing to compare with."""
+    figures = [limit.figure(values) for limit in row.limits]
+    if "raysgd" not in values or not figures or None in figures:
+        return None
+    ours = values["raysgd"]
+    return all(ours <= figure if row.better == "less" else ours >= figure for figure in figures if figure is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of results: its table, and the text around it.
+
+    Attributes:
+        rows: Lines of the table.
+        stem: Name of its files: the picture, and unless it is the first page the document and the page.
+        head: Text above the table.
+        method: Text below it, with ``{machine}`` and the names of ``fields``.
+        reasons: Why a target is missed, by the row's key.
+        quick: What a quick run did.
+        compare: Makes the table of the rows.
+        intro: Makes a paragraph above the table, of the document.
+        fields: Makes further fields of ``method``, of the document.
+        extra: Makes a section below the method, of the document.
+        packages: Further packages whose versions belong to the results.
+    """
+
+    rows: Sequence[Row]
+    stem: str
+    head: str
+    method: str
+    reasons: Mapping[str, str]
+    quick: str
+    compare: Callable[[Sequence[Mapping[str, Any]]], str]
+    intro: Callable[[Mapping[str, Any]], str] | None = None
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda document: {}
+    extra: Callable[[Mapping[str, Any]], str] | None = None
+    packages: Sequence[str] = ()
+
+    def render(self, document: Mapping[str, Any]) -> str:
+        """Return the Markdown of the page."""
+        rows = fill_rows(document, self.rows)
+        parts = [self.head]
+        if any(measure["quick"] for measure in document["measures"].values()):
+            parts.append(f"**A quick run: {self.quick}. These figures only show that the benchmark works.**\n")
+        if rows:
+            parts += [self.intro(document)] if self.intro is not None else []
+            picture = f"![The figures of the table]({self.stem}.svg)\n"
+            parts += [self.compare(rows), picture, missed(rows, self.reasons)]
+        else:
+            parts.append("Nothing has been measured yet.\n")
+        parts.append(self.method.format(machine=machine_line(document["machine"]), **self.fields(document)))
+        if failed := list_failures(document):
+            parts.append("## What failed\n\n" + "\n".join(f"- {line}" for line in failed) + "\n")
+        if self.extra is not None:
+            parts.append(self.extra(document))
+        if rows:
+            parts.append(spread(rows))
+        return "\n".join(parts)
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -131,64 +250,6 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> str:
     return "## Spread\n\n" + make_table(head, lines)
 
 
-def _scale(scale: Mapping[str, Any]) -> str:
-    text = (
-        "## Scale\n\nThe controller's own cost, with simulated workers that report at 10 Hz and flush as real ones do. A "
-        "process of its own holds nothing but the run's loop and one reader; what the simulated workers cost is "
-        "subtracted.\n\n"
-    )
-    head = ("workers", "reports/s", "items/s", "CPU", "CPU per report", "memory growth", "report to frame, p50", "p99")
-    lines = [_scale_line(point) for point in scale.get("simulated", [])]
-    if lines:
-        text += make_table(head, lines) + "\n"
-        text += f"{scale['verdict']}\n\n![How the controller's cost grows](scale.svg)\n\n" if "verdict" in scale else ""
-    if real := scale.get("real"):
-        text += (
-            "Simulated workers hide what connections cost, so here are real ones: actors without a CPU, streaming to a "
-            "real TrainerActor, read by the driver.\n\n"
-        )
-        head = (
-            "workers",
-            "reports/s",
-            "TrainerActor CPU",
-            "CPU per report",
-            "TrainerActor memory",
-            "to driver, p50",
-            "p99",
-        )
-        text += make_table(head, [_real_line(real)])
-    return text
-
-
-def _scale_line(point: Mapping[str, Any]) -> tuple[str, ...]:
-    if "error" in point:
-        return (str(point["workers"]), f"failed: {point['error']}", *["-"] * 6)
-    return (
-        str(point["workers"]),
-        number(point["reports_per_s"]),
-        number(point["items_per_s"]),
-        f"{number(100 * point['cpu_share'])} %",
-        f"{number(1e6 * point['cpu_per_report_s'])} us",
-        f"{number(point['memory_growth_mib'])} MiB",
-        f"{number(1e3 * point['latency_p50_s'])} ms",
-        f"{number(1e3 * point['latency_p99_s'])} ms",
-    )
-
-
-def _real_line(point: Mapping[str, Any]) -> tuple[str, ...]:
-    if "error" in point:
-        return (str(point["workers"]), f"failed: {point['error']}", *["-"] * 5)
-    return (
-        str(point["workers"]),
-        number(point["reports_per_s"]),
-        f"{number(100 * point['cpu_share'])} %",
-        f"{number(1e6 * point['cpu_per_report_s'])} us",
-        f"{number(point['memory_mib'])} MiB",
-        f"{number(1e3 * point['latency_p50_s'])} ms",
-        f"{number(1e3 * point['latency_p99_s'])} ms",
-    )
-
-
 def number(value: float) -> str:
     """Three digits that matter, thousands apart."""
     if value == 0:
@@ -221,8 +282,8 @@ def days_line(measures: Mapping[str, Any]) -> str:
         days.setdefault(measure.get("measured", ""), []).append(measure["title"].lower())
     if len(days) < 2:
         return ""
-    told = "; ".join(f"{', '.join(titles)} on {day or 'another day'}" for day, titles in days.items())
-    return f"Measured on several days, whose figures do not compare with each other: {told}.\n"
+    titles_by_day = "; ".join(f"{', '.join(titles)} on {day or 'another day'}" for day, titles in days.items())
+    return f"Measured on several days, whose figures do not compare with each other: {titles_by_day}.\n"
 
 
 def _cell_text(text: str) -> str:
@@ -233,3 +294,14 @@ def make_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     rule = ["---"] * len(head)
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines)) + "\n"
+
+
+def list_failures(document: Mapping[str, Any]) -> list[str]:
+    """Each kind of failed repetition in a line, with how often it was seen."""
+    counts: dict[str, int] = {}
+    for measure in document["measures"].values():
+        for system, entry in measure["systems"].items():
+            for error in entry["errors"]:
+                line = f"{measure['title']}, {system}: {error}"
+                counts[line] = counts.get(line, 0) + 1
+    return [f"{line} ({number(count)} times)" if count > 1 else line for line, count in counts.items()]

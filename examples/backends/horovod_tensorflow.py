@@ -2,7 +2,7 @@
 
     python examples/backends/horovod_tensorflow.py [--workers 2] [--epochs 8]
 
-``hvd.init()`` is not needed: raysgd has done it when train_func begins.
+``hvd.init()`` is not needed: raysgd calls it before train_func.
 """
 
 # test: tests/docs/test_backend_examples.py

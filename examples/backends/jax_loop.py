@@ -2,7 +2,7 @@
 
     python examples/backends/jax_loop.py [--workers 2] [--epochs 8]
 
-Each worker makes its part of a batch; to the jitted functions it is one array, and XLA adds what has to be reduced.
+Each worker makes its part of a batch. Jitted functions see one array, and XLA inserts the reductions.
 """
 
 # test: tests/docs/test_backend_examples.py

@@ -2,8 +2,8 @@
 
     python examples/backends/keras_fit.py [--workers 2] [--epochs 8]
 
-Each worker trains on its own share of the rows. Each epoch's loss and accuracy appear in a live table while training goes on;
-a checkpoint is saved per epoch. It needs TensorFlow and Keras 2: pip install raysgd[tensorflow]
+Each worker trains on its own shard. A live table shows the loss and accuracy of each epoch, and each epoch saves a checkpoint.
+It needs TensorFlow and Keras 2: pip install raysgd[tensorflow]
 """
 
 # test: tests/docs/test_backend_examples.py
@@ -69,7 +69,7 @@ def main() -> None:
 
     config = {"lr": 1e-2, "epochs": args.epochs}
     keep_best = raysgd.CheckpointConfig(num_to_keep=3, score_attribute="val_accuracy")
-    with raysgd.Trainer(num_workers=args.workers, backend="tensorflow", seed=0, checkpoint=keep_best) as trainer:
+    with raysgd.Trainer(num_workers=args.workers, backend="tensorflow", seed=0, checkpoint_config=keep_best) as trainer:
         print(trainer)
         accuracy = trainer.run(train_func, config, dataset=make_data())
         best = trainer.get_best_checkpoint()

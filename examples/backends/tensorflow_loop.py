@@ -1,8 +1,8 @@
-"""Handwritten digits with a loop of one's own under TensorFlow's MultiWorkerMirroredStrategy, on two workers.
+"""Handwritten digits with a custom loop under TensorFlow's MultiWorkerMirroredStrategy, on two workers.
 
     python examples/backends/tensorflow_loop.py [--workers 2] [--epochs 8]
 
-raysgd tells TensorFlow who the workers are (``TF_CONFIG``), and the strategy is made in train_func, before any tensor.
+raysgd sets ``TF_CONFIG``, from which TensorFlow knows the workers. train_func creates the strategy before any tensor.
 """
 
 # test: tests/docs/test_backend_examples.py

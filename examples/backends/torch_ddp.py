@@ -2,7 +2,7 @@
 
     python examples/backends/torch_ddp.py [--workers 2] [--epochs 8]
 
-The worker's script stays what it is on one machine, but for ``prepare_model``.
+Only ``prepare_model`` is added to the script for one machine.
 """
 
 # test: tests/docs/test_backend_examples.py

@@ -1,1 +1,1 @@
-"""Small leaf modules without raysgd imports of their own (errors apart)."""
+"""Small modules that every layer may import. They import nothing of raysgd except `raysgd.errors`."""

@@ -1,4 +1,4 @@
-"""How often a stream may flush: at once after a pause, less often under load."""
+"""Limit how often a stream flushes: at once after a pause, less often under load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class Pacer:
     """A token bucket: ``burst`` flushes at once, and one more every ``interval_s``.
 
-    The burst is what lets the batches of all ranks of one round through together after a pause.
+    The burst lets the batches of all ranks of a round pass together after a pause.
     """
 
     def __init__(self, interval_s: float, burst: int) -> None:
@@ -16,11 +16,11 @@ class Pacer:
         self._at = float("-inf")
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next flush may be; at most 0 if it may be now."""
+        """Return the seconds until the next flush is allowed; 0 or less if it is allowed now."""
         return (1 - self._filled(now)) * self._interval_s
 
     def spend(self, now: float) -> None:
-        """A flush happens."""
+        """Count a flush."""
         self._tokens = max(0.0, self._filled(now) - 1)
         self._at = now
 

@@ -1,4 +1,4 @@
-"""Keep secrets out of what is written down: configs, events, tracebacks."""
+"""Remove secrets from what is written to files: configs, events, tracebacks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 REDACTED = "***"
-# "token" only as a word of its own: a tokenizer, or a number of tokens, is no secret.
+# "token" only as a separate word: a tokenizer, or a number of tokens, is not a secret.
 _TOKEN = r"(?:(?<![a-z])token|(?-i:(?<=[a-z])Token))(?![a-z])"
 _KEY = r"(?:api|access|private)[_-]?key"
 _SECRET = rf"[\w-]*(?:secret|password|passwd|passphrase|credential|{_KEY}|{_TOKEN})[\w-]*"
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-#: Most texts have no such word, and need no look at what is assigned to what.
+#: Most texts have none of these words; the slower search for assignments is skipped for them.
 _HINT = re.compile(r"secret|password|passwd|passphrase|credential|key|token", re.IGNORECASE)
 # scheme://user:password@host
 _USER_INFO = re.compile(r"(?<=://)[^/\s?#'\"]*@")
@@ -24,12 +24,12 @@ _ASSIGNMENT = re.compile(
 
 
 def is_secret_name(name: Any) -> bool:
-    """Whether a value of this name is not to be shown."""
+    """Return whether a value of this name is a secret."""
     return isinstance(name, str) and _SECRET_NAME.fullmatch(name) is not None
 
 
 def redact(value: Any, secrets: Set[str] = frozenset()) -> Any:
-    """A copy of a tree of dicts and lists with the values of secret names replaced, and its texts as `redact_text` has them."""
+    """Copy a tree of dicts and lists; replace the values of secret names, and redact texts by `redact_text`."""
     if isinstance(value, Mapping):
         return {key: REDACTED if is_secret_name(key) else redact(item, secrets) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -38,7 +38,7 @@ def redact(value: Any, secrets: Set[str] = frozenset()) -> Any:
 
 
 def redact_texts(value: Any, secrets: Set[str], untouched: Collection[str] = ()) -> Any:
-    """The same, of a tree whose names are our own: only its texts, but for those under the names ``untouched``."""
+    """Copy a tree whose names are raysgd's own; redact its texts, except under the names ``untouched``."""
     if isinstance(value, Mapping):
         return {
             key: item if key in untouched else redact_texts(item, secrets, untouched) for key, item in value.items()
@@ -49,7 +49,7 @@ def redact_texts(value: Any, secrets: Set[str], untouched: Collection[str] = ())
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line with the values of options that have secret names replaced: ``--token=x`` and ``--token x``."""
+    """Replace the values of options with secret names in a command line: ``--token=x`` and ``--token x``."""
     shown: list[str] = []
     is_value = False
     for argument in arguments:
@@ -60,7 +60,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def secret_values(value: Any, is_secret: bool = False) -> set[str]:
-    """The strings that stand, however deep, under secret names in a config, so that texts can be searched for them."""
+    """Return the strings under secret names in a config, at any depth, so that texts can be searched for them."""
     if isinstance(value, Mapping):
         inside = [secret_values(item, is_secret or is_secret_name(key)) for key, item in value.items()]
         return set().union(*inside)
@@ -70,7 +70,7 @@ def secret_values(value: Any, is_secret: bool = False) -> set[str]:
 
 
 def redact_text(text: str, secrets: Set[str] = frozenset()) -> str:
-    """``text`` without the given secrets, what is assigned to secret names in it, and the user's part of URIs."""
+    """Remove from a text the given secrets, the values assigned to secret names, and the user part of URIs."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     text = redact_uri(text)
@@ -78,12 +78,12 @@ def redact_text(text: str, secrets: Set[str] = frozenset()) -> str:
 
 
 def redact_uri(text: str) -> str:
-    """``text`` with ``s3://***@bucket`` for ``s3://key:secret@bucket``."""
+    """Replace ``s3://key:secret@bucket`` in a text by ``s3://***@bucket``."""
     return _USER_INFO.sub(REDACTED + "@", text) if "://" in text else text
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """``value`` as JSON can hold it; what it cannot hold becomes its ``repr``, cut short."""
+    """Convert a value to what JSON can hold; other objects become their ``repr``, cut to 200 characters."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth < 10 and isinstance(value, Mapping):

@@ -1,5 +1,8 @@
-"""Process groups: how the workers of an attempt find each other and how they part again. Nothing else.
+"""Backends form the process group of an attempt's workers and take it down again; nothing else.
 
-`base` is the contract, `registry` the way from a name to a config; a framework is imported only in the worker process,
-by the backend's `load`.
+`base` has the contract, `registry` resolves names to configs. Only `Backend.load`, in a worker, imports a framework.
 """
+
+from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
+
+__all__ = ["Backend", "BackendConfig", "Coordinator", "Member"]

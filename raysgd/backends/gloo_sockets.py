@@ -1,16 +1,16 @@
-"""The connections of a gloo group, found among the sockets of the process, so that they can be cut. Worker side.
+"""Finds the connections of a gloo group among the sockets of the process, and shuts them down. Runs in workers.
 
-gloo has no abort: a rank that waits in a collective for a peer which is stopped, or whose machine is, waits until the
-collective's timeout, since nothing closes the connection. So this end of it is shut down, and gloo finds it closed.
+gloo has no abort. A rank that waits in a collective for a stopped peer, or for a peer on a stopped machine, waits until the
+collective's timeout, because nothing closes the connection. Shutting down this end makes gloo find the connection closed.
 
-gloo tells nobody its sockets, so members tell each other what has come into being while the group was made:
+gloo does not expose its sockets, so members exchange which sockets appeared while the group formed:
 
-- Today's gloo makes one listener for a group; of two members one connects to the other's. What is connected to one of the
-  listeners is gloo's (`GlooGroup`).
-- That of 2021, which Horovod has in it, listens for each connection by itself, and no longer. What is connected, of two
-  sockets that were both new, is gloo's (`Pairs`).
+- Current gloo opens one listener per group, and of two members one connects to the other's listener. Every connection to
+  one of the listeners belongs to gloo (`GlooListeners`).
+- The gloo of 2021 inside Horovod opens a listener per connection and closes it afterwards. A connection whose two ends
+  both appeared while the group formed belongs to gloo (`GlooConnections`).
 
-Groups that train_func makes itself are not known here.
+Groups that train_func creates itself are not covered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -27,88 +27,87 @@ import psutil
 Address = tuple[str, int]
 
 
-class GlooGroup(NamedTuple):
-    """Where the members of a group listen for each other."""
+class GlooListeners(NamedTuple):
+    """The addresses at which the members of a group listen for each other."""
 
     own: frozenset[Address] = frozenset()
     of_peers: frozenset[Address] = frozenset()
 
     @classmethod
-    def of(cls, own: Iterable[Address], told_by_all: Iterable[Iterable[Sequence[Any]]]) -> GlooGroup:
-        """Of one's own listeners and what all members have told of theirs, oneself among them."""
+    def from_exchange(cls, own: Iterable[Address], by_rank: Iterable[Iterable[Sequence[Any]]]) -> GlooListeners:
+        """Combine this process's listeners with those that all members announced, this one included."""
         mine = frozenset(own)
-        return cls(mine, frozenset((each[0], each[1]) for theirs in told_by_all for each in theirs) - mine)
+        return cls(mine, frozenset((host, port) for theirs in by_rank for host, port in theirs) - mine)
 
-    def cut(self) -> int:
-        """Shut down the group's connections at this end; returns how many."""
-        return cut(self.own, self.of_peers)
+    def shut_down(self) -> int:
+        """Shut down the group's connections at this end; return how many there were."""
+        return shut_down_connections(self.own, self.of_peers)
 
 
-class Pairs(NamedTuple):
-    """The connections of a group: this end's address and the other's."""
+class GlooConnections(NamedTuple):
+    """The connections of a group, each by this end's address and the peer's."""
 
     ends: frozenset[tuple[Address, Address]] = frozenset()
 
     @classmethod
-    def of(cls, own: Iterable[tuple[Address, Address]], told_by_all: Iterable[Iterable[Any]]) -> Pairs:
-        """Of the connections that are new here and those that all members have told, oneself among them."""
-        reversed_ends = {(tuple(there), tuple(here)) for theirs in told_by_all for here, there in theirs}
-        return cls(frozenset(own) & frozenset(reversed_ends))
+    def from_exchange(cls, own: Iterable[tuple[Address, Address]], by_rank: Iterable[Iterable[Any]]) -> GlooConnections:
+        """Combine this process's new connections with those that all members announced, this one included."""
+        seen_by_peers = {(tuple(remote), tuple(local)) for theirs in by_rank for local, remote in theirs}
+        return cls(frozenset(own) & frozenset(seen_by_peers))
 
-    def cut(self) -> int:
-        """Shut them down at this end; returns how many."""
-        count = 0
-        for each in _connections() if self.ends else ():
-            if each.raddr and (_address(each.laddr), _address(each.raddr)) in self.ends:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    count += _shut_down(each)
-        return count
+    def shut_down(self) -> int:
+        """Shut down the group's connections at this end; return how many there were."""
+        return _shut_down_all(lambda local, remote: (local, remote) in self.ends) if self.ends else 0
 
 
-def connected() -> set[tuple[Address, Address]]:
-    """The TCP connections of this process: its end and the other's."""
-    return {(_address(each.laddr), _address(each.raddr)) for each in _connections() if each.raddr}
+def list_connections() -> set[tuple[Address, Address]]:
+    """Return the TCP connections of this process, each by this end's address and the peer's."""
+    return {(_address(link.laddr), _address(link.raddr)) for link in _sockets() if link.raddr}
 
 
-def listeners() -> set[Address]:
-    """The addresses at which this process listens for TCP connections."""
-    return {_address(each.laddr) for each in _connections() if each.status == psutil.CONN_LISTEN}
+def list_listeners() -> set[Address]:
+    """Return the addresses at which this process listens for TCP connections."""
+    return {_address(link.laddr) for link in _sockets() if link.status == psutil.CONN_LISTEN}
 
 
-def cut(own: Iterable[Address], of_peers: Iterable[Address]) -> int:
-    """Shut down the connections that came in at ``own`` listeners or go to those ``of_peers``; returns how many.
+def shut_down_connections(own: Iterable[Address], of_peers: Iterable[Address]) -> int:
+    """Shut down the connections that were accepted at ``own`` listeners or lead to those ``of_peers``; return their number.
 
-    They stay open as files: closing them is for the library that they belong to, which sees the end of each stream.
+    The file descriptors stay open: closing them is left to the library that owns them, which sees the end of each stream.
     """
-    coming_in, going_out = set(own), set(of_peers)
+    accepting, peers = set(own), set(of_peers)
+    if not accepting and not peers:
+        return 0
+    return _shut_down_all(lambda local, remote: local in accepting or remote in peers)
+
+
+def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
     count = 0
-    if not coming_in and not going_out:
-        return count
-    for each in _connections():
-        if each.raddr and (_address(each.laddr) in coming_in or _address(each.raddr) in going_out):
+    for link in _sockets():
+        if link.raddr and is_chosen(_address(link.laddr), _address(link.raddr)):
             with contextlib.suppress(OSError):  # closed meanwhile
-                count += _shut_down(each)
+                count += _shut_down(link)
     return count
 
 
-def _connections() -> list[Any]:
-    """Of this process, as the kernel lists them. A socket object is not made to look at one: that may change its mode."""
+def _sockets() -> list[Any]:
+    # The kernel's list: creating a socket object for a descriptor may change the descriptor's blocking mode.
     with contextlib.suppress(psutil.Error, OSError):
         return list(psutil.Process().net_connections("tcp"))
     return []
 
 
 def _shut_down(connection: Any) -> bool:
-    number = os.dup(connection.fd)
+    descriptor = os.dup(connection.fd)
     try:
-        found = socket.socket(fileno=number)
-    except OSError:  # another file has its number by now
-        os.close(number)
+        link = socket.socket(fileno=descriptor)
+    except OSError:  # the descriptor belongs to another file by now
+        os.close(descriptor)
         raise
-    with found:
-        if _address(found.getpeername()) != _address(connection.raddr):
+    with link:
+        if _address(link.getpeername()) != _address(connection.raddr):
             return False
-        found.shutdown(socket.SHUT_RDWR)
+        link.shutdown(socket.SHUT_RDWR)
         return True
 
 

@@ -1,8 +1,8 @@
-"""The JAX backend: `jax.distributed` over all workers, with gloo between CPUs.
+"""The JAX backend: `jax.distributed` over all workers, with gloo between CPUs. Runs in workers, its config anywhere.
 
-Two facts shape it (see doc/design/0021-backends.md). JAX's coordination service usually lives in process 0, and every other
-process ends itself when that one dies: here it is in the coordinator's process, so that any worker may die. And with its
-recoverability switched on, a process that has left a broken group, and has dropped its devices, can join another one.
+Two facts shape it (doc/design/0021-backends.md). JAX's coordination service usually runs in process 0, and every other
+process exits when process 0 dies. Here the service runs in the coordinator's process, so that any worker may die. And with
+``jax_enable_recoverability`` a process that has left a broken group and dropped its devices can join another group.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
-from raysgd.backends.gloo_sockets import GlooGroup
-from raysgd.backends.meeting import free_address
+from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
+from raysgd.backends.rendezvous import find_free_address
+from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError, RaySGDError
 
-_HOW_TO_GET_IT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
+_INSTALL_HINT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
-#: Ports that the service is tried at.
+#: The number of ports to try for the service.
 _MAX_TRIES = 3
 
 
+@refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class JaxConfig(BackendConfig):
     """Settings of `jax.distributed`.
 
     Attributes:
-        devices_per_worker: How many virtual devices a worker on CPUs has; of GPUs and TPUs it has those it was given.
-        collectives: What CPU devices of several workers communicate by: ``"gloo"`` or ``"mpi"``.
-        platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; None: GPUs where workers are given them, CPUs elsewhere.
-        init_timeout_s: Seconds for all members to join.
-        timeout_s: Seconds without a sign of life after which JAX's service takes a member for dead. raysgd finds out before
-            that (`raysgd.FailureConfig`); this is for what it cannot see.
+        devices_per_worker: The number of virtual devices of a worker on CPUs; GPUs and TPUs are those it was given.
+        collectives: How CPU devices of several workers communicate: ``"gloo"`` or ``"mpi"``.
+        platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: GPUs if workers are given GPUs, else CPUs.
+        init_timeout_s: The time for all members to join.
+        timeout_s: The time without a heartbeat after which JAX's service regards a member as dead. raysgd's own detection
+            (`raysgd.FailureConfig`) is faster; this is the fallback for what raysgd cannot see.
     """
 
     name: ClassVar[str] = "jax"
-    is_coordinated: ClassVar[bool] = True
+    has_coordinator: ClassVar[bool] = True
     devices_per_worker: int = 1
     collectives: str = "gloo"
     platform: str | None = None
@@ -58,7 +59,7 @@ class JaxConfig(BackendConfig):
         check_amount("JaxConfig(init_timeout_s)", self.init_timeout_s, positive=True)
         check_amount("JaxConfig(timeout_s)", self.timeout_s, positive=True)
 
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return JaxBackend(self)
 
     def make_coordinator(self) -> Coordinator:
@@ -66,24 +67,24 @@ class JaxConfig(BackendConfig):
 
 
 class JaxCoordinator(Coordinator):
-    """JAX's coordination service, one for each group."""
+    """Runs JAX's coordination service, one for each group."""
 
     def __init__(self, timeout_s: float) -> None:
-        _quieten()
+        _reduce_logging()
         try:
             from jaxlib import _jax  # without jax, whose import takes five times as long
         except ImportError as error:
-            raise ImportError(_HOW_TO_GET_IT) from error
+            raise ImportError(_INSTALL_HINT) from error
         self._make: Any = _jax.get_distributed_runtime_service
         self._timeout_s = timeout_s
         self._service: Any = None
 
-    def open(self, node_ip: str, members: Sequence[Member]) -> str:
+    def open_rendezvous(self, node_ip: str, members: Sequence[Member]) -> str:
         service, self._service = self._service, None
         if service is not None:
             service.shutdown()
         for tries_left in reversed(range(_MAX_TRIES)):
-            address = free_address(node_ip)
+            address = find_free_address(node_ip)
             try:
                 self._service = self._make(
                     address,
@@ -93,70 +94,70 @@ class JaxCoordinator(Coordinator):
                     recoverable=True,
                 )
                 break
-            except Exception:  # another process has got the port meanwhile
+            except Exception:  # another process has taken the port meanwhile
                 if not tries_left:
                     raise
         return address
 
 
 class JaxBackend(Backend):
-    """One process's membership in `jax.distributed`."""
+    """The membership of one worker process in `jax.distributed`."""
 
     def __init__(self, config: JaxConfig) -> None:
         self._config = config
-        self._gloo = GlooGroup()
+        self._gloo = GlooListeners()
         self._has_joined = False
 
     def load(self) -> None:
-        _quieten()
+        _reduce_logging()
         try:
             import jax  # noqa: F401
         except ImportError as error:
-            raise ImportError(_HOW_TO_GET_IT) from error
+            raise ImportError(_INSTALL_HINT) from error
         _configure("jax_enable_recoverability", True)
 
-    def set_up(self, member: Member) -> None:
+    def init_process_group(self, member: Member) -> None:
         import jax
 
-        _check_devices_are_new()
+        _check_no_devices()
         self._choose_devices(member)
         self._has_joined = True
-        before = gloo_sockets.listeners()
+        before = list_listeners()
         jax.distributed.initialize(
             coordinator_address=member.rendezvous,
             num_processes=member.world_size,
             process_id=member.rank,
             cluster_detection_method="deactivate",
-            # Process 0 opens a service of its own in any case. Nobody comes there.
-            coordinator_bind_address=free_address(member.node_ip),
+            # Process 0 starts a service of its own in any case; no process connects to it.
+            coordinator_bind_address=find_free_address(member.node_ip),
             initialization_timeout=math.ceil(self._config.init_timeout_s),
             heartbeat_timeout_seconds=math.ceil(self._config.timeout_s),
             shutdown_timeout_seconds=1,
         )
-        jax.devices()  # makes gloo's listener
-        self._gloo = self._meet(member, gloo_sockets.listeners() - before)
+        jax.devices()  # opens gloo's listener
+        self._gloo = self._exchange_listeners(member, list_listeners() - before)
 
-    def tear_down(self) -> None:
+    def destroy_process_group(self) -> None:
         import jax
         import jax.extend
 
         if not self._has_joined:
             return
         self._has_joined = False
-        self._gloo = GlooGroup()
+        self._gloo = GlooListeners()
         for step in (
             gc.collect,
-            _forget_effects,
+            _clear_pending_effects,
             jax.extend.backend.clear_backends,
             jax.distributed.shutdown,
             gc.collect,
         ):
-            with contextlib.suppress(Exception):  # what is broken already
+            with contextlib.suppress(Exception):  # the group may be broken already
                 step()
 
-    def abort(self) -> None:
-        with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
-            self._gloo.cut()
+    def abort_process_group(self) -> None:
+        with contextlib.suppress(OSError):  # the attempt must end in any case
+            self._gloo.shut_down()
 
     def is_collective_error(self, error: BaseException) -> bool:
         import jax
@@ -164,7 +165,7 @@ class JaxBackend(Backend):
         if isinstance(error, RaySGDError):
             return False
         text = str(error).lower()
-        if type(error) is ValueError:  # so says jaxlib where an array is read whose collective has failed
+        if type(error) is ValueError:  # jaxlib raises it when an array is read whose collective has failed
             return "gloo" in text
         if not isinstance(error, jax.errors.JaxRuntimeError):
             return False
@@ -177,43 +178,42 @@ class JaxBackend(Backend):
             _configure("jax_num_cpu_devices", self._config.devices_per_worker)
             _configure("jax_cpu_collectives_implementation", self._config.collectives)
 
-    def _meet(self, member: Member, own: set[gloo_sockets.Address]) -> GlooGroup:
-        """Tell the other members where this one listens, and hear it of them, by way of the service."""
-        from jax._src.distributed import global_state  # there is no public way
+    def _exchange_listeners(self, member: Member, own: set[Address]) -> GlooListeners:
+        from jax._src.distributed import global_state  # JAX has no public access to the service's key-value store
 
         client: Any = global_state.client
         client.key_value_set(f"{_KEY}/{member.rank}", json.dumps(sorted(own)))
         wait_ms = math.ceil(self._config.init_timeout_s * 1000)
-        told = [client.blocking_key_value_get(f"{_KEY}/{rank}", wait_ms) for rank in range(member.world_size)]
-        return GlooGroup.of(own, [json.loads(each) for each in told])
+        values = [client.blocking_key_value_get(f"{_KEY}/{rank}", wait_ms) for rank in range(member.world_size)]
+        return GlooListeners.from_exchange(own, [json.loads(value) for value in values])
 
 
-def _quieten() -> None:
-    """XLA tells of each step of the service, unless this is said before it is loaded."""
+def _reduce_logging() -> None:
+    # Without this XLA logs each step of the service; it is read when XLA is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def _check_devices_are_new() -> None:
-    """Those of a process are fixed when its first array is made, which is too early before the group is there.
+def _check_no_devices() -> None:
+    """Refuse arrays from before the group: JAX fixes the devices of a process when its first array is created.
 
     Raises:
-        ConfigError: There are devices. They, and the arrays on them, are dropped, so that the next attempt has new ones.
+        ConfigError: There are devices. They and their arrays are dropped, so that the next attempt can start clean.
     """
     import jax.extend
-    from jax._src import xla_bridge  # there is no public way
+    from jax._src import xla_bridge  # JAX has no public way to ask
 
     backends: Any = jax.extend.backend
     if xla_bridge.backends_are_initialized():
         backends.clear_backends()
         raise ConfigError(
-            "JAX arrays were made before train_func was entered: in its config, in a global variable, when a module was "
-            "imported, or by a function of execute. Make them within train_func, or give NumPy arrays."
+            "JAX arrays were created before train_func was entered: in its config, in a global variable, when a module was "
+            "imported, or by a function of execute. Create them inside train_func, or give NumPy arrays."
         )
 
 
-def _forget_effects() -> None:
-    """Of a step that broke off, as of `jax.debug.print`: `clear_backends` would wait for them, raise, and keep the devices."""
-    from jax._src import dispatch  # there is no public way
+def _clear_pending_effects() -> None:
+    # Effects of an interrupted step, such as jax.debug.print: clear_backends would wait for them, raise and keep the devices.
+    from jax._src import dispatch  # JAX has no public way to drop them
 
     tokens: Any = dispatch.runtime_tokens
     tokens.clear()

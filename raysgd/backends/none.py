@@ -1,4 +1,4 @@
-"""No group at all: workers that share a Trainer and nothing else (evaluation, simulation, a framework of the user's)."""
+"""The ``"none"`` backend: workers without a process group, for evaluation, simulation or a framework of the user's own."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raysgd.backends.base import Backend, BackendConfig, Member
+from raysgd.config.argument_names import refuse_unknown_fields
 
 
+@refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class NoneConfig(BackendConfig):
-    """Workers without a process group."""
+    """Settings of the ``"none"`` backend; it has none."""
 
     name: ClassVar[str] = "none"
 
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return NoneBackend()
 
 
 class NoneBackend(Backend):
-    """Does nothing."""
+    """A worker half that creates no process group."""
 
     waits_for_members: ClassVar[bool] = False
 
     def load(self) -> None:
         return None
 
-    def set_up(self, member: Member) -> None:
+    def init_process_group(self, member: Member) -> None:
         return None
 
-    def tear_down(self) -> None:
+    def destroy_process_group(self) -> None:
         return None

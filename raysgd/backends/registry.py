@@ -1,7 +1,7 @@
-"""From what the user gave as ``backend`` and ``backend_args`` to a `BackendConfig`. Driver side.
+"""Resolves the Trainer's ``backend`` and ``backend_args`` to a `BackendConfig`. Runs in the driver.
 
-Other distributions add backends by an entry point of the group ``raysgd.backends``, whose name is the backend's and whose
-object is its config's class. It is imported when a Trainer asks for that name.
+Other distributions add backends by an entry point of the group ``raysgd.backends``: its name is the backend's name, its
+object is the class of the backend's config. The entry point is imported when a Trainer asks for that name.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ ENTRY_POINTS = "raysgd.backends"
 _CONFIGS: dict[str, type[BackendConfig]] = {
     config.name: config for config in (TorchConfig, HorovodConfig, TensorflowConfig, JaxConfig, NoneConfig)
 }
+_ALIASES = {"pytorch": "torch"}
 
 
 def resolve_backend(
     backend: str | BackendConfig, backend_args: BackendConfig | Mapping[str, Any] | None
 ) -> BackendConfig:
-    """The config that ``backend`` and ``backend_args`` mean together.
+    """Return the config that ``backend`` and ``backend_args`` mean together.
 
     Raises:
-        ConfigError: An unknown name, a config of another backend, an unknown field, an entry point that gives none.
+        ConfigError: The name is unknown, the config is another backend's, a field is unknown, or an entry point does not
+            give a `BackendConfig`.
     """
     if isinstance(backend, BackendConfig):
         if backend_args is None:
@@ -53,13 +55,14 @@ def resolve_backend(
 
 
 def _config_type(name: Any) -> type[BackendConfig]:
-    if isinstance(name, str) and name in _CONFIGS:
-        return _CONFIGS[name]
-    others = {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _CONFIGS}
-    if isinstance(name, str) and name in others:
-        return _load(others[name])
-    known = [*_CONFIGS, *sorted(others)]
-    close = difflib.get_close_matches(str(name), known, n=1)
+    known_name = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if known_name in _CONFIGS:
+        return _CONFIGS[known_name]
+    points = {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _CONFIGS}
+    if known_name in points:
+        return _load(points[known_name])
+    known = [*_CONFIGS, *sorted(points)]
+    close = difflib.get_close_matches(str(name).lower(), known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(
         f"backend={name!r} is not known{hint}; give one of {', '.join(map(repr, known))} or a BackendConfig."
@@ -69,13 +72,13 @@ def _config_type(name: Any) -> type[BackendConfig]:
 def _load(point: EntryPoint) -> type[BackendConfig]:
     try:
         found = point.load()
-    except Exception as error:  # whatever another distribution does when it is imported
+    except Exception as error:  # importing another distribution's code may raise anything
         raise ConfigError(
             f"backend={point.name!r} is the entry point {point.value}, which cannot be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, BackendConfig)):
         raise ConfigError(
-            f"backend={point.name!r} is the entry point {point.value}, which is no subclass of raysgd.BackendConfig."
+            f"backend={point.name!r} is the entry point {point.value}, which is not a subclass of raysgd.BackendConfig."
         )
     return found

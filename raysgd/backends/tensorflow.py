@@ -1,44 +1,48 @@
-"""The TensorFlow backend: ``TF_CONFIG`` for `tf.distribute.MultiWorkerMirroredStrategy`, which train_func makes itself.
+"""The TensorFlow backend: sets ``TF_CONFIG`` for the `tf.distribute.MultiWorkerMirroredStrategy` that train_func creates.
 
-Three facts shape it (see doc/design/0021-backends.md). TensorFlow has one server a process, for good, which is part of its
-global context; a context can be thrown away, by a function that TensorFlow has for its own tests. Collectives wait for a dead
-peer for ever, but can be aborted. Keras 3's ``fit`` does not work under this strategy, Keras 2's does: ``tf.keras`` is that
-one here, where its package ``tf_keras`` is installed.
+Three facts shape it (doc/design/0021-backends.md). TensorFlow has one server per process, as part of its global context; the
+context can be discarded by a function that TensorFlow has for its own tests. Collectives wait for a dead peer for ever, but
+can be aborted. Keras 3's ``fit`` does not work under this strategy, Keras 2's does: so ``tf.keras`` is Keras 2 if its
+package ``tf_keras`` is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.legacy_keras import has_legacy_keras, use_legacy_keras
-from raysgd.backends.meeting import MeetingPlace, free_address
+from raysgd.backends.rendezvous import RendezvousPoint, find_free_address
+from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount
 from raysgd.errors import RaySGDError
 
 #: The status code of gRPC and TensorFlow.
 _UNAVAILABLE = 14
-#: TensorFlow never ends a context's server: each leaves a port and some hundred threads, which do nothing.
+#: TensorFlow never stops a context's server: each leaves a port and some hundred idle threads behind.
 _MAX_GROUPS = 4
+#: TensorFlow reads this variable when ``tf.keras`` is first used.
+_LEGACY_KERAS_VARIABLE = "TF_USE_LEGACY_KERAS"
 
 
+@refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class TensorflowConfig(BackendConfig):
     """Settings of TensorFlow's multi-worker strategy.
 
     Attributes:
-        legacy_keras: Have ``tf.keras`` be Keras 2 (the package ``tf_keras``), whose ``fit`` works under
-            ``MultiWorkerMirroredStrategy``. False, or without that package: it is what is installed, Keras 3.
-        replace_workers: After a failure or a resize, and for the next run, have new processes in place of those that were in
-            a group. False: they throw their TensorFlow context away and go on, which takes half a second; what was made in
-            it, such as a model in a global variable, is of no use then. After four groups a process is replaced, since
+        legacy_keras: Make ``tf.keras`` Keras 2 (the package ``tf_keras``), whose ``fit`` works under
+            ``MultiWorkerMirroredStrategy``. False, or without that package: ``tf.keras`` is the installed Keras 3.
+        replace_workers: Start new processes after a failure, after a resize and for the next run. False: the processes
+            discard their TensorFlow context and continue, which takes half a second; objects of the old context, such as a
+            model in a global variable, are invalid then. A process is replaced after four groups all the same, because
             TensorFlow leaves threads behind.
-        init_timeout_s: Seconds for all members to meet.
+        init_timeout_s: The time for all members to meet.
     """
 
     name: ClassVar[str] = "tensorflow"
@@ -50,19 +54,19 @@ class TensorflowConfig(BackendConfig):
         check_amount("TensorflowConfig(init_timeout_s)", self.init_timeout_s, positive=True)
 
     @property
-    def reforms_in_process(self) -> bool:
+    def can_rejoin(self) -> bool:
         return not self.replace_workers
 
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return TensorflowBackend(self)
 
 
 class TensorflowBackend(Backend):
-    """One process's place in a TensorFlow cluster."""
+    """The membership of one worker process in a TensorFlow cluster."""
 
     def __init__(self, config: TensorflowConfig) -> None:
         self._config = config
-        self._place = MeetingPlace()
+        self._rendezvous = RendezvousPoint()
         self._has_joined = False
         self._num_groups = 0
 
@@ -76,29 +80,29 @@ class TensorflowBackend(Backend):
             raise ImportError(
                 "backend='tensorflow' needs TensorFlow in the workers: pip install raysgd[tensorflow]"
             ) from error
-        _switch_health_checks_off()
+        _disable_health_checks()
 
     def warm_up(self) -> None:
         import tensorflow as tf
 
         with contextlib.suppress(ImportError, AttributeError):
-            _ = tf.keras.layers.Dense  # Keras is imported when it is looked at
+            _ = tf.keras.layers.Dense  # Keras is imported on first access
 
     def open_rendezvous(self, node_ip: str) -> str:
-        return self._place.open(node_ip)
+        return self._rendezvous.open(node_ip)
 
-    def is_worn_out(self) -> bool:
+    def should_replace_process(self) -> bool:
         return self._num_groups >= _MAX_GROUPS
 
-    def set_up(self, member: Member) -> None:
+    def init_process_group(self, member: Member) -> None:
         self._has_joined = True
         self._num_groups += 1
-        addresses = self._place.meet(member, free_address(member.node_ip), self._config.init_timeout_s)
+        addresses = self._rendezvous.exchange(member, find_free_address(member.node_ip), self._config.init_timeout_s)
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": member.rank}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)
 
-    def tear_down(self) -> None:
-        self._place.close()
+    def destroy_process_group(self) -> None:
+        self._rendezvous.close()
         os.environ.pop("TF_CONFIG", None)
         if self._has_joined and not self._config.replace_workers:
             import tensorflow as tf
@@ -110,10 +114,10 @@ class TensorflowBackend(Backend):
             gc.collect()
         self._has_joined = False
 
-    def abort(self) -> None:
-        from tensorflow.python.eager import context  # there is no public way
+    def abort_process_group(self) -> None:
+        from tensorflow.python.eager import context  # TensorFlow has no public way to abort collectives
 
-        with contextlib.suppress(Exception):  # whatever comes of it, the attempt must end
+        with contextlib.suppress(Exception):  # the attempt must end in any case
             if self._has_joined and context.context()._initialized:
                 context.context().abort_collective_ops(_UNAVAILABLE, "the attempt has ended")
 
@@ -124,26 +128,39 @@ class TensorflowBackend(Backend):
             return False
         if isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
             return True
-        # The second: another process has got the port meanwhile.
+        # A gRPC server does not start if another process has taken the port meanwhile.
         return any(words in str(error) for words in ("ollective", "Could not start gRPC server"))
 
-    def explain(self, error: BaseException) -> str | None:
-        # What Keras 3 makes of a batch for several workers.
+    def explain_error(self, error: BaseException) -> str | None:
+        # Keras 3 raises this for a batch of several workers.
         if not isinstance(error, ValueError) or "to convert a value (PerReplica" not in str(error):
             return None
         if not has_legacy_keras():
-            way = "install it in the workers, pip install tf_keras, and tf.keras is Keras 2"
+            advice = "install it in the workers, pip install tf_keras, and tf.keras is Keras 2"
         elif not self._config.legacy_keras:
-            way = "leave TensorflowConfig(legacy_keras=True) at its default, and tf.keras is Keras 2"
+            advice = "leave TensorflowConfig(legacy_keras=True) at its default, and tf.keras is Keras 2"
         else:
-            way = "make the model with tf.keras, which is Keras 2 here, rather than with `import keras`"
-        return f"raysgd: Keras 3's fit does not work under MultiWorkerMirroredStrategy. Keras 2's does: {way}."
+            advice = "make the model with tf.keras, which is Keras 2 here, rather than with `import keras`"
+        return f"raysgd: Keras 3's fit does not work under MultiWorkerMirroredStrategy. Keras 2's does: {advice}."
 
 
-def _switch_health_checks_off() -> None:
-    """The strategy looks every 30 s whether its peers are there, in a thread that outlives a broken group: raysgd does that."""
+def _disable_health_checks() -> None:
+    # The strategy checks its peers every 30 s in a thread that outlives a broken group; raysgd checks them itself.
     from tensorflow.python.distribute import collective_all_reduce_strategy
 
     extended: Any = collective_all_reduce_strategy.CollectiveAllReduceExtended
     if hasattr(extended, "_enable_check_health"):
         extended._enable_check_health = False
+
+
+def has_legacy_keras() -> bool:
+    """Return True if Keras 2, the package ``tf_keras``, is installed."""
+    return importlib.util.find_spec("tf_keras") is not None
+
+
+def use_legacy_keras() -> bool:
+    """Make ``tf.keras`` Keras 2 and return True, if Keras 2 is installed; call it before TensorFlow is imported."""
+    if not has_legacy_keras():
+        return False
+    os.environ[_LEGACY_KERAS_VARIABLE] = "1"
+    return True

@@ -1,8 +1,8 @@
-"""The torch backend: gloo on CPU, nccl on GPU, over a store bound to rank 0's own address.
+"""The torch backend: gloo on CPUs, nccl on GPUs, over a store at rank 0's own address. Runs in workers, its config anywhere.
 
-Two facts about gloo shape it (see doc/design/0003-leaving-a-gloo-group.md): a group whose sockets are not closed holds
-its peers, and ``torch._dynamo`` imports ``torch.distributed.nn.functional``, whose default arguments hold the live group
-for ever, unless that module was imported before the first group was made. So `load` imports it.
+Two facts about gloo shape it (doc/design/0003-leaving-a-gloo-group.md). A group whose sockets stay open blocks its peers.
+And ``torch._dynamo`` imports ``torch.distributed.nn.functional``, whose default arguments keep the live group for ever unless
+that module was imported before the first group was created; so `TorchBackend.load` imports it first.
 """
 
 from __future__ import annotations
@@ -13,19 +13,128 @@ import json
 import os
 import pickle
 import socket
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
-from raysgd.backends import gloo_sockets
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.flight_record import FlightRecord, last_collectives
-from raysgd.backends.gloo_sockets import GlooGroup
-from raysgd.backends.meeting import interface_of
-from raysgd.backends.torch_stores import Place, check_init_method, forget_store, join_store
+from raysgd.backends.flight_recorder import FlightRecord, last_collectives
+from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
+from raysgd.backends.rendezvous import address_family, find_interface
+from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.errors import ConfigError, RaySGDError
+
+_BACKLOG = 2048
+
+
+def check_init_method(init_method: str | None) -> None:
+    """Raise a ConfigError unless ``init_method`` is a form that `TorchConfig` supports."""
+    if init_method is None:
+        return
+    parts = urlsplit(init_method)
+    is_tcp = parts.scheme == "tcp" and parts.hostname and _parse_port(init_method)
+    if not (is_tcp or init_method == "env://" or (parts.scheme == "file" and parts.path)):
+        raise ConfigError(
+            f"TorchConfig(init_method={init_method!r}) is not supported; "
+            "give 'tcp://host:port', 'file:///path', 'env://' or None."
+        )
+
+
+@dataclass
+class Rendezvous:
+    """Where the members of one group meet.
+
+    Attributes:
+        address: What the other members need, as JSON.
+        listener: The listening socket, on rank 0, until a store takes it over.
+    """
+
+    address: str
+    listener: socket.socket | None = None
+
+    @classmethod
+    def open(cls, init_method: str | None, node_ip: str) -> Rendezvous:
+        """Choose the place and listen there, on rank 0.
+
+        Raises:
+            ConfigError: Rank 0 cannot listen there.
+        """
+        if init_method is not None and init_method.startswith("file:"):
+            return cls(json.dumps({"path": f"{urlsplit(init_method).path}.{uuid.uuid4().hex}"}))
+        host, port = _address(init_method, node_ip)
+        try:
+            # The socket stays open until the store takes it over, so that no other process can take the port.
+            listener = socket.create_server((host, port), family=address_family(host), backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"TorchConfig(init_method={init_method!r}): rank 0, on {socket.gethostname()} ({node_ip}), cannot listen at "
+                f"{host}:{port}: {error.strerror or error}"
+            ) from error
+        return cls(json.dumps({"host": host, "port": listener.getsockname()[1]}), listener)
+
+    def close(self) -> None:
+        """Close the socket, if no store has taken it over."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+
+def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float) -> Any:
+    """Return the store of the group, on rank 0 with its server; other libraries find its address in the environment."""
+    import torch.distributed as dist
+
+    address, timeout = json.loads(rendezvous.address), timedelta(seconds=timeout_s)
+    if "path" in address:
+        store = dist.FileStore(address["path"], member.world_size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return store
+    os.environ.update(MASTER_ADDR=address["host"], MASTER_PORT=str(address["port"]))
+    fd = None
+    if member.rank == 0 and rendezvous.listener is not None:
+        fd, rendezvous.listener = rendezvous.listener.detach(), None  # the store closes it
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address["host"],
+        address["port"],
+        world_size=member.world_size,
+        is_master=member.rank == 0,
+        timeout=timeout,
+        master_listen_fd=fd,
+        wait_for_workers=True,
+    )
+
+
+def remove_store_file(rendezvous: Rendezvous) -> None:
+    """Remove the file of a group that met in a file; the first member to leave does it."""
+    path = json.loads(rendezvous.address).get("path")
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+
+
+def _address(init_method: str | None, node_ip: str) -> tuple[str, int]:
+    if init_method is None:
+        return node_ip, 0
+    if init_method == "env://":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"TorchConfig(init_method='env://'): {' and '.join(missing)} must be set in the workers, as by "
+                "Trainer(runtime_env={'env_vars': {...}})."
+            )
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return urlsplit(init_method).hostname or node_ip, _parse_port(init_method) or 0
+
+
+def _parse_port(init_method: str) -> int | None:
+    try:
+        return urlsplit(init_method).port
+    except ValueError:  # out of range
+        return None
+
 
 _COLLECTIVE_ERRORS = (
     "gloo",
@@ -38,22 +147,23 @@ _COLLECTIVE_ERRORS = (
 )
 
 
+@refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class TorchConfig(BackendConfig):
     """Settings of the torch process group.
 
     Attributes:
-        backend: ``"gloo"`` or ``"nccl"``; None: nccl where each worker has GPUs of its own, gloo elsewhere (nccl refuses two
-            members on one GPU).
-        init_method: Where the members meet, as torch has it: ``"tcp://host:port"``, an address of rank 0's node;
-            ``"file:///path"``, a name beside which all nodes see new files; ``"env://"``, what ``MASTER_ADDR`` and
-            ``MASTER_PORT`` say in the workers. None: at rank 0's address, and a port that is free.
-        init_timeout_s: Seconds for all members to join a new group.
-        timeout_s: Seconds after which a collective that does not end fails.
+        backend: ``"gloo"`` or ``"nccl"``. None: nccl if each worker has GPUs of its own, else gloo (nccl refuses two members
+            on one GPU).
+        init_method: Where the members meet, as in torch. ``"tcp://host:port"``: an address of rank 0's node.
+            ``"file:///path"``: a path prefix in a folder that all nodes share. ``"env://"``: ``MASTER_ADDR`` and
+            ``MASTER_PORT`` of the workers' environment. None: rank 0's address and a free port.
+        init_timeout_s: The time for all members to join a new group.
+        timeout_s: The time after which a blocked collective fails.
     """
 
     name: ClassVar[str] = "torch"
-    shares_gpus: ClassVar[bool] = True
+    shows_node_gpus: ClassVar[bool] = True
     backend: str | None = None
     init_method: str | None = None
     init_timeout_s: float = 10
@@ -66,53 +176,53 @@ class TorchConfig(BackendConfig):
         check_amount("TorchConfig(init_timeout_s)", self.init_timeout_s, positive=True)
         check_amount("TorchConfig(timeout_s)", self.timeout_s, positive=True)
 
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return TorchBackend(self)
 
 
 class TorchBackend(Backend):
-    """One process's membership in a torch process group."""
+    """The torch process group of one worker process."""
 
     def __init__(self, config: TorchConfig) -> None:
         self._config = config
-        self._place: Place | None = None
+        self._rendezvous: Rendezvous | None = None
         self._store: Any = None
-        self._gloo = GlooGroup()
+        self._gloo = GlooListeners()
 
     def load(self) -> None:
         try:
-            import torch.distributed.nn.functional  # noqa: F401  (before the first group: see above)
+            import torch.distributed.nn.functional  # noqa: F401  (before the first group exists: see the module docstring)
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
 
     def warm_up(self) -> None:
-        """The first optimizer imports as much as torch itself is, ``torch._dynamo`` with all it needs."""
+        # The first optimizer imports torch._dynamo and its dependencies, which takes as long as torch itself.
         import torch
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
-    def take_device(self) -> None:
+    def set_device(self) -> None:
         import torch
 
-        index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as `raysgd.torch.device` reads it: without it no GPU is ours
+        index = os.environ.get("RAYSGD_DEVICE_INDEX")  # as in `raysgd.torch.device`: unset if the worker has no GPU
         if index and torch.cuda.is_available():
             torch.cuda.set_device(int(index))
 
     def open_rendezvous(self, node_ip: str) -> str:
-        self._place = Place.open(self._config.init_method, node_ip)
-        return self._place.told
+        self._rendezvous = Rendezvous.open(self._config.init_method, node_ip)
+        return self._rendezvous.address
 
-    def set_up(self, member: Member) -> None:
+    def init_process_group(self, member: Member) -> None:
         import torch.distributed as dist
 
-        self.take_device()
+        self.set_device()
         backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
         _check_available(backend)
-        if self._place is None or self._place.told != member.rendezvous:
-            self._place = Place(member.rendezvous)
-        _export(member)
-        self._store = join_store(self._place, member, self._config.init_timeout_s)
-        before = gloo_sockets.listeners() if backend == "gloo" else set()
+        if self._rendezvous is None or self._rendezvous.address != member.rendezvous:
+            self._rendezvous = Rendezvous(member.rendezvous)
+        _set_environment(member)
+        self._store = join_store(self._rendezvous, member, self._config.init_timeout_s)
+        before = list_listeners() if backend == "gloo" else set()
         dist.init_process_group(
             backend,
             store=self._store,
@@ -121,61 +231,61 @@ class TorchBackend(Backend):
             timeout=timedelta(seconds=self._config.timeout_s),
         )
         if backend == "gloo":
-            self._gloo = _meet(self._store, member, gloo_sockets.listeners() - before)
-        # nccl's ranks meet in the store at their first collective, which some may come to later than others.
+            self._gloo = _exchange_listeners(self._store, member, list_listeners() - before)
+        # nccl's ranks meet in the store at their first collective, which some may reach much later than others.
         self._store.set_timeout(timedelta(seconds=self._config.timeout_s))
 
-    def tear_down(self) -> None:
+    def destroy_process_group(self) -> None:
         import torch.distributed as dist
 
-        self._gloo = GlooGroup()
-        gc.collect()  # what a traceback or a cycle still holds of the group keeps its sockets open
+        self._gloo = GlooListeners()
+        gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
             except Exception:
                 pass
         self._store = None
-        if self._place is not None:
-            self._place.close()
-            forget_store(self._place)
-            self._place = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            remove_store_file(self._rendezvous)
+            self._rendezvous = None
         gc.collect()
 
-    def abort(self) -> None:
+    def abort_process_group(self) -> None:
         import torch.distributed as dist
 
-        with contextlib.suppress(OSError):  # whatever comes of it, the attempt must end
-            self._gloo.cut()
+        with contextlib.suppress(OSError):  # the attempt must end in any case
+            self._gloo.shut_down()
         if self._is_nccl():
             dist.distributed_c10d._abort_process_group()
 
     def is_collective_error(self, error: BaseException) -> bool:
         import torch.distributed as dist
 
-        if isinstance(error, RaySGDError):  # whose text may be that of a storage, say
+        if isinstance(error, RaySGDError):  # its text may quote any error, such as one of a storage
             return False
         if isinstance(error, dist.DistError):
             return True
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
 
-    def flight_record(self) -> FlightRecord | None:
+    def dump_flight_record(self) -> FlightRecord | None:
         import torch._C._distributed_c10d as c10d
 
-        # Builds for CUDA have one recorder for nccl and one for the others.
+        # CUDA builds have one recorder for nccl and one for other backends.
         names = ("_dump_nccl_trace", "_dump_fr_trace") if self._is_nccl() else ("_dump_fr_trace",)
-        dump_trace = next((found for name in names if (found := getattr(c10d, name, None)) is not None), None)
+        dump_trace = next((function for name in names if (function := getattr(c10d, name, None)) is not None), None)
         if dump_trace is None:  # an older torch
             return None
-        # To name the frames of stacks it would import torch._dynamo, with the interpreter's lock held for seconds.
+        # With stack traces it would import torch._dynamo, which holds the interpreter's lock for seconds.
         dump: bytes = dump_trace(includeStackTraces=False)
         return FlightRecord(last_collectives(pickle.loads(dump)), dump)
 
-    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+    def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         from torch.nn.parallel import DistributedDataParallel
 
-        return {DistributedDataParallel: lambda wrapped: (_same, (wrapped.module,)), **tensor_reducers()}
+        return {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
 
     @staticmethod
     def _is_nccl() -> bool:
@@ -185,25 +295,20 @@ class TorchBackend(Backend):
 
 
 def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-    """How tensors are reduced when train_func returns them: on the CPU."""
+    """Return how tensors are pickled when train_func returns them: moved to the CPU."""
     import torch
 
     return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor}
 
 
-def _meet(store: Any, member: Member, own: set[gloo_sockets.Address]) -> GlooGroup:
-    """Tell the other members where this one listens, and hear it of them."""
+def _exchange_listeners(store: Any, member: Member, own: set[Address]) -> GlooListeners:
     keys = [f"raysgd/gloo/{rank}" for rank in range(member.world_size)]
     store.set(keys[member.rank], json.dumps(sorted(own)))
-    return GlooGroup.of(own, [json.loads(value) for value in store.multi_get(keys)])
+    return GlooListeners.from_exchange(own, [json.loads(value) for value in store.multi_get(keys)])
 
 
 def _check_available(backend: str) -> None:
-    """Refuse what would fail in the same way at every retry.
-
-    Raises:
-        ConfigError: There is no nccl in this build of torch, or no GPU that it can see.
-    """
+    # A ConfigError ends the run at once; torch's own error would be retried and fail each time.
     import torch
     import torch.distributed as dist
 
@@ -217,8 +322,8 @@ def _check_available(backend: str) -> None:
         )
 
 
-def _export(member: Member) -> None:
-    """The variables torchrun would set, which libraries read; gloo's own sockets bind the node's address by them."""
+def _set_environment(member: Member) -> None:
+    """Set the variables that torchrun sets, for libraries that read them, and the network interface of gloo's sockets."""
     os.environ.update(
         RANK=str(member.rank),
         WORLD_SIZE=str(member.world_size),
@@ -227,12 +332,12 @@ def _export(member: Member) -> None:
         NODE_RANK=str(member.node_rank),
         GROUP_RANK=str(member.node_rank),
     )
-    interface = interface_of(member.node_ip)
+    interface = find_interface(member.node_ip)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _same(obj: Any) -> Any:
+def _identity(obj: Any) -> Any:
     return obj
 
 

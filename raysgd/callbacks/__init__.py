@@ -1,7 +1,7 @@
-"""Callbacks: what looks on while a run goes, shows it, logs it, and may end it early.
+"""Callbacks: they follow a run, show or log its results, and may end it early.
 
-`base` has the contract, `runner` calls the hooks, and each other module holds one shipped callback. Names are resolved
-when they are first used, so importing this package imports neither rich nor a logger's library.
+Names are resolved on first use, so importing this package imports neither rich nor the library of a logger. Code of raysgd
+imports the modules themselves: `raysgd.callbacks.base` has the contract, `raysgd.callbacks.runner` calls the hooks.
 """
 
 from __future__ import annotations
@@ -11,22 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysgd.callbacks.base import Callback, Stop
-    from raysgd.callbacks.checks import callbacks_in, check_callbacks
-    from raysgd.callbacks.csv_ import CsvCallback
-    from raysgd.callbacks.defaults import default_callbacks
     from raysgd.callbacks.early_stopping import EarlyStoppingCallback
-    from raysgd.callbacks.json_lines import JsonLinesCallback
-    from raysgd.callbacks.mlflow_logger import MLflowCallback
-    from raysgd.callbacks.print_ import PrintCallback
+    from raysgd.callbacks.files import CsvCallback, JsonLinesCallback
+    from raysgd.callbacks.mlflow import MLflowCallback
     from raysgd.callbacks.profiler import TorchProfilerCallback
-    from raysgd.callbacks.progress import ProgressCallback
-    from raysgd.callbacks.runner import CallbackRunner
+    from raysgd.callbacks.progress.callback import ProgressCallback
+    from raysgd.callbacks.progress.lines import PrintCallback
     from raysgd.callbacks.tensorboard import TensorBoardCallback
-    from raysgd.callbacks.wandb_logger import WandbCallback
+    from raysgd.callbacks.wandb import WandbCallback
+
+_MODULES = {
+    "Callback": "base",
+    "CsvCallback": "files",
+    "EarlyStoppingCallback": "early_stopping",
+    "JsonLinesCallback": "files",
+    "MLflowCallback": "mlflow",
+    "PrintCallback": "progress.lines",
+    "ProgressCallback": "progress.callback",
+    "Stop": "base",
+    "TensorBoardCallback": "tensorboard",
+    "TorchProfilerCallback": "profiler",
+    "WandbCallback": "wandb",
+}
 
 __all__ = [
     "Callback",
-    "CallbackRunner",
     "CsvCallback",
     "EarlyStoppingCallback",
     "JsonLinesCallback",
@@ -37,28 +46,7 @@ __all__ = [
     "TensorBoardCallback",
     "TorchProfilerCallback",
     "WandbCallback",
-    "callbacks_in",
-    "check_callbacks",
-    "default_callbacks",
 ]
-
-_MODULES = {
-    "Callback": "base",
-    "CallbackRunner": "runner",
-    "CsvCallback": "csv_",
-    "EarlyStoppingCallback": "early_stopping",
-    "JsonLinesCallback": "json_lines",
-    "MLflowCallback": "mlflow_logger",
-    "PrintCallback": "print_",
-    "ProgressCallback": "progress",
-    "Stop": "base",
-    "TensorBoardCallback": "tensorboard",
-    "TorchProfilerCallback": "profiler",
-    "WandbCallback": "wandb_logger",
-    "callbacks_in": "checks",
-    "check_callbacks": "checks",
-    "default_callbacks": "defaults",
-}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,13 @@
-"""Ends a run whose metric no longer gets better. Runs in the controller's helper process, so also without a driver."""
+"""Early stopping: end a run whose metric no longer improves. Runs in the controller's helper process, even without a driver."""
 
 from __future__ import annotations
 
 import math
-import warnings
+from typing import Literal
 
+from raysgd._util.logs import get_logger
 from raysgd.callbacks.base import Callback, Stop
-from raysgd.callbacks.formatting import is_number, short
-from raysgd.callbacks.values import flatten
+from raysgd.callbacks.values import flatten, is_number, short
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError, MetricError
 from raysgd.result import Result, RunInfo
@@ -19,32 +19,38 @@ _ABSENT_BEFORE_WARNING = 10
 class EarlyStoppingCallback(Callback):
     """Raises `Stop` when ``metric`` has not improved for ``patience`` results that have it.
 
-    Results without the metric do not count, so it may be reported every few iterations only. Iterations that a failure
-    made again are not counted a second time. An infinite value is no improvement. The callback is critical: when the
-    metric is nan, or no number, the run ends with an error.
+    Results without the metric do not count, so it may be reported every few iterations only. Iterations that are repeated
+    after a failure count once. An infinite value is not an improvement. The callback is critical: the run ends with an error
+    when the metric is nan or not a number.
 
     Args:
-        metric: Its name, nested ones as ``val/loss``.
-        mode: ``"min"`` or ``"max"`` is better.
-        patience: Results in a row without improvement that end the run.
+        metric: Name of the metric; a nested one as ``val/loss``.
+        mode: Whether the metric improves downwards, ``"min"``, or upwards, ``"max"``.
+        patience: Number of results in a row without improvement after which the run ends.
         min_delta: An improvement must be larger than this.
-        nan_is_failure: Whether nan ends the run with a ``FloatingPointError``; False: it is no improvement.
+        nan_is_failure: Whether nan ends the run with a ``FloatingPointError``. False: nan is not an improvement.
     """
 
     runs_in = "controller"
     critical = True
 
-    _best: float  # of sign * value, so that smaller is better
+    _best: float  # of sign * value: smaller is better
     _best_iteration: int
     _waited: int
     _seen: int
     _absent: int | None
 
     def __init__(
-        self, metric: str, mode: str = "min", patience: int = 3, min_delta: float = 0.0, *, nan_is_failure: bool = True
+        self,
+        metric: str,
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        *,
+        nan_is_failure: bool = True,
     ) -> None:
         if not metric:
-            raise ConfigError(f"EarlyStoppingCallback(metric={metric!r}) is no name; give a metric's name.")
+            raise ConfigError(f"EarlyStoppingCallback(metric={metric!r}) is empty; give the name of a metric.")
         self._metric = metric
         self._sign = 1 if check_choice("EarlyStoppingCallback(mode)", mode, ("min", "max")) == "min" else -1
         self._patience = check_count("EarlyStoppingCallback(patience)", patience, minimum=1)
@@ -57,7 +63,7 @@ class EarlyStoppingCallback(Callback):
 
     def on_result(self, result: Result) -> None:
         iteration: int = result.get("training_iteration", self._seen + 1)
-        if iteration <= self._seen:  # made again after a failure
+        if iteration <= self._seen:  # repeated after a failure
             return
         self._seen = iteration
         values = flatten(result)
@@ -76,14 +82,17 @@ class EarlyStoppingCallback(Callback):
     def _judge(self, value: object, iteration: int) -> None:
         self._absent = None
         if not isinstance(value, (int, float)) or not is_number(value):
-            raise MetricError(f"{self._metric}={value!r} is no number, so it cannot end a run early.", key=self._metric)
+            raise MetricError(
+                f"{self._metric}={value!r} is not a number; give EarlyStoppingCallback a metric that is one.",
+                key=self._metric,
+            )
         if math.isnan(value) and self._nan_is_failure:
             raise FloatingPointError(f"{self._metric} is nan at iteration {iteration}.")
         if math.isfinite(value) and self._sign * value < self._best - self._min_delta:
             self._best, self._best_iteration, self._waited = self._sign * value, iteration, 0
             return
         self._waited += 1
-        if self._waited == self._patience:  # once: what still comes while the run winds down is no news
+        if self._waited == self._patience:  # raise once; the run takes a moment to end
             best = f"its best was {short(self._sign * self._best)} at iteration {self._best_iteration}"
             best = best if self._best_iteration else "it was never finite"
             raise Stop(f"{self._metric} has not improved for {self._waited} results; {best}, now {iteration}.")
@@ -96,4 +105,4 @@ class EarlyStoppingCallback(Callback):
             message = (
                 f"no result has had {self._metric!r}, so early stopping does nothing; they have {', '.join(present)}."
             )
-            warnings.warn(message, stacklevel=2)
+            get_logger().warning(message)

@@ -1,8 +1,7 @@
-"""A place for a logger's files below the run's folder, which may be on an object store.
+"""The folder of a logger's files below the run's folder, which may be on an object store. Runs where the logger runs.
 
-Runs where the logger runs. A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written
-to a temporary folder, and those that changed are put to the store now and then and at the end, whole, since object
-stores cannot append. It leaves to the loggers what is in the files, and to the checkpoint package everything else.
+A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written to a temporary folder. Those
+that changed are uploaded now and then and at the end; always whole, since object stores cannot append.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
-#: Seconds between two puts to a store; more if putting takes long, so that it costs a tenth of the time at most.
-PUT_EVERY_S = 30.0
+#: Seconds between two uploads; more if an upload takes long, so that uploads take a tenth of the time at most.
+UPLOAD_EVERY_S = 30.0
 
 
 class Folder(Protocol):
-    """Where files are written, and how they get to their place.
+    """A local folder to write files to, and the way of the files to where they belong.
 
     Attributes:
         path: The local folder to write files to.
@@ -29,17 +28,17 @@ class Folder(Protocol):
     path: Path
 
     def fetch(self, name: str) -> None:
-        """Bring a file that an earlier part of the same run left, if there is one, to ``path``."""
+        """Copy a file that an earlier part of the same run left, if there is one, to ``path``."""
 
     def sync(self, *, force: bool = False) -> None:
-        """Put what changed to its place, if it is time; cheap otherwise."""
+        """Upload changed files, if an upload is due; cheap otherwise."""
 
     def close(self) -> None:
-        """Put what changed to its place, then forget local copies."""
+        """Upload changed files, then delete local copies."""
 
 
 def open_folder(run_dir: str, *parts: str) -> Folder:
-    """The folder ``parts`` below ``run_dir``, made if need be."""
+    """Open the folder ``parts`` below ``run_dir``; make it if it does not exist."""
     parsed = urlparse(run_dir)
     if "://" not in run_dir:
         return LocalFolder(Path(run_dir).expanduser().joinpath(*parts))
@@ -56,17 +55,17 @@ class LocalFolder:
         self.path = path
 
     def fetch(self, name: str) -> None:
-        """Nothing to do: it is where it belongs."""
+        """Do nothing: the file is in place."""
 
     def sync(self, *, force: bool = False) -> None:
-        """Nothing to do: writes are in place."""
+        """Do nothing: the files are in place."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class StoreFolder:
-    """A folder of an object store, written by way of a temporary one."""
+    """A folder of an object store, written through a temporary local one."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
         from pyarrow import fs
@@ -75,8 +74,8 @@ class StoreFolder:
         self._clock = clock
         self._store, self._root = fs.FileSystem.from_uri(uri)
         self._store.create_dir(self._root, recursive=True)
-        self._put: dict[Path, tuple[int, int]] = {}
-        self._next_put = clock() + PUT_EVERY_S
+        self._uploaded: dict[Path, tuple[int, int]] = {}
+        self._next_upload = clock() + UPLOAD_EVERY_S
         self.path = Path(tempfile.mkdtemp(prefix="raysgd-"))
 
     def fetch(self, name: str) -> None:
@@ -86,25 +85,25 @@ class StoreFolder:
         if self._store.get_file_info(source).type == fs.FileType.File:
             with self._store.open_input_stream(source) as remote, open(self.path / name, "wb") as local:
                 shutil.copyfileobj(remote, local)
-            self._put[self.path / name] = _stamp(self.path / name)
+            self._uploaded[self.path / name] = _stamp(self.path / name)
 
     def sync(self, *, force: bool = False) -> None:
         begin = self._clock()
-        if begin < self._next_put and not force:
+        if begin < self._next_upload and not force:
             return
-        self._next_put = begin + PUT_EVERY_S  # also after a failure: the next try is not the next result
+        self._next_upload = begin + UPLOAD_EVERY_S  # also after a failure: do not retry with every result
         for file in sorted(self.path.rglob("*")):
-            if file.is_file() and (stamp := _stamp(file)) != self._put.get(file):
+            if file.is_file() and (stamp := _stamp(file)) != self._uploaded.get(file):
                 self._upload(file)
-                self._put[file] = stamp
+                self._uploaded[file] = stamp
         end = self._clock()
-        self._next_put = end + max(PUT_EVERY_S, 10 * (end - begin))
+        self._next_upload = end + max(UPLOAD_EVERY_S, 10 * (end - begin))
 
     def close(self) -> None:
         try:
             self.sync(force=True)
         except Exception as error:
-            raise OSError(f"the files could not be put to {self._uri}; they are kept in {self.path}.") from error
+            raise OSError(f"the files could not be uploaded to {self._uri}; they are kept in {self.path}.") from error
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _upload(self, file: Path) -> None:
@@ -121,13 +120,13 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def below(run_dir: str, *parts: str) -> str:
-    """The path or URI of a place below the run's folder; a URI's options after ``?`` stay at its end."""
+    """Return the path or URI of a folder below the run's folder; a URI's options after ``?`` stay at its end."""
     head, mark, options = _split(run_dir)
     return "/".join([head, *parts]) + mark + options
 
 
 def parent_of(run_dir: str) -> str:
-    """The folder that holds the run's folder, without a slash at its end and without a URI's options."""
+    """Return the folder that holds the run's folder, without a trailing slash and without a URI's options."""
     return _split(run_dir)[0].rpartition("/")[0]
 
 

@@ -1,13 +1,13 @@
-"""Traces of some training steps by the torch profiler. Runs in each worker, in its training thread."""
+"""Record traces of some training steps by the torch profiler. Runs in each worker, in its training thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from raysgd._util.imports import import_optional
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.folder import Folder, below, open_folder
-from raysgd.callbacks.optional import import_optional
 from raysgd.config.checks import check_count
 from raysgd.result import Result, RunInfo
 
@@ -15,15 +15,15 @@ from raysgd.result import Result, RunInfo
 class TorchProfilerCallback(Callback):
     """Writes Chrome traces to ``{run_dir}/profiler/rank_{rank}/``, for https://ui.perfetto.dev or TensorBoard.
 
-    A step is what lies between two reports. A cycle waits ``wait`` steps, warms up for ``warmup``, records ``active``
-    and writes one trace, named by its number, attempt and last iteration; there are ``repeat`` cycles, after
-    ``skip_first`` steps. A run that ends while a cycle records writes what there is. Outside the recording it costs next
-    to nothing. Each run, and each attempt after a failure, starts from the first cycle with nothing left of the one before.
+    A step is the time between two reports. A cycle waits for ``wait`` steps, warms up for ``warmup``, records ``active``
+    and writes one trace, named by its number, attempt and last iteration. There are ``repeat`` cycles, after
+    ``skip_first`` steps. If the run ends while a cycle records, the incomplete trace is written. Steps that are not recorded
+    cost next to nothing. Each run, and each attempt after a failure, starts from the first cycle.
 
     Args:
         skip_first: Steps before the first cycle.
         wait: Steps at the start of a cycle that are not recorded.
-        warmup: Steps after these for which the profiler runs and its data is thrown away.
+        warmup: Steps after these in which the profiler runs without keeping its data.
         active: Recorded steps of a cycle.
         repeat: Number of cycles; 0: until the run ends.
         ranks: World ranks that are traced.

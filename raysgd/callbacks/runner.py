@@ -1,7 +1,7 @@
-"""Calls the hooks of some callbacks and stands between their exceptions and the run.
+"""Call the hooks of callbacks, and keep their exceptions from the run.
 
-Used in the driver, in the controller's helper process and in each worker, one runner per run and process, by one thread.
-Leaves acting on a `Stop`, and showing problems to the user, to its caller.
+Runs in the driver, in the controller's helper process and in each worker: one runner per run and process, used by one
+thread. Its caller acts on a `Stop` and shows failures to the user.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from raysgd.callbacks.base import Callback, Stop
-from raysgd.callbacks.formatting import one_line
+from raysgd.callbacks.values import one_line
 
 if TYPE_CHECKING:
-    from raysgd.checkpoint import Checkpoint
+    from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.result import Event, Result, RunInfo
 
-#: Failures of one hook in a row after which its callback is switched off.
+#: Failures of one hook in a row after which its callback is disabled.
 MAX_FAILURES = 3
 
 
 class CallbackRunner:
-    """Calls callbacks in the order given; the rules are those of `Callback`.
+    """Calls callbacks in the order given; `Callback` states the rules.
 
-    ``start``, ``result``, ``checkpoint`` and ``event`` return the first `Stop` a hook raised, or None. The exception of
-    a critical callback is raised after the others had their call. ``KeyboardInterrupt`` and the like pass at once.
+    ``start``, ``result``, ``checkpoint`` and ``event`` return the first `Stop` that a hook raised, or None. The exception of a
+    critical callback is raised after all other callbacks were called. ``KeyboardInterrupt`` and the like are raised at once.
 
     Args:
         callbacks: The callbacks of this process.
-        on_problem: Gets the text of each failure that is not raised.
+        on_failure: Called with the text of each failure that is not raised.
         rank: World rank, in a worker.
     """
 
     def __init__(
-        self, callbacks: Sequence[Callback], on_problem: Callable[[str], None], *, rank: int | None = None
+        self, callbacks: Sequence[Callback], on_failure: Callable[[str], None], *, rank: int | None = None
     ) -> None:
         self._callbacks = list(callbacks)
-        self._on_problem = on_problem
+        self._on_failure = on_failure
         self._rank = rank
         self._started: list[Callback] = []
         self._active: list[Callback] = []
         self._failures: dict[tuple[int, str], int] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def start(self, info: RunInfo) -> Stop | None:
         self._started, self._active = [], []
         self._failures.clear()
-        self._told.clear()
+        self._reported.clear()
         stop: Stop | None = None
         for callback in self._callbacks:
             callback.rank = self._rank
-            self._started.append(callback)  # from here on it gets its end
+            self._started.append(callback)  # from here on on_run_end is called
             self._active.append(callback)
             first, error = self._call_each([callback], "on_run_start", info)
             stop = stop or first
@@ -69,21 +69,21 @@ class CallbackRunner:
         return self._call("on_event", event)
 
     def end(self, error: BaseException | None) -> None:
-        """Give each callback that was started its end; a second call does nothing.
+        """Call ``on_run_end`` of each callback that was started; a second call does nothing.
 
         Raises:
-            Exception: What a critical callback raised, unless the run has an error of its own; after all had their end.
+            Exception: The exception of a critical callback, after all were called, unless the run has an error of its own.
         """
         started, self._started, self._active = self._started, [], []
         raised: BaseException | None = None
         for callback in started:
             try:
                 callback.on_run_end(error)
-            except Exception as problem:
+            except Exception as failure:
                 if callback.critical and error is None and raised is None:
-                    raised = problem
+                    raised = failure
                 else:
-                    self._report(callback, "on_run_end", problem, ".")
+                    self._report(callback, "on_run_end", failure, ".")
             except BaseException as interrupt:
                 raised = interrupt
         if raised is not None:
@@ -118,7 +118,7 @@ class CallbackRunner:
     def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
         key = (id(callback), hook)
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        note = "; training goes on."
+        note = "; training continues."
         if hook == "on_run_start" or count >= MAX_FAILURES:
             self._active = [other for other in self._active if other is not callback]
             times = "" if hook == "on_run_start" else f" {count} times in a row"
@@ -128,7 +128,7 @@ class CallbackRunner:
     def _report(self, callback: Callback, hook: str, error: BaseException, note: str) -> None:
         text = f"callback {type(callback).__name__} failed in {hook}: {one_line(error)}{note}"
         key = (id(callback), hook)
-        if key not in self._told:  # the traceback once is help, a hundred times is noise
-            self._told.add(key)
+        if key not in self._reported:  # the traceback helps once, and is noise afterwards
+            self._reported.add(key)
             text += "\n" + "".join(traceback.format_exception(error)).rstrip()
-        self._on_problem(text)
+        self._on_failure(text)

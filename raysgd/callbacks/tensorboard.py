@@ -1,13 +1,15 @@
-"""Numeric metrics as TensorBoard scalars, by way of tensorboardX.
+"""Write numeric metrics as TensorBoard scalars, by tensorboardX. Runs in the controller's helper process, without torch.
 
-Runs in the controller's helper process, which so needs neither torch nor tensorflow. It uses tensorboardX's record writer
-and not its ``SummaryWriter``: one record per result instead of one per metric through a pipe and two threads, and what is
-written can be read at once.
+It uses tensorboardX's record writer and not its ``SummaryWriter``: one record per result, instead of one per metric
+through a pipe and two threads, and a reader sees each record at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from raysgd.callbacks.base import Callback
@@ -21,8 +23,8 @@ class TensorBoardCallback(Callback):
     """Writes event files to ``{run_dir}/tensorboard``, for ``tensorboard --logdir`` of that folder or one above.
 
     Every number is a scalar at step ``training_iteration``: nested metrics under tags such as ``val/loss``, what raysgd
-    adds under ``raysgd/``; text, lists and bools are left out. The config is shown as text. When a failure makes
-    iterations again, a restart mark makes TensorBoard drop what it had of them, so that the later values stand.
+    adds under ``raysgd/``; text, lists and bools are left out. The config is shown as text. When iterations are
+    repeated after a failure, a restart mark makes TensorBoard drop the earlier values.
 
     Args:
         subdir: Folder in the run's folder.
@@ -69,17 +71,35 @@ class TensorBoardCallback(Callback):
             folder.close()
 
 
+@contextlib.contextmanager
+def _torch_not_imported() -> Iterator[None]:
+    """Make ``import torch`` fail meanwhile, unless torch is loaded already.
+
+    tensorboardX imports torch if it can, for type annotations only; that takes 1.7 s and 120 MB. A module that is None in
+    `sys.modules` cannot be imported.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
 class _EventFile:
-    """A new event file in a folder; readers take all files of the folder for one history, in the order of their names."""
+    """A new event file in a folder. Readers take all files of the folder as one history, in the order of their names."""
 
     def __init__(self, folder: str) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
+        with _torch_not_imported():
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event: Any = event_pb2.Event
         self._session_log: Any = event_pb2.SessionLog
         self._summary: Any = summary_pb2.Summary
-        # The name ends in nanoseconds: two files of one second would be one.
+        # Nanoseconds in the name: two files of the same second would have the same name otherwise.
         self._writer: Any = EventsWriter(f"{folder}/events", f".{time.time_ns()}")
         self._writer.flush()
 
@@ -93,7 +113,7 @@ class _EventFile:
         self._write(wall_time=time.time(), summary=text(tag, markdown))
 
     def mark_restart(self, step: int) -> None:
-        """Make readers drop what the folder's files have for ``step`` and later."""
+        """Make readers drop the values of ``step`` and later ones in the folder's files."""
         self._write(wall_time=time.time(), step=step, session_log=self._session_log(status=self._session_log.START))
 
     def close(self) -> None:

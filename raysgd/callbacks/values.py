@@ -1,7 +1,7 @@
 """Metrics as loggers need them: flat, plain Python values, strict JSON. Pure functions, free of any framework.
 
-A metric is what ``report`` let through (numbers, text, None, arrays of numbers, and dicts and lists of these), yet
-nothing here fails on others: what cannot be converted becomes its ``str``.
+Metrics are what ``report`` accepts: numbers, text, None, arrays of numbers, and dicts and lists of these. The functions do
+not fail on other values: what cannot be converted becomes its ``str``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,87 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raysgd.callbacks.formatting import as_float, is_number
+from raysgd.errors import RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS
 
+_MAX_TEXT = 32
 _SCALARS = (bool, int, float, str, type(None))
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def short(value: Any) -> str:
+    """Format a metric in a few characters: floats to 4 significant digits, text cut, None as ``-``."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        whole = value.is_integer() and abs(value) < 1e6
+        return f"{value:.1f}" if whole else f"{value:.4g}"
+    return clip(" ".join(str(value).split()), _MAX_TEXT)
+
+
+def clip(text: str, width: int) -> str:
+    """Cut the text to ``width`` characters, with ``...`` at its end."""
+    return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def time_span(seconds: float) -> str:
+    """Format seconds with a fitting unit: ``850 us``, ``12.3 ms``, ``4.56 s``, ``12:34``."""
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if 0 < seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+def size(num_bytes: float) -> str:
+    """Format bytes in decimal units: ``1.23 GB``."""
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1000, unit + 1
+    number = f"{num_bytes:.0f}" if unit == 0 else f"{num_bytes:#.3g}".rstrip(".")
+    return f"{number} {_UNITS[unit]}"
+
+
+def one_line(error: BaseException, width: int = 200) -> str:
+    """Format an exception as ``ValueError: its text``, on one line."""
+    text = " ".join(str(error).split())
+    return clip(f"{type(error).__name__}: {text}" if text else type(error).__name__, width)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value can be plotted: an int or float (nan and infinities too), not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a number that is neither nan nor infinite."""
+    return is_number(value) and math.isfinite(as_float(value))
+
+
+def as_float(value: float) -> float:
+    """Convert a number to a float; an int that is too large becomes infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def end_state(error: BaseException | None) -> str:
+    """Return how a run with this error ended: ``finished``, ``cancelled`` or ``failed``."""
+    if error is None:
+        return "finished"
+    return "cancelled" if isinstance(error, (RunCancelledError, KeyboardInterrupt)) else "failed"
 
 
 def plain(value: Any) -> Any:
-    """A numpy or framework scalar as a Python number, an array as a list; anything else as it is."""
+    """Convert a NumPy or framework scalar to a Python number, and an array to a list; return other values as they are."""
     if isinstance(value, (*_SCALARS, dict, list, tuple)):
         return value
     to_list = getattr(value, "tolist", None)
@@ -26,30 +99,30 @@ def plain(value: Any) -> Any:
 
 
 def flatten(metrics: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Nested dicts as one dict: ``{"val": {"loss": 1}}`` is ``{"val/loss": 1}``. Lists stay lists."""
+    """Flatten nested dicts: ``{"val": {"loss": 1}}`` becomes ``{"val/loss": 1}``. Lists stay lists."""
     return dict(_leaves(metrics, "", separator))
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric leaves of the metrics, flattened; nan and infinities are numbers, bools and text are not."""
+    """Return the numbers among the flattened metrics; nan and infinities are numbers, bools and text are not."""
     return {key: as_float(value) for key, value in flatten(metrics).items() if is_number(value)}
 
 
 def split_automatic(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The user's metrics, and the keys raysgd added."""
+    """Split a result into the user's metrics and the keys that raysgd added."""
     own = {key: value for key, value in result.items() if key not in AUTOMATIC_KEYS}
     return own, {key: value for key, value in result.items() if key in AUTOMATIC_KEYS}
 
 
 def strict_json(value: Any) -> str:
-    """One line of JSON that any reader takes: nan is ``null``, infinities are ``1e999`` and ``-1e999``.
+    """Encode a value as one line of standard JSON: nan is ``null``, infinities are ``1e999`` and ``-1e999``.
 
-    These are numbers by JSON's grammar, and pandas, Python and JavaScript read them as infinities (jq as the largest
-    number it has), where ``NaN`` and ``Infinity`` are no JSON at all.
+    These are numbers by JSON's grammar: pandas, Python and JavaScript read them as infinities, jq as its largest number.
+    ``NaN`` and ``Infinity`` are not JSON.
     """
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_default)
-    except (TypeError, ValueError):  # nan or an infinity, or a key that is no string
+    except (TypeError, ValueError):  # nan or an infinity, or a key that is not a string
         return _encode(value)
 
 

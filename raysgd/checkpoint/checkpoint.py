@@ -1,6 +1,6 @@
-"""`Checkpoint`, what users hold, and `load_state`, by which workers read one.
+"""`Checkpoint`, which users hold, and `load_state`, by which workers load one.
 
-Runs in drivers and workers. A `Checkpoint` is small and picklable: it names the folder and reads it when asked.
+Runs in drivers and workers. A `Checkpoint` is small and picklable: it names its folder and reads it on demand.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
-from raysgd.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, missing_part_error, verify_entries, verify_files
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import read_manifest
-from raysgd.checkpoint.verify import verify_entries, verify_files
-from raysgd.checkpoint.wrong_ranks import not_for
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 
 class MemorySource(Protocol):
-    """Where a checkpoint that is on no storage comes from; must be picklable."""
+    """Loads a checkpoint that is in memory only; must be picklable."""
 
-    def load(self, rank: int | None, trusted: bool) -> Any:
-        """The state of a rank's part."""
+    def load(self, rank: int | None, allow_pickle: bool) -> Any:
+        """Load the state of a rank's part."""
 
 
 @final
 class Checkpoint:
-    """A saved state of a run. Equal to another of the same path."""
+    """A saved state of a run. Checkpoints with the same path are equal."""
 
     def __init__(
         self,
@@ -49,18 +48,18 @@ class Checkpoint:
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint in a folder; its manifest and the sizes of its files are checked, checksums when it is loaded.
+        """Open the checkpoint in a folder. Its manifest and the sizes of its files are checked; `load` checks checksums.
 
         Args:
-            path: A path, a URI, or a checkpoint of Ray Tune's.
+            path: A path, a URI, or a checkpoint of Ray Tune.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointCorruptError: Names the file that is missing or wrong.
+            CheckpointNotFoundError: The folder holds no checkpoint.
+            CheckpointCorruptError: A file is missing or wrong; the text names it.
         """
         given: Any = path
-        is_tunes = hasattr(given, "filesystem") and hasattr(given, "path")  # duck-typed: this module knows no Ray
-        directory = Storage(given.filesystem, given.path) if is_tunes else Storage.from_uri(path)
+        is_from_tune = hasattr(given, "filesystem") and hasattr(given, "path")  # duck-typed: this module knows no Ray
+        directory = Storage(given.filesystem, given.path) if is_from_tune else Storage.from_uri(path)
         try:
             manifest = read_manifest(directory)
         except CheckpointNotFoundError as error:
@@ -70,17 +69,17 @@ class Checkpoint:
 
     @classmethod
     def of_manifest(cls, path: str, manifest: Manifest) -> Checkpoint:
-        """The checkpoint whose manifest the caller has just read or written."""
+        """Make the checkpoint of a manifest that the caller has just read or written."""
         return cls(path, manifest.metrics, manifest.iteration, manifest.time_total_s)
 
     @property
     def path(self) -> str | None:
-        """Its folder, a path or URI; None when it lives in memory only."""
+        """Its folder, as a path or URI; None if the checkpoint is in memory only."""
         return self._path
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What was reported with it."""
+        """The metrics that were reported with it."""
         return self._metrics
 
     @property
@@ -90,27 +89,27 @@ class Checkpoint:
 
     @property
     def time_total_s(self) -> float:
-        """Seconds of training that led to it."""
+        """Seconds of training before it was saved."""
         return self._time_total_s
 
-    def load(self, trusted: bool = False, *, rank: int | None = None) -> Any:
-        """The state, with all tensors on the CPU; for one saved with ``files=True`` the path of a local folder.
+    def load(self, allow_pickle: bool = False, *, rank: int | None = None) -> Any:
+        """Load the state, with all tensors on the CPU; for ``files=True`` return the path of a local folder.
 
         Args:
-            trusted: Allow pickled leaves, which can run code.
-            rank: Whose part of one that was saved with ``all_ranks=True``; rank 0's by default.
+            allow_pickle: Allow pickled values, which can run code when loaded.
+            rank: The rank whose part is loaded, if it was saved with ``all_ranks=True``; rank 0 by default.
 
         Raises:
-            CheckpointCorruptError: Its bytes are not what its manifest says.
-            UnsafeStateError: It holds pickles, without ``trusted``.
+            CheckpointCorruptError: Its files do not match its manifest.
+            UnsafeStateError: It holds pickled values, and ``allow_pickle`` is False.
             ReshardError: It has no part of that rank.
         """
         if self._path is not None:
             directory = Storage.from_uri(self._path)
-            return load_state(directory, read_manifest(directory), rank or 0, trusted=trusted)
+            return load_state(directory, read_manifest(directory), rank or 0, allow_pickle=allow_pickle)
         if self._source is None:
-            raise CheckpointError("this checkpoint has neither a path nor a copy in memory")
-        return self._source.load(rank, trusted)
+            raise CheckpointError("this checkpoint has neither a path nor a copy in memory, so it cannot be loaded")
+        return self._source.load(rank, allow_pickle)
 
     def __repr__(self) -> str:
         return f"Checkpoint(path={self._path!r}, iteration={self._iteration})"
@@ -129,45 +128,47 @@ def load_state(
     manifest: Manifest,
     rank: int,
     *,
-    trusted: bool,
+    allow_pickle: bool,
     verify: bool = True,
     world_size: int | None = None,
     on_unusable: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
-    """The state that a rank gets: its own part where each rank saved one, else the one part for all.
+    """Load the state for a rank: its own part if each rank saved one, else the one part for all ranks.
 
     Arrays that were saved in shards are put together from all parts (`raysgd.checkpoint.resharding`).
 
     Args:
         storage_dir: The checkpoint's folder.
         manifest: Its manifest.
-        rank: World rank of the reader.
-        trusted: Allow pickled leaves.
-        verify: Compare checksums; sizes always are.
-        world_size: Number of ranks that read, where parts must fit it; arrays in shards are then read later, as far as they
-            are needed. None: they are whole arrays.
-        on_unusable: Told of what is found wrong then.
+        rank: World rank that loads.
+        allow_pickle: Allow pickled leaves.
+        verify: Compare checksums; sizes are always compared.
+        world_size: Number of ranks that load. Arrays in shards are then returned as `SavedArray`s, which read on demand.
+            None: one process loads alone, and gets whole arrays.
+        on_unusable: Called with an error that occurs later, when a `SavedArray` is read.
 
     Returns:
-        The state; for ``is_files`` the path of a local folder: the one on storage if that is local, which must not be
-        changed, else a fetched copy that is removed when the process ends.
+        The state. For ``is_files`` the path of a local folder: the one on storage if that is local, which must not be
+        changed, else a downloaded copy that is removed when the process ends.
 
     Raises:
-        ReshardError: The parts were saved by another number of ranks, or there is none for this one.
+        ReshardError: The parts were saved by another number of ranks, or this rank has none.
         CheckpointCorruptError, UnsafeStateError: As for `Checkpoint.load`.
     """
     parts = {rank: part for rank, part in manifest.parts.items() if part}
     if not parts:
-        raise CheckpointCorruptError(f"{storage_dir.path_of(MANIFEST_NAME)} lists no parts")
+        raise CheckpointCorruptError(
+            f"{storage_dir.path_of(MANIFEST_NAME)} lists no parts: the checkpoint holds no state"
+        )
     if manifest.is_files:
         if manifest.all_ranks and (rank not in parts or world_size not in (None, manifest.world_size)):
-            raise not_for(storage_dir.uri, parts, rank, manifest.world_size, world_size)
+            raise missing_part_error(storage_dir.uri, parts, rank, manifest.world_size, world_size)
         return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)], verify=verify)
     if not manifest.all_ranks:
-        from raysgd.checkpoint.parts import read_part  # NumPy, which a driver that only lists checkpoints does without
+        from raysgd.checkpoint.format.parts import read_part  # NumPy: a driver that only lists checkpoints needs none
 
-        return read_part(storage_dir, parts[min(parts)], trusted=trusted, verify=verify)
-    from raysgd.checkpoint.part_sources import StoredPart
+        return read_part(storage_dir, parts[min(parts)], allow_pickle=allow_pickle, verify=verify)
+    from raysgd.checkpoint.format.parts import StoredPart
     from raysgd.checkpoint.resharding import load_parts
 
     return load_parts(
@@ -177,7 +178,7 @@ def load_state(
         is_reshardable=manifest.is_reshardable,
         world_size=world_size,
         where=storage_dir.uri,
-        trusted=trusted,
+        allow_pickle=allow_pickle,
         on_unusable=on_unusable,
     )
 
@@ -185,7 +186,7 @@ def load_state(
 def _local_folder(directory: Storage, entries: Sequence[FileEntry], *, verify: bool) -> str:
     folders = {entry.name.partition("/")[0] for entry in entries if "/" in entry.name}
     if len(folders) != 1 or not all("/" in entry.name for entry in entries):
-        raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)}: a part of files is not in one folder")
+        raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)}: the files of a part are not in one folder")
     folder = folders.pop()
     if directory.is_local:
         verify_entries(directory, entries, checksums=verify)
@@ -197,7 +198,7 @@ def _local_folder(directory: Storage, entries: Sequence[FileEntry], *, verify: b
 
 
 def _suggest(directory: Storage) -> str:
-    """The checkpoints just below a folder that is none: a run's folder given by mistake."""
+    """Suggest a checkpoint below a folder that is not one: the user may have given a run's folder."""
     for below in (directory, directory.child("checkpoints")):
         found = [name for name in below.list_names() if re.fullmatch(r"checkpoint_[0-9]+", name)]
         if found:

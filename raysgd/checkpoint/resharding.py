@@ -1,137 +1,252 @@
-"""A state that was saved in parts with pieces of arrays, for as many ranks as there are now.
+"""Loads a state of which each rank saved a part, for as many ranks as there are now; `SavedArray` is an array of it.
 
-Arrays are put together from the pieces in all parts. What is no such array is a rank's own: where as many ranks load as
-have saved, each gets its own values; else these must be equal in all parts, and all ranks get them.
+Arrays are put together from their shards in all parts. All other values belong to a rank: if as many ranks load as saved,
+each gets its own. Otherwise these values must be equal in all parts, and all ranks get them.
 
 Runs in workers and drivers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raysgd.checkpoint.arrays import dtype_from_json
-from raysgd.checkpoint.boxes import why_no_tiling
-from raysgd.checkpoint.part_sources import PartSource
-from raysgd.checkpoint.saved_array import Piece, SavedArray
-from raysgd.checkpoint.shards import Shards
-from raysgd.checkpoint.tree import Decoder
-from raysgd.checkpoint.wrong_ranks import not_for
-from raysgd.errors import CheckpointCorruptError, ReshardError
+from raysgd.checkpoint.codecs.leaves import ByteArray
+from raysgd.checkpoint.codecs.numpy import dtype_from_json
+from raysgd.checkpoint.codecs.shards import (
+    ArrayShards,
+    ShardIndex,
+    find_tiling_error,
+    full_index,
+    index_from_slices,
+    intersect,
+)
+from raysgd.checkpoint.codecs.tree import Decoder
+from raysgd.checkpoint.format.manifest import missing_part_error
+from raysgd.checkpoint.format.parts import PartReader, aligned_empty
+from raysgd.checkpoint.storage.files import CHUNK_BYTES
+from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ReshardError
 
 Json: TypeAlias = Any
 
 
+@dataclass(frozen=True)
+class StoredShard:
+    """A shard of an array: the tensor ``name`` in a part, which holds the elements at ``index``."""
+
+    index: ShardIndex
+    part: PartReader
+    name: str
+
+
+@final
+class SavedArray:
+    """An array that was saved in shards. It holds no data in memory: reading it, or a slice of it, makes a NumPy array.
+
+    ``saved[2:4, :8]`` reads these elements, ``np.asarray(saved)`` reads all. `raysgd.jax.restore` makes `jax.Array`s.
+    Read it before the next ``save_checkpoint``, which may delete the checkpoint that holds it.
+
+    Attributes:
+        shape: Of the whole array.
+        dtype: A NumPy dtype.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        shards: Sequence[StoredShard],
+        on_unusable: Callable[[Exception], None],
+    ) -> None:
+        self.shape = shape
+        self.dtype: np.dtype[Any] = dtype
+        self._place = place
+        self._shards = shards
+        self._on_unusable = on_unusable
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """Read the elements of slices without steps, one for each of the first dims, as a new array."""
+        slices = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, slice) for part in slices):
+            raise TypeError(f"{self!r} is read by slices, such as saved[2:4, :8]; np.asarray(...) reads all of it.")
+        return self._read(index_from_slices(slices, self.shape))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError(f"{self!r} is not in memory, so it cannot become an array without a copy.")
+        array = self._read(full_index(self.shape))
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __raysgd_unwrap__(self) -> Any:
+        """Refuse to be saved: ``save_checkpoint`` calls this.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        raise CheckpointError(
+            f"{self!r} was loaded but not restored: save what raysgd.jax.restore makes of it, or np.asarray(...)."
+        )
+
+    def __repr__(self) -> str:
+        return f"SavedArray(state{self._place}, shape={self.shape}, dtype={self.dtype})"
+
+    def _read(self, index: ShardIndex) -> NDArray[Any]:
+        memory = aligned_empty(index.size * self.dtype.itemsize)
+        try:
+            for shard in self._shards:
+                if (common := intersect(shard.index, index)) is not None:
+                    self._copy(shard, common, index, memory)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            self._on_unusable(error)
+            raise
+        return np.ndarray(index.shape, self.dtype, memory)
+
+    def _copy(self, shard: StoredShard, common: ShardIndex, index: ShardIndex, memory: ByteArray) -> None:
+        """Read the elements that a shard and ``index`` have in common to their place in the memory of ``index``."""
+        first, num_rows, row_bytes = _rows(common, shard.index, self.dtype.itemsize)
+        if common.shape[1:] == index.shape[1:] == shard.index.shape[1:]:  # whole rows of both are contiguous in both
+            begin = _rows(common, index, self.dtype.itemsize)[0] * row_bytes
+            shard.part.read(shard.name, first * row_bytes, memory[begin : begin + num_rows * row_bytes])
+            return
+        target = np.ndarray(index.shape, self.dtype, memory)[common.slices(index.begin)]
+        columns = (slice(None), *common.slices(shard.index.begin)[1:])
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for row in range(0, num_rows, step):  # in chunks, since the shard may be large
+            count = min(step, num_rows - row)
+            rows = aligned_empty(count * row_bytes)
+            shard.part.read(shard.name, (first + row) * row_bytes, rows)
+            target[row : row + count] = np.ndarray((count, *shard.index.shape[1:]), self.dtype, rows)[columns]
+
+
+def _rows(common: ShardIndex, outer: ShardIndex, item_bytes: int) -> tuple[int, int, int]:
+    """Return which rows (along the first dim) of ``outer`` are in ``common``: the first, their number, bytes of each."""
+    row_bytes = math.prod(outer.shape[1:]) * item_bytes
+    if not common.begin:
+        return 0, 1, row_bytes
+    return common.begin[0] - outer.begin[0], common.shape[0], row_bytes
+
+
 def load_parts(
-    parts: Mapping[int, PartSource],
+    parts: Mapping[int, PartReader],
     rank: int,
     *,
     saved_by: int,
     world_size: int | None,
     is_reshardable: bool,
     where: str,
-    trusted: bool,
+    allow_pickle: bool,
     on_unusable: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
-    """The state of a rank.
+    """Load the state of a rank.
 
     Args:
-        parts: By the rank that saved them.
-        rank: Of the reader.
+        parts: Parts by the rank that saved them.
+        rank: The rank that loads.
         saved_by: Number of ranks that saved.
-        world_size: Number of ranks that load. None: one process that wants all, for which arrays are read whole.
-        is_reshardable: What ranks saved beside arrays is known to be equal.
+        world_size: Number of ranks that load. None: one process loads alone, for which arrays are read whole.
+        is_reshardable: Whether everything except array shards is known to be equal in all parts.
         where: The checkpoint, for messages.
-        trusted: Allow pickled leaves.
-        on_unusable: Told of an error that comes up when an array is read, later.
+        allow_pickle: Allow pickled leaves.
+        on_unusable: Called with an error that occurs later, when an array is read.
 
     Raises:
-        ReshardError: Another number of ranks saved, and the state is not one for all ranks.
-        CheckpointCorruptError: Pieces are missing, or do not fit together.
+        ReshardError: Another number of ranks saved, and the parts differ in more than array shards.
+        CheckpointCorruptError: Shards are missing or overlap.
     """
     is_same = rank in parts and world_size in (None, saved_by)
     part = parts[rank if is_same else min(parts)]
     if not part.shards:
         if is_same:
-            return part.load(trusted=trusted)
-        raise not_for(where, parts, rank, saved_by, world_size)
+            return part.load(allow_pickle=allow_pickle)
+        raise missing_part_error(where, parts, rank, saved_by, world_size)
     if not is_same and (world_size is None or not is_reshardable):
         if world_size is not None:
-            _find_difference(parts, where, saved_by)
-        raise not_for(where, parts, rank, saved_by, world_size)
+            _raise_difference(parts, where, saved_by)
+        raise missing_part_error(where, parts, rank, saved_by, world_size)
     arrays = _assemble(parts, where, on_unusable)
     is_whole = world_size is None or world_size == saved_by == 1
     values = {place: np.asarray(array) if is_whole or not array.shape else array for place, array in arrays.items()}
-    return Decoder(part.leaves(part.own_names), part.where, trusted=trusted, shards=values).decode_state(part.state)
+    leaves = part.leaves(part.unsharded_names)
+    return Decoder(leaves, part.where, allow_pickle=allow_pickle, shards=values).decode_state(part.state)
 
 
 def _assemble(
-    parts: Mapping[int, PartSource], where: str, on_unusable: Callable[[Exception], None]
+    parts: Mapping[int, PartReader], where: str, on_unusable: Callable[[Exception], None]
 ) -> dict[str, SavedArray]:
-    by_place: dict[str, dict[int, Shards]] = {}
+    by_place: dict[str, dict[int, ArrayShards]] = {}
     for rank, part in sorted(parts.items()):
-        for place, shards in part.shards.items():
-            by_place.setdefault(place, {})[rank] = shards
-    return {place: _array(place, by_rank, parts, where, on_unusable) for place, by_rank in by_place.items()}
+        for place, array in part.shards.items():
+            by_place.setdefault(place, {})[rank] = array
+    return {place: _saved_array(place, by_rank, parts, where, on_unusable) for place, by_rank in by_place.items()}
 
 
-def _array(
+def _saved_array(
     place: str,
-    by_rank: Mapping[int, Shards],
-    parts: Mapping[int, PartSource],
+    by_rank: Mapping[int, ArrayShards],
+    parts: Mapping[int, PartReader],
     where: str,
     on_unusable: Callable[[Exception], None],
 ) -> SavedArray:
-    told = f"{where}: state{place}"
+    label = f"{where}: state{place}"
     first = min(by_rank)
-    shards = by_rank[first]
+    array = by_rank[first]
     for rank, other in by_rank.items():
-        if (other.shape, other.dtype) != (shards.shape, shards.dtype):
+        if (other.shape, other.dtype) != (array.shape, array.dtype):
             raise CheckpointCorruptError(
-                f"{told} is {shards.dtype} of shape {shards.shape} to rank {first} and {other.dtype} of shape {other.shape} "
-                f"to rank {rank}"
+                f"{label} is {array.dtype} of shape {array.shape} on rank {first} but {other.dtype} of shape {other.shape} "
+                f"on rank {rank}"
             )
-    pieces = [Piece(box, parts[rank], name) for rank, each in by_rank.items() for box, name in each.pieces]
-    wrong = why_no_tiling(shards.shape, [piece.box for piece in pieces])
-    if wrong is not None:
+    shards = [StoredShard(index, parts[rank], name) for rank, each in by_rank.items() for index, name in each.shards]
+    problem = find_tiling_error(array.shape, [shard.index for shard in shards])
+    if problem is not None:
         raise CheckpointCorruptError(
-            f"{told}, of shape {shards.shape}, cannot be put together: {wrong}, in the parts of ranks {sorted(parts)}"
+            f"{label}, of shape {array.shape}, cannot be put together: {problem}, in the parts of ranks {sorted(parts)}"
         )
-    dtype = _dtype(shards.dtype, told)
-    return SavedArray(place, shards.shape, dtype, pieces, on_unusable)
+    return SavedArray(place, array.shape, _parse_dtype(array.dtype, label), shards, on_unusable)
 
 
-def _dtype(description: Json, told: str) -> Any:
+def _parse_dtype(description: Json, label: str) -> Any:
     try:
         return dtype_from_json(description)
     except (TypeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{told} has a dtype that is none: {error}") from error
+        raise CheckpointCorruptError(f"{label} has an invalid dtype: {error}") from error
 
 
-def _find_difference(parts: Mapping[int, PartSource], where: str, saved_by: int) -> None:
-    """Raise, with its place, for what ranks have beside the arrays and is not the same for all."""
+def _raise_difference(parts: Mapping[int, PartReader], where: str, saved_by: int) -> None:
+    """Raise ReshardError for the first value outside array shards that differs between ranks, if there is one."""
     first, *others = sorted(parts)
     for rank in others:
-        differs = _difference(parts[first].state, parts[rank].state) or _different_leaf(parts[first], parts[rank])
-        if differs is not None:
+        place = _different_node(parts[first].state, parts[rank].state) or _different_leaf(parts[first], parts[rank])
+        if place is not None:
             raise ReshardError(
-                f"{where} was saved by {saved_by} ranks: {differs} is not the same on ranks {first} and {rank}, so it belongs "
-                f"to one of {saved_by}. Save what all ranks share, or run with num_workers={saved_by}."
+                f"{where} was saved by {saved_by} ranks: {place} differs between ranks {first} and {rank}, so only {saved_by} "
+                f"ranks can load it. Save only values that are equal on all ranks, or run with num_workers={saved_by}."
             )
 
 
-def _difference(one: Json, other: Json, path: str = "state") -> str | None:
-    """The place of a first difference between two trees."""
+def _different_node(one: Json, other: Json, path: str = "state") -> str | None:
+    """Return the place of the first difference between two trees."""
     if one == other:
         return None
     if type(one) is dict and type(other) is dict and one.keys() == other.keys():
-        return next(d for key in one if (d := _difference(one[key], other[key], f"{path}[{key!r}]")))
+        return next(place for key in one if (place := _different_node(one[key], other[key], f"{path}[{key!r}]")))
     if _is_sequence(one) and _is_sequence(other) and len(one) == len(other):
         pairs = enumerate(zip(one[1:], other[1:], strict=True))
-        return next(d for index, pair in pairs if (d := _difference(*pair, f"{path}[{index}]")))
+        return next(place for number, pair in pairs if (place := _different_node(*pair, f"{path}[{number}]")))
     return path
 
 
@@ -139,13 +254,13 @@ def _is_sequence(node: Json) -> bool:
     return type(node) is list and len(node) > 1 and node[0] in ("list", "tuple")
 
 
-def _different_leaf(one: PartSource, other: PartSource) -> str | None:
-    """The name of a first tensor that differs, of those that are no pieces."""
-    for name in one.own_names:
-        spec, spec_there = one.specs[name], other.specs.get(name)
-        if spec_there is None or (spec.dtype, spec.shape) != (spec_there.dtype, spec_there.shape):
+def _different_leaf(one: PartReader, other: PartReader) -> str | None:
+    """Return the name of the first tensor outside array shards that differs."""
+    for name in one.unsharded_names:
+        spec, other_spec = one.specs[name], other.specs.get(name)
+        if other_spec is None or (spec.dtype, spec.shape) != (other_spec.dtype, other_spec.shape):
             return name
-        here, there = (part.leaves([name]).get(name).data for part in (one, other))
-        if not np.array_equal(here, there):
+        data, other_data = (part.leaves([name]).get(name).data for part in (one, other))
+        if not np.array_equal(data, other_data):
             return name
     return None

@@ -1,112 +1,63 @@
-"""`take_snapshot`: a state copied to host memory, complete and independent, ready to be written behind the training.
+"""`take_snapshot` copies a state to host memory, complete and independent, so that it is written while training continues.
 
-The copy is the only stall of a checkpoint. It goes straight to where the bytes lie in the file: the staging buffer *is*
-the payload (`raysgd.checkpoint.payload`). Taken by a worker's training thread, written and released by a writer thread.
+The copy goes into a staging buffer that is allocated once and reused. A copy of 512 MB into memory that the process has
+used before takes a tenth of a copy into fresh memory, whose pages the kernel must first find and clear.
+
+Used by a worker's training thread (`take_snapshot`) and its writer threads (`Snapshot.write`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
+import threading
+import time
+import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
-from raysgd.checkpoint.foreign import synchronize
-from raysgd.checkpoint.leaves import ByteArray, Leaf, LeafList
-from raysgd.checkpoint.names import FileEntry
-from raysgd.checkpoint.parts import encode_tree
-from raysgd.checkpoint.payload import FOOTER_BYTES, load_payload, write_footer, write_payload
-from raysgd.checkpoint.shards import ShardWriter
-from raysgd.checkpoint.staging import StagingBuffer, StagingPool
-from raysgd.checkpoint.storage import Storage
-from raysgd.checkpoint.tensors import encode_header
-from raysgd.checkpoint.tree import Encoder
-from raysgd.errors import CheckpointError
+import numpy as np
 
-__all__ = ["Snapshot", "StagingPool", "load_payload", "take_snapshot", "write_payload"]
+from raysgd.checkpoint.codecs.frameworks import synchronize
+from raysgd.checkpoint.codecs.leaves import ByteArray, Leaf, LeafList
+from raysgd.checkpoint.codecs.shards import ShardWriter
+from raysgd.checkpoint.codecs.tree import Encoder
+from raysgd.checkpoint.format.parts import FOOTER_BYTES, encode_tree, write_footer, write_payload
+from raysgd.checkpoint.format.safetensors import encode_header
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.errors import CheckpointError, ConfigError
 
-#: States from this size on are copied by several threads; for less they are not worth being started.
+#: States of at least this size are copied by several threads; smaller ones are not worth starting threads.
 _PARALLEL_BYTES = 32 << 20
 _MAX_THREADS = 4
-
-
-@final
-class Snapshot:
-    """One rank's part in a staging buffer. Used by one thread at a time; `release` by any.
-
-    Args:
-        beside: Where in it is what it has beside the pieces of arrays; None where it has no pieces.
-
-    Attributes:
-        num_bytes: Of the payload.
-        num_pickled: Leaves that are pickles, so that loading needs ``trusted=True``.
-    """
-
-    def __init__(
-        self,
-        pool: StagingPool,
-        buffer: StagingBuffer,
-        num_pickled: int,
-        beside: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        self.num_bytes = buffer.num_bytes
-        self.num_pickled = num_pickled
-        self._pool = pool
-        self._buffer: StagingBuffer | None = buffer
-        self._beside = beside
-
-    def payload(self) -> ByteArray:
-        """All of it as one array: a view that ends with `release`, so copy it (as an object store does) to keep it."""
-        if self._buffer is None:
-            raise CheckpointError("the snapshot was released; its buffer may hold another one by now")
-        return self._buffer.view
-
-    def beside(self) -> str | None:
-        """Digest of what it has beside the pieces of arrays: equal for ranks where that is equal. None without pieces."""
-        if self._beside is None:
-            return None
-        payload = self.payload()
-        digest = hashlib.blake2b(digest_size=16)
-        for begin, end in self._beside:
-            digest.update(payload[begin:end].data)
-        return digest.hexdigest()
-
-    def write(self, storage: Storage, prefix: str) -> list[FileEntry]:
-        """Write the part's files; see `write_payload`. For a writer thread: it also readies the pool's other buffers.
-
-        Raises:
-            StorageError: Writing went on failing.
-        """
-        payload = self.payload()
-        self._pool.prefault(self.num_bytes)
-        return write_payload(payload, storage, prefix)
-
-    def release(self) -> None:
-        """Give the buffer back. Must be called, also after a failed write; twice is as once."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._pool.release(buffer)
+_PAGE_BYTES = 4096
+_ROUND_BYTES = 2 << 20
+_MIN_PREFAULT_BYTES = 16 << 20  # smaller buffers are not worth the work
+_WAKE_S = 0.2
 
 
 def take_snapshot(
-    state: Any, pool: StagingPool, *, trusted: bool = False, shards: ShardWriter | None = None
+    state: Any, pool: StagingPool, *, allow_pickle: bool = False, shards: ShardWriter | None = None
 ) -> Snapshot:
-    """Copy a state; when this returns the caller may change it.
+    """Copy a state. When this returns, the caller may change the state.
 
     Args:
-        state: Any tree of containers, scalars, tensors and things with ``state_dict()``.
-        pool: Where the copy goes; waits while its buffers are in use.
-        trusted: Pickle what nothing else can hold.
-        shards: Takes the pieces that this rank has of arrays; None where it saves for all ranks.
+        state: Any tree of containers, scalars, tensors and objects with ``state_dict()``.
+        pool: Provides the buffer for the copy; waits while all its buffers are in use.
+        allow_pickle: Pickle values that nothing else can hold.
+        shards: Collects this rank's array shards; None if the rank saves for all ranks.
 
     Raises:
-        UnsafeStateError: It has such a leaf, without ``trusted``.
-        CheckpointError: It contains itself, nests too deeply, holds a tensor that cannot be saved, or the pool was
-            closed.
+        UnsafeStateError: Only pickle could hold a value, and ``allow_pickle`` is False.
+        CheckpointError: The state contains itself, nests too deeply, or holds a tensor that cannot be saved; or the pool
+            was closed.
     """
     leaves = LeafList()
-    encoder = Encoder(leaves, trusted=trusted, shards=shards)
+    encoder = Encoder(leaves, allow_pickle=allow_pickle, shards=shards)
     node = encoder.encode_state(state)
     tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
     placed = sorted(leaves.named.items(), key=_by_alignment)
@@ -117,28 +68,86 @@ def take_snapshot(
     try:
         _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
-        beside = None
+        unsharded = None
         if shards is not None and shards.table:
-            beside = _stretches_beside(placed, shards.names, len(header))
-            beside.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
-        return Snapshot(pool, buffer, encoder.num_pickled, beside)
-    except BaseException:  # AttemptEnded as well: a buffer that is lost would block the saves of the next attempt
+            unsharded = _unsharded_ranges(placed, shards.names, len(header))
+            unsharded.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
+        return Snapshot(pool, buffer, encoder.num_pickled, unsharded)
+    except BaseException:  # also AttemptEnded: a lost buffer would block the saves of the next attempt
         pool.release(buffer)
         raise
 
 
-def _stretches_beside(placed: list[tuple[str, Leaf]], pieces: Collection[str], begin: int) -> list[tuple[int, int]]:
-    """Where the leaves lie that are no pieces, of those that begin at ``begin``."""
-    stretches = []
+@final
+class Snapshot:
+    """One rank's part in a staging buffer. Used by one thread at a time; `release` by any.
+
+    Args:
+        unsharded: Byte ranges of everything except array shards; None for a part without shards.
+
+    Attributes:
+        num_bytes: Size of the payload.
+        num_pickled: Number of pickled leaves: with any, loading needs ``allow_pickle=True``.
+    """
+
+    def __init__(
+        self,
+        pool: StagingPool,
+        buffer: StagingBuffer,
+        num_pickled: int,
+        unsharded: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.num_bytes = buffer.num_bytes
+        self.num_pickled = num_pickled
+        self._pool = pool
+        self._buffer: StagingBuffer | None = buffer
+        self._unsharded = unsharded
+
+    def payload(self) -> ByteArray:
+        """Return the part as one array of bytes: a view that is valid until `release`."""
+        if self._buffer is None:
+            raise CheckpointError("the snapshot was released, and its buffer may hold another one")
+        return self._buffer.view
+
+    def unsharded_digest(self) -> str | None:
+        """Return a digest of everything except array shards, by which ranks are compared; None without shards."""
+        if self._unsharded is None:
+            return None
+        payload = self.payload()
+        digest = hashlib.blake2b(digest_size=16)
+        for begin, end in self._unsharded:
+            digest.update(payload[begin:end].data)
+        return digest.hexdigest()
+
+    def write(self, storage: Storage, prefix: str) -> list[FileEntry]:
+        """Write the part's files; see `write_payload`. Called by a writer thread, it also prefaults the pool's other buffers.
+
+        Raises:
+            StorageError: Writing still failed after all retries.
+        """
+        payload = self.payload()
+        self._pool.prefault(self.num_bytes)
+        return write_payload(payload, storage, prefix)
+
+    def release(self) -> None:
+        """Return the buffer to the pool. Must be called, also after a failed write; a second call does nothing."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._pool.release(buffer)
+
+
+def _unsharded_ranges(placed: list[tuple[str, Leaf]], shards: Collection[str], begin: int) -> list[tuple[int, int]]:
+    """Return the byte ranges of the leaves that are not shards; the first leaf begins at ``begin``."""
+    ranges = []
     for name, leaf in placed:
-        if name not in pieces:
-            stretches.append((begin, begin + leaf.num_bytes))
+        if name not in shards:
+            ranges.append((begin, begin + leaf.num_bytes))
         begin += leaf.num_bytes
-    return stretches
+    return ranges
 
 
 def _by_alignment(item: tuple[str, Leaf]) -> int:
-    """Widest elements first: the format allows no gaps, and so each tensor still lies on a multiple of its width."""
+    """Sort wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size."""
     return -item[1].item_bytes
 
 
@@ -158,7 +167,7 @@ def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes)
         _copy([each for each in copies if each[0].device is not None], num_threads=1)
         in_memory = [each for each in copies if each[0].device is None]
         _copy(in_memory, num_threads=_num_threads(sum(leaf.num_bytes for leaf, _ in in_memory)))
-    finally:  # also on the way out of an error: a late copy from a GPU would land in the buffer's next snapshot
+    finally:  # also after an error: a late copy from a GPU would overwrite the buffer's next snapshot
         synchronize(leaves)
     _put(target, end, tree)
 
@@ -168,13 +177,13 @@ def _copy(copies: Sequence[tuple[Leaf, ByteArray]], num_threads: int) -> None:
         for leaf, area in copies:
             leaf.fill(leaf.source, area)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-copy") as pool:  # leaves when all of them are done
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-copy") as pool:  # its exit waits for all copies
         for done in [pool.submit(leaf.fill, leaf.source, area) for leaf, area in copies]:
             done.result()
 
 
 def _num_threads(num_bytes: int) -> int:
-    """One core cannot read and write as fast as memory can; a few can."""
+    """Choose the number of copy threads: one core cannot saturate the memory bandwidth, a few can."""
     if num_bytes < _PARALLEL_BYTES:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -185,3 +194,189 @@ def _put(target: ByteArray, start: int, data: bytes) -> int:
     end = start + len(data)
     target.data[start:end] = data
     return end
+
+
+@final
+class StagingPool:
+    """A fixed number of reused buffers. Thread-safe.
+
+    Waiting in `acquire` is the back-pressure of checkpoints: training can be ahead of storage by the size of the pool.
+
+    Attributes:
+        waited_s: Total seconds that calls of `acquire` have waited.
+    """
+
+    def __init__(self, num_buffers: int = 2, max_pending_bytes: int = 4 << 30) -> None:
+        """
+        Args:
+            num_buffers: Snapshots that may wait to be written.
+            max_pending_bytes: Bytes that they may have together; a single one may have more.
+        """
+        if num_buffers < 1 or max_pending_bytes < 1:
+            raise ConfigError(f"StagingPool({num_buffers=}, {max_pending_bytes=}) is not allowed: give values >= 1.")
+        self.waited_s = 0.0
+        self._num_buffers = num_buffers
+        self._free: list[StagingBuffer] = []
+        # Weak references: an exception injected into the training thread can lose a buffer between two lines. The pool then
+        # makes another one.
+        self._busy: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()
+        self._max_pending_bytes = max_pending_bytes
+        self._changed = threading.Condition()
+        self._closed = False
+        self._pinned = False
+
+    def acquire(self, num_bytes: int, *, pinned: bool = False) -> StagingBuffer:
+        """Return a buffer of at least ``num_bytes``; wait while all are in use.
+
+        Args:
+            num_bytes: Room needed.
+            pinned: Prefer page-locked memory, into which a GPU copies faster and without blocking.
+
+        Raises:
+            CheckpointError: The pool was closed.
+        """
+        with self._changed:
+            while not self._has_room(num_bytes):
+                began = time.monotonic()
+                # release and close wake it. The timeout lets an injected exception arrive, which happens only while this
+                # thread runs Python code.
+                self._changed.wait(_WAKE_S)
+                self.waited_s += time.monotonic() - began
+            buffer = self._take(self._best_fit(num_bytes))
+            buffer.num_bytes = num_bytes
+            self._pinned = pinned
+        try:
+            buffer.reserve(num_bytes, pinned=pinned)
+        except BaseException:
+            self.release(buffer)
+            raise
+        return buffer
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Return a buffer to the pool; views on it become invalid. A second call does nothing."""
+        with self._changed:
+            if buffer in self._busy:
+                self._busy.discard(buffer)
+                buffer.num_bytes = 0
+                self._free.append(buffer)
+                self._changed.notify_all()
+
+    def prefault(self, num_bytes: int) -> None:
+        """Grow free buffers that are smaller than ``num_bytes``, and map their pages.
+
+        A writer thread calls this before the first write, so that the second save is as fast as the third.
+        """
+        while num_bytes >= _MIN_PREFAULT_BYTES and (buffer := self._take_small(num_bytes)) is not None:
+            try:
+                buffer.reserve(num_bytes, pinned=self._pinned)
+                buffer.touch()
+            finally:
+                self.release(buffer)
+
+    def close(self) -> None:
+        """Make waiting and later `acquire` calls fail; snapshots in flight continue."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of snapshots in flight."""
+        with self._changed:
+            return self._pending()
+
+    def _pending(self) -> int:
+        return sum(buffer.num_bytes for buffer in self._busy)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if self._closed:
+            raise CheckpointError(
+                "the staging buffers were closed: the attempt has ended, so nothing more is saved in it"
+            )
+        num_busy = len(self._busy)
+        return num_busy < self._num_buffers and (not num_busy or self._fits(num_bytes))
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._pending() + num_bytes <= self._max_pending_bytes
+
+    def _take(self, buffer: StagingBuffer) -> StagingBuffer:
+        self._free.remove(buffer)
+        self._busy.add(buffer)
+        return buffer
+
+    def _best_fit(self, num_bytes: int) -> StagingBuffer:
+        """Return the smallest buffer that is large enough, else the largest, which has to grow least."""
+        self._complete()
+        enough = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
+        return min(enough, key=_capacity) if enough else max(self._free, key=_capacity)
+
+    def _take_small(self, num_bytes: int) -> StagingBuffer | None:
+        with self._changed:
+            self._complete()
+            small = [buffer for buffer in self._free if buffer.capacity < num_bytes]
+            return self._take(small[0]) if small and not self._closed and self._fits(num_bytes) else None
+
+    def _complete(self) -> None:
+        """Make the buffers that do not exist yet or were lost."""
+        self._free += [StagingBuffer() for _ in range(self._num_buffers - len(self._busy) - len(self._free))]
+
+
+@final
+class StagingBuffer:
+    """One buffer of a pool. It belongs to its acquirer until it is released.
+
+    Attributes:
+        num_bytes: Number of bytes in use.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._memory: ByteArray = np.empty(0, np.uint8)
+        self._is_for_gpu = False
+
+    @property
+    def view(self) -> ByteArray:
+        """The bytes in use."""
+        return self._memory[: self.num_bytes]
+
+    @property
+    def capacity(self) -> int:
+        return self._memory.size
+
+    def reserve(self, num_bytes: int, *, pinned: bool) -> None:
+        """Make room; the content is lost if the buffer grows."""
+        if num_bytes > self.capacity or (pinned and not self._is_for_gpu):
+            self._memory = np.empty(0, np.uint8)  # free it before allocating the new one
+            # Allocate a little more: the JSON of the next state may be a few digits longer.
+            self._memory = np.empty(-(-(num_bytes + num_bytes // 64) // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
+            self._is_for_gpu = pinned
+            if pinned:  # if pinning fails, copies are only slower
+                _pin(self._memory)
+        self.num_bytes = num_bytes
+
+    def touch(self) -> None:
+        """Make the kernel map all pages now."""
+        self._memory[::_PAGE_BYTES] = 0
+
+
+def _capacity(buffer: StagingBuffer) -> int:
+    return buffer.capacity
+
+
+def _pin(memory: ByteArray) -> None:
+    """Page-lock memory for CUDA, if possible.
+
+    The memory is registered with CUDA, not allocated by torch: torch's pinned allocator rounds up to a power of two.
+    """
+    torch: Any = importlib.import_module("torch")
+    if not memory.size or not torch.cuda.is_available():
+        return
+    address = memory.__array_interface__["data"][0]
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, memory.size, 0)) == 0:
+        weakref.finalize(memory, _unpin, runtime, address)
+
+
+def _unpin(runtime: Any, address: int) -> None:
+    with contextlib.suppress(Exception):  # at interpreter exit the CUDA runtime may end before the memory is freed
+        runtime.cudaHostUnregister(address)

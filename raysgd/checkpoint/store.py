@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: where their files are, when one counts, which are there, which go.
+"""The folder of a run's checkpoints: its layout, and how checkpoints are committed, listed and deleted.
 
 ::
 
     checkpoints/
         checkpoint_000003/
-            a0002-r00000.safetensors    part of rank 0, written by its worker in attempt 2
+            a0002-r00000.safetensors    rank 0's part, written by its worker in attempt 2
             a0002-r00000.json
-            manifest.json               written last, by the control plane: from here on it is a checkpoint
+            manifest.json               written last, by the control plane: this commits the checkpoint
 
 Runs in the control plane (committing, listing, deleting; never imports torch or NumPy) and in drivers (reading).
 """
@@ -20,10 +20,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
 
-from raysgd.checkpoint.local_files import TEMPORARY_PREFIX
-from raysgd.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from raysgd.checkpoint.storage import Storage
-from raysgd.checkpoint.verify import verify_files
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, verify_files
+from raysgd.checkpoint.storage.files import TEMPORARY_PREFIX
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StorageError
 
 _DIRECTORY = re.compile(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,17})")
@@ -33,9 +32,9 @@ _OURS = f"{re.escape(MANIFEST_NAME)}|{_PART}|{_TEMPORARY}"
 
 
 def part_prefix(attempt: int, rank: int) -> str:
-    """How the names of one rank's files begin.
+    """Return the prefix of the names of one rank's files.
 
-    The attempt in it keeps a worker that was given up from overwriting what a later one wrote.
+    It contains the attempt, so that a worker of an earlier attempt cannot overwrite the files of a later one.
     """
     return f"a{attempt:04d}-r{rank:05d}"
 
@@ -49,11 +48,11 @@ def _manifest_of(number: int) -> str:
 
 
 def read_manifest(checkpoint: Storage | str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint in a folder.
+    """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointNotFoundError: The folder holds none, or is not there.
-        CheckpointCorruptError: It is not valid.
+        CheckpointNotFoundError: The folder does not exist, or holds no manifest.
+        CheckpointCorruptError: The manifest is not valid.
     """
     directory = checkpoint if isinstance(checkpoint, Storage) else Storage.from_uri(checkpoint)
     data = directory.read_bytes(MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -61,8 +60,8 @@ def read_manifest(checkpoint: Storage | str | os.PathLike[str]) -> Manifest:
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A checkpoint that could not be used.
+class SkippedCheckpoint:
+    """A checkpoint that cannot be used.
 
     Attributes:
         number: Its number.
@@ -77,28 +76,28 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a store holds.
+    """The checkpoints in a store.
 
     Attributes:
-        manifests: Of the committed checkpoints, oldest first.
-        problems: Those whose manifest is not valid.
+        manifests: Manifests of the committed checkpoints, oldest first.
+        skipped: Checkpoints whose manifest is not valid.
     """
 
     manifests: list[Manifest]
-    problems: list[PassedOver]
+    skipped: list[SkippedCheckpoint]
 
 
 @dataclass(frozen=True)
 class Newest:
-    """Which checkpoint to go on from.
+    """The checkpoint to resume from.
 
     Attributes:
-        manifest: None where there is no usable one.
-        passed_over: Newer ones that could not be used, newest first.
+        manifest: None if no checkpoint is usable.
+        skipped: Newer checkpoints that cannot be used, newest first.
     """
 
     manifest: Manifest | None
-    passed_over: list[PassedOver]
+    skipped: list[SkippedCheckpoint]
 
 
 @final
@@ -109,34 +108,34 @@ class CheckpointStore:
         self.storage = storage
 
     def directory(self, number: int) -> Storage:
-        """The folder of a checkpoint, whether it exists or not; workers write their parts there."""
+        """Return the folder of a checkpoint, to which workers write their parts; it need not exist."""
         return self.storage.child(directory_name(number))
 
     def path(self, number: int) -> str:
-        """Path or URI of that folder."""
+        """Return the path or URI of a checkpoint's folder."""
         return self.directory(number).uri
 
     def commit(self, manifest: Manifest) -> str:
-        """Make the files in the checkpoint's folder a checkpoint, all at once, and return its path.
+        """Commit a checkpoint by writing its manifest, and return its path.
 
-        Every file the manifest lists must be durable by now. What other attempts left in the folder is removed.
+        Every file that the manifest lists must be durable. Files of other attempts in the folder are removed.
 
         Raises:
-            StorageError: The manifest could not be written; then there is no checkpoint.
+            StorageError: The manifest could not be written, so the checkpoint is not committed.
         """
         directory = self.directory(manifest.number)
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
-        with contextlib.suppress(CheckpointError):  # rubbish that stays harms nobody
+        with contextlib.suppress(CheckpointError):  # files that stay do no harm
             _remove_unlisted(directory, manifest)
         return directory.uri
 
     def numbers(self) -> list[int]:
-        """Numbers that have a folder, committed or not, in order."""
+        """Return the numbers that have a folder, committed or not, in order."""
         found = [int(match[1]) for match in map(_DIRECTORY.fullmatch, self.storage.list_names()) if match]
         return sorted(number for number in found if self._may_be_folder(directory_name(number)))
 
     def scan(self) -> Scan:
-        """Like `list`, with what was passed over."""
+        """Read all manifests."""
         scan = Scan([], [])
         for number in self.numbers():
             try:
@@ -144,66 +143,68 @@ class CheckpointStore:
             except CheckpointNotFoundError:  # not committed
                 continue
             except CheckpointError as error:
-                scan.problems.append(PassedOver(number, self.path(number), error))
+                scan.skipped.append(SkippedCheckpoint(number, self.path(number), error))
         return scan
 
     def read(self, number: int) -> Manifest:
-        """The manifest of one checkpoint; CheckpointNotFoundError or CheckpointCorruptError."""
-        name = _manifest_of(number)  # seen from here, so that a link in place of the folder is not followed
+        """Read the manifest of one checkpoint; CheckpointNotFoundError or CheckpointCorruptError."""
+        name = _manifest_of(number)  # relative to the store, so that a link in place of the folder is not followed
         manifest = Manifest.from_json(self.storage.read_bytes(name, MAX_MANIFEST_BYTES), self.storage.path_of(name))
         if manifest.number != number:
-            raise CheckpointCorruptError(f"{self.storage.path_of(name)} is of checkpoint {manifest.number}")
+            raise CheckpointCorruptError(
+                f"{self.storage.path_of(name)} is the manifest of another checkpoint, {manifest.number}"
+            )
         return manifest
 
     def newest(self, verify: bool = True) -> Newest:
-        """The newest checkpoint whose files are what its manifest says.
+        """Find the newest checkpoint whose files match its manifest.
 
         Args:
-            verify: Read all files and compare checksums; otherwise only their sizes are looked at.
+            verify: Read all files and compare checksums; otherwise compare sizes only.
 
         Raises:
-            StorageError: None could be used, and for at least one that is for want of reading it: going on from nothing
-                would throw the run's work away.
+            StorageError: No checkpoint is usable, and at least one could not be read. Starting over would lose the run's
+                work.
         """
-        passed_over: list[PassedOver] = []
+        skipped: list[SkippedCheckpoint] = []
         for number in reversed(self.numbers()):
             try:
                 manifest = self.read(number)
                 verify_files(self.directory(number), manifest, checksums=verify)
-                return Newest(manifest, passed_over)
+                return Newest(manifest, skipped)
             except CheckpointNotFoundError:
                 continue
             except CheckpointError as error:
-                passed_over.append(PassedOver(number, self.path(number), error))
-        for problem in passed_over:
-            if isinstance(problem.error, StorageError):
-                raise problem.error
-        return Newest(None, passed_over)
+                skipped.append(SkippedCheckpoint(number, self.path(number), error))
+        for each in skipped:
+            if isinstance(each.error, StorageError):
+                raise each.error
+        return Newest(None, skipped)
 
     def delete(self, number: int) -> None:
-        """Delete a checkpoint: its manifest first, so that a half-deleted one is none."""
+        """Delete a checkpoint, its manifest first: a half-deleted folder is then not a checkpoint."""
         self.storage.delete_file(_manifest_of(number))
         self.storage.delete_tree(directory_name(number), _OURS)
 
     def sweep_uncommitted(self, keep: Collection[int] = ()) -> list[int]:
-        """Delete the folders without a manifest, except those in ``keep`` (being written); returns their numbers."""
+        """Delete the folders without a manifest, except those in ``keep`` (being written); return their numbers."""
         return [number for number in self.numbers() if number not in keep and self._sweep(number)]
 
     def _sweep(self, number: int) -> bool:
         try:
             is_committed = self.storage.exists(_manifest_of(number))
-        except CheckpointCorruptError:  # a link, which is not ours to delete
+        except CheckpointCorruptError:  # a link, which raysgd did not make
             return False
         return not is_committed and self.storage.delete_tree(directory_name(number), _OURS)
 
     def _may_be_folder(self, name: str) -> bool:
         try:
             return self.storage.is_folder(name)
-        except CheckpointCorruptError:  # a link: whoever reads it is told so
+        except CheckpointCorruptError:  # a link: reading it raises
             return True
 
     def list(self) -> list[Manifest]:
-        """Manifests of the committed checkpoints, oldest first, passing over those that are not valid."""
+        """Return the manifests of the committed checkpoints, oldest first, without those that are not valid."""
         return self.scan().manifests
 
 

@@ -1,26 +1,40 @@
-"""Where a run keeps its files, what it does about failures, which checkpoints it keeps."""
+"""The settings of a run that are not about its workers: its files, how failures are handled, which checkpoints are kept."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+from raysgd.config.argument_names import (
+    CHECKPOINT_CONFIG_HINTS,
+    FAILURE_CONFIG_HINTS,
+    RUN_CONFIG_HINTS,
+    refuse_unknown_fields,
+)
 from raysgd.config.checks import check_amount, check_choice, check_component, check_count
 from raysgd.errors import ConfigError
 
 DEFAULT_STORAGE_PATH = "~/raysgd_runs"
 
+ScoreOrder = Literal["max", "min"]
+OnWriteError = Literal["raise", "warn"]
+#: Values of ``run(returns=...)`` and ``run(reduce={metric: ...})``, and the names of the shipped backends.
+Returns = Literal["first", "all"]
+Reduction = Literal["mean", "sum", "min", "max", "last", "first"]
+BackendName = Literal["torch", "pytorch", "horovod", "tensorflow", "jax", "none"]
 
+
+@refuse_unknown_fields(RUN_CONFIG_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run's files go.
+    """The place of a run's files, and whether the run outlives its driver.
 
     Attributes:
-        name: Folder of this Trainer's runs, one path component; made from train_func's name and the time if None.
-        storage_path: Path, or URI of ``pyarrow.fs``, that holds those folders; ``~/raysgd_runs`` if None.
-        detached: The Trainer outlives the driver; ``Trainer.attach(name)`` takes hold of it. Needs ``name``.
+        name: Folder of this Trainer's runs, one path component. None: the name of train_func and the time.
+        storage_path: Path, or URI of ``pyarrow.fs``, of the folder that holds those folders. None: ``~/raysgd_runs``.
+        detached: Whether the Trainer outlives its driver. ``Trainer.attach(name)`` attaches to it, so ``name`` is needed.
     """
 
     name: str | None = None
@@ -31,41 +45,46 @@ class RunConfig:
         if self.name is not None:
             check_component("RunConfig(name)", self.name)
         if self.storage_path is not None and not isinstance(self.storage_path, (str, os.PathLike)):
-            raise ConfigError(f"RunConfig(storage_path={self.storage_path!r}) is no path; give a path or a URI.")
+            raise ConfigError(f"RunConfig(storage_path={self.storage_path!r}) is not a path; give a path or a URI.")
         if self.detached and self.name is None:
             raise ConfigError("RunConfig(detached=True) needs name=..., by which Trainer.attach(name) finds the run.")
 
 
+@refuse_unknown_fields(FAILURE_CONFIG_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
-    """What a run does about failures of processes and nodes. Exceptions in train_func are not retried.
+    """How a run handles failures of processes and nodes. An exception of train_func is not retried.
 
     Attributes:
-        max_failures: Re-entries of train_func in one run; two deaths at once are one. -1: no limit.
-        spares: Warm processes kept beside the workers, with resources of their own, that take the place of those that die.
-        abort_grace_s: Seconds a living worker has to leave an ended attempt before it is killed and replaced.
-        heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead; one that uses its CPU is busy.
-        progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung;
-            ``"auto"`` derives it from the run's own pace; None: never.
-        preemption_grace_s: Seconds for the ranks to leave train_func when a worker got SIGTERM, out of ``should_stop()`` or their
-            next checkpoint; then the attempt is ended where it stands. Of a draining node its deadline counts, if it has one.
-        start_timeout_s: Seconds for workers to be placed and up.
+        max_failures: How often a run may enter train_func again after a failure. Two deaths at once are one failure. -1: no
+            limit.
+        num_spares: Started processes kept in addition to the workers, with resources of their own. A spare replaces a worker
+            that dies.
+        abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
+            killed and replaced.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
+            meanwhile is busy, not dead.
+        progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung. ``"auto"``
+            derives them from the pace of the run. None: never.
+        preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
+            their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
+        start_timeout_s: Seconds for workers to be placed and started.
         on_resize: ``fn(old_size, new_size)``, called on every rank of an elastic group before train_func is entered with
-            another number of ranks than before; `raysgd.world_size` and the like give the new values.
+            a different number of ranks. `raysgd.world_size` already gives the new value there.
     """
 
     max_failures: int = 3
-    spares: int = 0
+    num_spares: int = 0
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
-    progress_timeout_s: float | str | None = None
+    progress_timeout_s: float | Literal["auto"] | None = None
     preemption_grace_s: float = 25
     start_timeout_s: float = 120
     on_resize: Callable[[int, int], Any] | None = None
 
     def __post_init__(self) -> None:
         check_count("FailureConfig(max_failures)", self.max_failures, minimum=-1)
-        check_count("FailureConfig(spares)", self.spares, minimum=0)
+        check_count("FailureConfig(num_spares)", self.num_spares, minimum=0)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
@@ -78,42 +97,46 @@ class FailureConfig:
             )
 
 
+@refuse_unknown_fields(CHECKPOINT_CONFIG_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Which checkpoints are kept, and how writing them may fail.
+    """Which checkpoints are kept and where, and what happens when writing one fails.
 
     Attributes:
-        num_to_keep: Checkpoints kept on storage, the best by score and always the newest; None: all.
-        score_attribute: Metric that ranks them; None: by age.
-        score_order: ``"max"`` or ``"min"`` is best.
-        memory_only_between: Every how many-th save goes to storage; those between are held in the cluster's memory alone,
-            from where a run recovers. The newest is written to storage when the run ends. 0: every save goes there.
-        keep_in_memory: Hold the newest checkpoint in the cluster's object store as well, outside the worker that made it,
-            where a run goes on from after a worker's death. It takes the size of a state there, twice while saving.
-        max_pending_bytes: Bytes of snapshots a worker may hold before ``save_checkpoint`` waits.
-        on_write_error: ``"raise"`` ends the run when storage goes on failing for a minute; ``"warn"`` goes on without that
-            checkpoint after 1.5 s of tries.
+        num_to_keep: Checkpoints to keep on storage: the best by score, and always the newest. None: all.
+        score_attribute: Metric to score checkpoints by. None: a newer checkpoint is better.
+        score_order: Whether the highest score is best, ``"max"``, or the lowest, ``"min"``.
+        storage_interval: Write every n-th checkpoint to storage. The others are held in the cluster's memory only, from
+            which a run recovers. The newest is written to storage when the run ends. 1: every checkpoint is written.
+        keep_in_memory: Whether the newest checkpoint is also held in the cluster's object store, outside the worker that
+            made it. A run resumes from there after the death of a worker. It takes the size of the state, and twice that
+            while the next checkpoint is saved.
+        max_pending_bytes: Bytes of snapshots that a worker may hold before ``save_checkpoint`` waits.
+        on_write_error: ``"raise"`` ends the run when storage has failed for a minute. ``"warn"`` skips the checkpoint after
+            1.5 s of retries, and training continues.
     """
 
     num_to_keep: int | None = None
     score_attribute: str | None = None
-    score_order: str = "max"
-    memory_only_between: int = 0
+    score_order: ScoreOrder = "max"
+    storage_interval: int = 1
     keep_in_memory: bool = True
     max_pending_bytes: int = 4 << 30
-    on_write_error: str = "raise"
+    on_write_error: OnWriteError = "raise"
 
     def __post_init__(self) -> None:
         if self.num_to_keep is not None:
             check_count("CheckpointConfig(num_to_keep)", self.num_to_keep, minimum=1)
         if self.score_attribute is not None and not isinstance(self.score_attribute, str):
-            raise ConfigError(f"CheckpointConfig(score_attribute={self.score_attribute!r}) must be a metric's name.")
-        check_choice("CheckpointConfig(score_order)", self.score_order, ("max", "min"))
-        check_count("CheckpointConfig(memory_only_between)", self.memory_only_between, minimum=0)
-        if self.memory_only_between > 1 and not self.keep_in_memory:
             raise ConfigError(
-                f"CheckpointConfig(memory_only_between={self.memory_only_between}, keep_in_memory=False) would keep the "
-                "saves between nowhere."
+                f"CheckpointConfig(score_attribute={self.score_attribute!r}) is not a metric's name; give a string."
+            )
+        check_choice("CheckpointConfig(score_order)", self.score_order, get_args(ScoreOrder))
+        check_count("CheckpointConfig(storage_interval)", self.storage_interval, minimum=1)
+        if self.storage_interval > 1 and not self.keep_in_memory:
+            raise ConfigError(
+                f"CheckpointConfig(storage_interval={self.storage_interval}, keep_in_memory=False) would lose the checkpoints "
+                "between those that are written; give keep_in_memory=True or storage_interval=1."
             )
         check_count("CheckpointConfig(max_pending_bytes)", self.max_pending_bytes, minimum=1)
-        check_choice("CheckpointConfig(on_write_error)", self.on_write_error, ("raise", "warn"))
+        check_choice("CheckpointConfig(on_write_error)", self.on_write_error, get_args(OnWriteError))

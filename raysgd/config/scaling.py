@@ -1,17 +1,17 @@
-"""How many workers, and what each one gets."""
+"""The number of workers, and the resources of each one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError
 
-PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-#: What looks like a resource of Ray's and is a field here.
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+#: Names that look like resources of Ray and are fields here.
 _FIELDS = {
     name: f"{kind}s_per_worker"
     for kind in ("cpu", "gpu")
@@ -21,12 +21,12 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """The workers a Trainer asks for.
+    """The workers of a Trainer. Users give these fields to `raysgd.Trainer` itself.
 
     Attributes:
         num_workers: An int, or ``(min, max)`` for elastic training; ``max`` may be ``math.inf``.
         cpus_per_worker: Logical CPUs of each worker; fractions are fine.
-        gpus_per_worker: GPUs of each worker; a fraction below 1 shares one.
+        gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
     """
@@ -35,7 +35,7 @@ class ScalingConfig:
     cpus_per_worker: float = 1
     gpus_per_worker: float = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
-    placement_strategy: str = "PACK"
+    placement_strategy: PlacementStrategy = "PACK"
 
     def __post_init__(self) -> None:
         _check_num_workers(self.num_workers)
@@ -43,19 +43,20 @@ class ScalingConfig:
         check_amount("gpus_per_worker", self.gpus_per_worker)
         if self.gpus_per_worker > 1 and self.gpus_per_worker != int(self.gpus_per_worker):
             raise ConfigError(
-                f"gpus_per_worker={self.gpus_per_worker} above 1 must be whole; Ray splits single GPUs only."
+                f"gpus_per_worker={self.gpus_per_worker} above 1 must be whole: Ray shares only a single GPU."
             )
-        check_choice("placement_strategy", self.placement_strategy, PLACEMENT_STRATEGIES)
+        check_choice("placement_strategy", self.placement_strategy, get_args(PlacementStrategy))
         if self.is_elastic and self.placement_strategy.startswith("STRICT"):
             raise ConfigError(
                 f"placement_strategy={self.placement_strategy!r} cannot grow or shrink; with num_workers={self.num_workers} "
                 "give 'PACK' or 'SPREAD'."
             )
-        # A copy of our own: what the caller does to their dict later, or we to ours, must not show on the other side.
+        # A copy: a later change of the caller's dict must not change this config.
         object.__setattr__(self, "resources_per_worker", _checked_resources(self.resources_per_worker))
         if math.isinf(self.max_workers) and not self.bundle():
             raise ConfigError(
-                f"num_workers={self.num_workers} of workers that need nothing has no end; give a maximum, or cpus_per_worker."
+                f"num_workers={self.num_workers} has no limit, and a worker takes no resources; "
+                "give a maximum, or cpus_per_worker."
             )
 
     @property
@@ -71,7 +72,7 @@ class ScalingConfig:
         return not isinstance(self.num_workers, int)
 
     def bundle(self) -> dict[str, float]:
-        """One worker's resources, as a bundle of a placement group."""
+        """Return the resources of one worker, as a bundle of a placement group."""
         amounts = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources_per_worker}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -93,13 +94,13 @@ def _checked_resources(resources: Any) -> dict[str, float]:
     if resources is None:
         return {}
     if not isinstance(resources, Mapping):
-        raise ConfigError(f"resources_per_worker={resources!r} is no dict; give {{'name': amount}}.")
+        raise ConfigError(f"resources_per_worker={resources!r} is not a dict; give {{'name': amount}}.")
     for name, amount in resources.items():
         if not isinstance(name, str):
             raise ConfigError(f"resources_per_worker has the name {name!r}; names are strings.")
         if flat := _FIELDS.get(name.lower().replace("-", "_")):
             raise ConfigError(f"resources_per_worker has {name!r}={amount!r}; did you mean {flat}={amount!r}?")
         if name in ("memory", "object_store_memory"):
-            raise ConfigError(f"resources_per_worker has {name!r}, which Ray keeps for itself; leave it out.")
+            raise ConfigError(f"resources_per_worker has {name!r}, which Ray reserves; leave it out.")
         check_amount(f"resources_per_worker[{name!r}]", amount)
     return dict(resources)

@@ -1,6 +1,6 @@
 """The TrainerActor: what Ray sees of the control plane. One per Trainer; an async actor that takes no CPU.
 
-Its methods hand on to `Run` and `WorkerGroup`; it decides nothing itself.
+Its methods call `Run` and `WorkerGroup`; the actor decides nothing itself.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raysgd.controller import downlink
-from raysgd.controller.belongings import (
+from raysgd.controller.class_api import Instances
+from raysgd.controller.journal import frame_streams as downlink
+from raysgd.controller.journal.frame_streams import FrameServer
+from raysgd.controller.kv_store import (
     RunRecord,
+    data_holder_name,
     forget,
     forget_orphans,
     get_attempt,
     get_run,
     get_settings,
-    keeper_name,
     put_attempt,
     put_run,
 )
-from raysgd.controller.downlink import FrameServer
-from raysgd.controller.instances import Instances
-from raysgd.controller.lifeline import ask
 from raysgd.controller.requests import RunNotGiven, RunRequest
+from raysgd.controller.watchdog import ask
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
-from raysgd.workers import uplink
-from raysgd.workers.cluster import NAMESPACE, uses_tls
-from raysgd.workers.group import WorkerGroup
+from raysgd.workers import events_connection as uplink
+from raysgd.workers.group.group import WorkerGroup
 from raysgd.workers.orders import Blob
-from raysgd.workers.seats import remove_placements
+from raysgd.workers.placement.cluster import NAMESPACE, is_tls_enabled
+from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
-    from raysgd.controller.run import Run
+    from raysgd.controller.run.executor import Run
 
 
 class TrainerActor:
-    """Runs one run at a time, for any number of readers."""
+    """Executes one run at a time, for any number of readers."""
 
     def __init__(self) -> None:
         here = ray.get_runtime_context()
@@ -57,7 +57,7 @@ class TrainerActor:
             warnings.simplefilter("ignore")
             self._is_restarted = here.was_current_actor_reconstructed
         if self._is_restarted:  # its workers have died with it; their room is still reserved
-            remove_placements(settings.name)
+            remove_placement_groups(settings.name)
         self._group = WorkerGroup(
             f"{settings.name}-{uuid.uuid4().hex[:4]}" if self._is_restarted else settings.name,
             settings.scaling,
@@ -65,12 +65,14 @@ class TrainerActor:
             settings.failure,
             controller=settings.name,
             runtime_env=settings.runtime_env,
-            room=settings.room,
+            existing=settings.room,
         )
-        self._group.seats.on_added = self._guard_seats
+        self._group.slots.on_slot_added = self._guard_placements
         self._record = get_run(settings.name) if self._is_restarted else None
         if self._record is not None and self._record.request is not None:
-            threading.Thread(target=ask, args=(self._me, "go_on"), name="raysgd-go-on", daemon=True).start()
+            threading.Thread(
+                target=ask, args=(self._me, "resume_previous_run"), name="raysgd-go-on", daemon=True
+            ).start()
         elif settings.alias is None and not self._is_restarted:
             self._group.begin()
         self._accepted: set[str] = set()
@@ -89,12 +91,12 @@ class TrainerActor:
     # -- runs -----------------------------------------------------------------------------------------------------
 
     async def run(self, request: RunRequest) -> None:
-        """Do a run, or go on with it in this process; returns when it is closed. Waits until the one before is."""
+        """Execute a run, or resume it in this process; returns when it is closed. Waits until the run before it is closed."""
         if request.run_id in self._accepted:
             return
         self._accepted.add(request.run_id)
         announced = self._announced(request.run_id)
-        if self._settings.alias is not None and self._turn.locked():  # whoever has hold of it may begin one
+        if self._settings.alias is not None and self._turn.locked():  # any driver that is attached may begin a run
             announced.set_exception(
                 TrainerBusyError("another run of this Trainer is live; wait for it, or cancel() it.")
             )
@@ -108,7 +110,7 @@ class TrainerActor:
                 return
             announced.set_result(run)
             self._group.streams.endpoint = await self.endpoint()
-            if self._no_listener:  # told when the run has begun
+            if self._no_listener:  # a warning once the run has begun
                 asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
             is_over = self._record is not None and self._record.run_id == request.run_id and not self._record.is_live
             if request.host_callbacks is not None and not is_over:
@@ -119,31 +121,32 @@ class TrainerActor:
             self._forget_all_but(request.run_id)
             if kept is not None:  # its driver may be gone: nothing is held for a run that may never come
                 self._group.release()
-                self._end_keeper(request.run_id)
+                self._end_data_holder(request.run_id)
 
-    async def go_on(self) -> None:
-        """Go on with the run of the process before this one, whose driver need not be there; returns at once."""
+    async def resume_previous_run(self) -> None:
+        """Resume the run of the process before this one, whose driver need not exist; returns at once."""
         assert self._record is not None and self._record.request is not None
         request = self._record.request
         try:
             if self._record.is_live and self._record.has_data:
-                name = keeper_name(self._settings.name, request.run_id)
-                keeper: Any = ray.get_actor(name, namespace=NAMESPACE)
-                kept = await keeper.kept.remote()
-                state = kept.initial_state or request.initial_state
-                request = replace(request, datasets=kept.datasets, initial_state=state)
+                name = data_holder_name(self._settings.name, request.run_id)
+                data_holder: Any = ray.get_actor(name, namespace=NAMESPACE)
+                kept = await data_holder.kept.remote()
+                state = kept.initial_state or request.task.initial_state
+                task = replace(request.task, datasets=kept.datasets, initial_state=state)
+                request = replace(request, task=task)
         except Exception as error:  # readers must hear of it rather than wait for ever
             why = WorkerError(f"the process that has the run's data is gone: {error}")
             self._announced(request.run_id).set_exception(why)
             return
-        self._going_on = asyncio.ensure_future(self.run(request))
+        self._resuming = asyncio.ensure_future(self.run(request))
 
-    async def live_on(self) -> None:
-        """Does not return: a caller hears of the end of this process."""
+    async def wait_for_end(self) -> None:
+        """Never return: a caller learns of the end of this process."""
         await asyncio.Event().wait()
 
     async def status(self) -> dict[str, Any] | None:
-        """How the latest run stands; None if there was none, or it is over and another process did it."""
+        """Return the state of the latest run; None if there was none, or another process executed it and it is over."""
         try:
             run = await self._latest_run()
         except Exception:  # it could not be made; those who read it hear why
@@ -151,7 +154,7 @@ class TrainerActor:
         return None if run is None else run.status()
 
     async def latest(self) -> dict[str, Any] | None:
-        """What it takes to read the latest run."""
+        """Return what is needed to read the latest run."""
         run = await self._latest_run()
         return None if run is None else run.reading()
 
@@ -159,29 +162,29 @@ class TrainerActor:
         return None if self._last_asked is None else await self._announced(self._last_asked)
 
     async def pause(self, run_id: str) -> None:
-        """Have a run rest at its next checkpoint; returns when it does, or when it is over."""
+        """Pause a run at its next checkpoint; returns when it is paused or over."""
         run = await self._announced(run_id)
         run.pause()
-        await run.rests()
+        await run.wait_paused()
 
     async def resume(self, run_id: str) -> None:
-        """Go on with a run that rests."""
+        """Resume a run that is paused."""
         await (await self._announced(run_id)).resume()
 
     async def endpoint(self) -> Endpoint | None:
-        """Where workers and readers connect to; None where all is to go through Ray."""
+        """Return where workers and readers connect to; None where everything travels through Ray."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._listen())
         return await self._opening
 
     async def stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
-        """Batches of a run's frames, from number ``seq`` on."""
+        """Yield batches of a run's frames, from number ``seq`` on."""
         run = await self._announced(run_id)
         async for batch in run.log.read(seq):
             yield batch
 
     async def frames(self, run_id: str, seq: int) -> list[Any]:
-        """One batch of frames from number ``seq`` on; for a reader that fell behind."""
+        """Return one batch of frames from number ``seq`` on, for a reader that fell behind."""
         run = await self._announced(run_id)
         async for batch in run.log.read(seq):
             return batch
@@ -201,11 +204,11 @@ class TrainerActor:
 
     # -- what workers ask -----------------------------------------------------------------------------------------
 
-    async def meet(
+    async def join_barrier(
         self, run_id: str, attempt: int, rank: int, what: str, index: int, payload: bytes | None
     ) -> bytes | None:
         run = await self._announced(run_id)
-        return await run.meet(attempt, rank, what, index, payload)
+        return await run.join_barrier(attempt, rank, what, index, payload)
 
     async def newest_checkpoint(self, run_id: str, attempt: int, index: int, num_saves: int) -> str | None:
         return (await self._announced(run_id)).newest_checkpoint(attempt, index, num_saves)
@@ -213,37 +216,38 @@ class TrainerActor:
     # -- the class API --------------------------------------------------------------------------------------------
 
     async def start_class(self, blob: Blob, has_class: bool) -> None:
-        """Bring the workers up; with a class, form a group and make its instances."""
+        """Start the workers; with a class, form a group and make its instances."""
         async with self._turn:
             await self._group.get_ready()
             if has_class:
                 await self._instances.make(blob)
 
     async def execute(self, blob: Blob, first_only: bool, has_class: bool) -> list[bytes]:
-        """Call a function on the workers; pickles of the values by rank. ``has_class``: it is given their instances."""
+        """Call a function on the workers; returns pickles of the values, by rank. ``has_class``: it gets their instances."""
         async with self._turn:
             return await self._instances.execute(blob, first_only=first_only, has_class=has_class)
 
     async def drop_class(self) -> None:
-        """Forget the instances."""
+        """Drop the instances."""
         async with self._turn:
             await self._instances.drop()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def workers(self) -> list[dict[str, Any] | None]:
-        """Where each worker is, by rank; None for one that is not up."""
+        """Return where each worker is, by rank; None for one that has not started."""
         infos = [self._group.info(rank) for rank in range(self._group.size)]
-        return [None if info is None else info.shown() for info in infos]
+        return [None if info is None else info.to_dict() for info in infos]
 
     async def shutdown(self) -> None:
-        """End all workers and give the resources back."""
+        """End all workers and release the resources."""
         if self._host is not None:
             ray.kill(self._host)
         for run_id in self._accepted:
-            self._end_keeper(run_id)
+            self._end_data_holder(run_id)
         self._group.release()
-        await self._group.seats.removed()
+        await self._group.wait_for_exits()
+        await self._group.slots.wait_removed()
         forget(self._settings.name, self._settings.alias)
         with contextlib.suppress(Exception):  # it is others' that would be removed
             await asyncio.to_thread(forget_orphans)
@@ -251,7 +255,7 @@ class TrainerActor:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> Endpoint | None:
-        if uses_tls():  # what Ray encrypts must not go in the clear beside it
+        if is_tls_enabled():  # what Ray encrypts must not travel unencrypted
             return None
         try:
             return await self._listener.open(ray.util.get_node_ip_address())
@@ -260,7 +264,7 @@ class TrainerActor:
             return None
 
     def _announced(self, run_id: str) -> asyncio.Future[Run]:
-        """The run of this id, now or when it has begun: a reader may ask before the run's own call arrives."""
+        """Return the future of a run: a reader may ask for the run before the call that begins it arrives."""
         if run_id in self._forgotten:
             raise UsageError("this run's results can no longer be read: the Trainer has done another run since")
         if run_id not in self._runs:
@@ -270,7 +274,7 @@ class TrainerActor:
         return self._runs[run_id]
 
     def _check_to_come(self, run_id: str) -> None:
-        """Of a process that was started again: nobody is to wait for ever for this run."""
+        """Raise if this restarted process will never have the run, so that nobody waits for it."""
         record = self._record
         if record is None or record.run_id != run_id or (record.is_live and record.request is None):
             raise RunNotGiven("this run is not known any more: the controller has been started again since")
@@ -282,12 +286,12 @@ class TrainerActor:
             raise UsageError("instances of the class API are live")
         settings = self._settings
         # With the first run: the workers' processes are asked for before.
-        from raysgd.checkpoint.storage import Storage
-        from raysgd.controller.run import Run
-        from raysgd.controller.run_files import new_run_folder
+        from raysgd.checkpoint.storage.storage import Storage
+        from raysgd.controller.run.executor import Run
+        from raysgd.controller.run.run_files import new_run_folder
 
-        goes_on = self._record is not None and self._record.run_id == request.run_id
-        if self._record is not None and goes_on:
+        is_resumed = self._record is not None and self._record.run_id == request.run_id
+        if self._record is not None and is_resumed:
             storage = Storage.from_uri(self._record.run_dir)
         else:
             storage = new_run_folder(Storage.from_uri(request.runs_uri))
@@ -309,8 +313,8 @@ class TrainerActor:
             failure=settings.failure,
             checkpoint=settings.checkpoint,
             share=ray.put,
-            goes_on=goes_on,
-            last_attempt=get_attempt(settings.name, request.run_id) if goes_on else None,
+            is_resumed=is_resumed,
+            last_attempt=get_attempt(settings.name, request.run_id) if is_resumed else None,
             begins=lambda attempt: put_attempt(settings.name, attempt),
         )
         return run, info
@@ -319,7 +323,9 @@ class TrainerActor:
         if self._host is None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            from raysgd.controller.host import CallbackHost  # with the callbacks: not in the way of a cold start
+            from raysgd.controller.processes.callback_host import (
+                CallbackHost,  # with the callbacks: not in the way of a cold start
+            )
 
             # Here: its files go to the same disk.
             strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -348,17 +354,17 @@ class TrainerActor:
 
         return wait
 
-    def _guard_seats(self) -> None:
-        from raysgd.controller.seat_guard import start_guard  # for trials that grow
+    def _guard_placements(self) -> None:
+        from raysgd.controller.processes.placement_guard import start_guard  # for trials that grow
 
         start_guard(self._settings.name, self._me)
 
-    def _end_keeper(self, run_id: str) -> None:
+    def _end_data_holder(self, run_id: str) -> None:
         with contextlib.suppress(ValueError):  # there is none
-            ray.kill(ray.get_actor(keeper_name(self._settings.name, run_id), namespace=NAMESPACE))
+            ray.kill(ray.get_actor(data_holder_name(self._settings.name, run_id), namespace=NAMESPACE))
 
     def _forget_all_but(self, run_id: str) -> None:
-        """Of finished runs only the last can still be read: what others held in memory is on storage."""
+        """Drop finished runs but the last, which can still be read: the files of the others are on storage."""
         for other, run in list(self._runs.items()):
             if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
                 del self._runs[other]

@@ -1,4 +1,4 @@
-"""What goes into the machine and what comes out of it: plain records, both."""
+"""The inputs and commands of the run's state machine: plain records. Pure."""
 
 from __future__ import annotations
 
@@ -6,37 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends.flight_record import Collective
-from raysgd.checkpoint.manifest import Manifest
+from raysgd.backends.flight_recorder import Collective
+from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.controller.states import Outcome
 from raysgd.session.events import Failed, WorkerEvent
 
-# -- in -------------------------------------------------------------------------------------------------------------
+# -- inputs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GroupReady:
-    """All workers are up and ready.
+    """All workers are ready for the attempt.
 
     Attributes:
-        nodes: By rank.
-        num_newcomers: Processes that are up as well, and not among them.
-        num_parked: As many of the first ranks go on inside train_func.
+        nodes: The node of each rank.
+        num_joining: Further worker processes that are ready and could join an elastic group.
     """
 
     nodes: tuple[str, ...]
-    num_newcomers: int = 0
-    num_parked: int = 0
+    num_joining: int = 0
 
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """They are not.
+    """The workers could not get ready.
 
     Attributes:
-        can_retry: Workers died while starting, rather than something that would happen again.
-        ranks: Those who died, as far as they had a rank.
-        is_announced: They were told to.
+        can_retry: Another try may succeed: workers died while they started.
+        ranks: The ranks of the workers that died, as far as they had one.
+        is_announced: The workers died because they were preempted.
     """
 
     error_type: str
@@ -47,13 +45,13 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
-class NewcomerUp:
-    """A process is up that an elastic group could take in."""
+class JoiningWorkerReady:
+    """A further worker process is ready and could join an elastic group."""
 
 
 @dataclass(frozen=True)
-class WorkerSaid:
-    """An event of a worker's stream."""
+class EventReceived:
+    """A worker's event stream delivered an event."""
 
     rank: int
     attempt: int
@@ -61,18 +59,32 @@ class WorkerSaid:
 
 
 @dataclass(frozen=True)
-class WorkerGone:
-    """A worker's stream has ended; ``died`` tells why if it is its process that ended."""
+class ReportsReceived:
+    """A rank has made ``num_reports`` reports in the attempt so far. The reports themselves go to the readers directly."""
 
     rank: int
     attempt: int
-    died: str | None = None
+    num_reports: int
+
+
+@dataclass(frozen=True)
+class StreamEnded:
+    """A worker's event stream has ended. ``death`` is the reason if the worker's process died, or None."""
+
+    rank: int
+    attempt: int
+    death: str | None = None
 
 
 @dataclass(frozen=True)
 class WorkerHung:
-    """A worker must be ended: ``why`` tells the user, ``stacks`` where each rank stood, ``collectives`` what its last ones were;
-    ``kind`` as in `hang_policy.Hang`.
+    """A worker hangs and must be killed.
+
+    Attributes:
+        kind: As in `raysgd.controller.policies.hang.Hang`.
+        why: One sentence for the user.
+        stacks: The stack of each rank.
+        collectives: The last collectives of each rank.
     """
 
     rank: int
@@ -84,8 +96,8 @@ class WorkerHung:
 
 
 @dataclass(frozen=True)
-class NodeDrains:
-    """The node of these ranks will be taken away; ``within_s`` seconds from now, where that is known."""
+class NodeDraining:
+    """The node of these ranks will be taken away, ``within_s`` seconds from now if that is known."""
 
     attempt: int
     ranks: tuple[int, ...]
@@ -93,7 +105,7 @@ class NodeDrains:
 
 
 @dataclass(frozen=True)
-class Committed:
+class CheckpointCommitted:
     """A checkpoint's manifest is on storage."""
 
     manifest: Manifest
@@ -101,37 +113,42 @@ class Committed:
 
 @dataclass(frozen=True)
 class CommitFailed:
-    """It could not be written."""
+    """A checkpoint's manifest could not be written."""
 
     number: int
     error: str
 
 
 @dataclass(frozen=True)
-class HeldLost:
-    """A checkpoint is in the cluster's memory no more, or not where the group could read it."""
+class MemoryCopyLost:
+    """A checkpoint is no longer in the cluster's memory, or the group cannot read it there."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class HeldStored:
-    """A checkpoint's parts were written to storage from the cluster's memory."""
+class MemoryCopyStored:
+    """A checkpoint's parts were written from the cluster's memory to storage."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
-class HeldNotStored:
-    """They could not be."""
+class MemoryCopyNotStored:
+    """A checkpoint's parts could not be written from the cluster's memory to storage."""
 
     number: int
     error: str
 
 
 @dataclass(frozen=True)
-class StopAsked:
-    """End early and in peace (``cancel=False``), or at once; ``failed`` is the error of a callback that says so."""
+class StopRequested:
+    """End the run early.
+
+    Attributes:
+        cancel: End all ranks at once, instead of at their next ``should_stop()`` or report.
+        failed: The error of the callback that requested the stop, if an error was the reason.
+    """
 
     why: str
     cancel: bool
@@ -139,18 +156,18 @@ class StopAsked:
 
 
 @dataclass(frozen=True)
-class PauseAsked:
-    """Rest, once there is a checkpoint of all that was done."""
+class PauseRequested:
+    """Pause the run at the next checkpoint."""
 
 
 @dataclass(frozen=True)
-class ResumeAsked:
-    """Go on after a rest, or do not begin one."""
+class ResumeRequested:
+    """Resume a paused run, or withdraw the request to pause it."""
 
 
 @dataclass(frozen=True)
-class TimeUp:
-    """A timer that was set has run out. ``serial``: the group it was set for."""
+class TimerFired:
+    """A timer has run out. ``serial``: the group that it was set for."""
 
     timer: str
     serial: int
@@ -159,46 +176,46 @@ class TimeUp:
 Input = (
     GroupReady
     | GroupFailed
-    | NewcomerUp
-    | WorkerSaid
-    | WorkerGone
+    | JoiningWorkerReady
+    | EventReceived
+    | ReportsReceived
+    | StreamEnded
     | WorkerHung
-    | NodeDrains
-    | Committed
+    | NodeDraining
+    | CheckpointCommitted
     | CommitFailed
-    | HeldLost
-    | HeldStored
-    | HeldNotStored
-    | StopAsked
-    | PauseAsked
-    | ResumeAsked
-    | TimeUp
+    | MemoryCopyLost
+    | MemoryCopyStored
+    | MemoryCopyNotStored
+    | StopRequested
+    | PauseRequested
+    | ResumeRequested
+    | TimerFired
 )
 
-# -- out ------------------------------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PrepareGroup:
-    """Bring all workers up and make them ready.
+    """Start or replace workers until the group is ready; then `GroupReady` or `GroupFailed`.
 
     Attributes:
-        keep_size: As many as before: the checkpoint that the attempt goes on from is bound to their number.
-        parked: Ranks of the last group whose train_func goes on in the attempt; None: those of the try before.
+        keep_size: Keep the number of workers, because only so many ranks can load the newest checkpoint.
     """
 
     attempt: int
     keep_size: bool = False
-    parked: tuple[int, ...] | None = ()
 
 
 @dataclass(frozen=True)
-class Enter:
-    """Enter train_func on all ranks.
+class StartAttempt:
+    """Call train_func on all ranks.
 
     Attributes:
-        checkpoint: Where the checkpoint to start from is on storage, if it is there.
-        held: The same in the cluster's memory, if it is there.
+        checkpoint: URI of the checkpoint to start from, if it is on storage.
+        first_number: The number of the checkpoint that the first save of the attempt makes.
+        held: The manifest of the checkpoint to start from, if it is in the cluster's memory.
     """
 
     attempt: int
@@ -210,68 +227,59 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class EndRanks:
-    """Tell these ranks that their attempt is over. ``goes_on``: there will be another one, which train_func may wait for."""
+class EndAttempt:
+    """End the attempt on these ranks; train_func gets `raysgd.errors.AttemptEnded`."""
 
     attempt: int
     ranks: tuple[int, ...]
     why: str
-    goes_on: bool = True
 
 
 @dataclass(frozen=True)
-class KillRanks:
-    """End these ranks' processes, and wait for no more of what they say. ``is_lost``: their node does not answer."""
+class KillWorkers:
+    """Kill the processes of these ranks and drop their event streams. ``is_lost``: their node does not answer."""
 
     ranks: tuple[int, ...]
     is_lost: bool = False
 
 
 @dataclass(frozen=True)
-class AskToStop:
-    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not look leaves at a report."""
+class RequestStop:
+    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not check it leaves at a report."""
 
     attempt: int
     ends_reports: bool = True
 
 
 @dataclass(frozen=True)
-class AgreeOnSave:
-    """Have all ranks leave after the same save; each says `AtSavePoint` when it waits there."""
+class AgreeOnSavePoint:
+    """Make all ranks wait after the same save, where each sends `raysgd.session.events.AtSavePoint`."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
-class CallOffSave:
-    """They leave after no save; those who wait go on."""
+class CancelSavePoint:
+    """Cancel the save point; ranks that wait there resume."""
 
     attempt: int
-
-
-@dataclass(frozen=True)
-class ChangeGroup:
-    """Have train_func leave its group inside, when it can; each rank is `Parked` then. ``stops``: else by ``should_stop()``."""
-
-    attempt: int
-    stops: bool = False
 
 
 @dataclass(frozen=True)
 class LeaveGroup:
-    """All ranks returned: leave the process group."""
+    """Leave the process group on all ranks, because all of them returned."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class ReleaseWorkers:
-    """Give all workers back, those on their way too."""
+    """Stop all workers and release their resources."""
 
 
 @dataclass(frozen=True)
-class Commit:
-    """Write this manifest; then `Committed` or `CommitFailed`. ``amend``: it replaces one that is there."""
+class CommitCheckpoint:
+    """Write this manifest; then `CheckpointCommitted` or `CommitFailed`. ``amend``: it replaces a committed one, no answer."""
 
     manifest: Manifest
     amend: bool = False
@@ -285,22 +293,22 @@ class DeleteCheckpoint:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """A checkpoint is in the cluster's memory; let go of all older ones."""
+class KeepInMemory:
+    """Keep this checkpoint in the cluster's memory, on a second node as well, and release all older ones."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class StoreHeld:
-    """Write a checkpoint that is in the cluster's memory to storage."""
+class StoreFromMemory:
+    """Write a checkpoint from the cluster's memory to storage; then `MemoryCopyStored` or `MemoryCopyNotStored`."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class SetTimer:
-    """Feed `TimeUp` back after ``delay_s``."""
+    """Send `TimerFired` after ``delay_s`` seconds."""
 
     timer: str
     serial: int
@@ -308,8 +316,8 @@ class SetTimer:
 
 
 @dataclass(frozen=True)
-class Say:
-    """A frame for the readers of the run."""
+class EmitFrame:
+    """Send a frame to all readers of the run."""
 
     kind: str
     attempt: int
@@ -319,43 +327,42 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Note:
-    """An event for ``events.jsonl``, callbacks and display."""
+class RecordEvent:
+    """Write an event to ``events.jsonl`` and send it to callbacks."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class TellOutcome:
-    """The run's outcome, for the readers."""
+class PublishOutcome:
+    """Send the run's outcome to all readers."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
-class Close:
-    """Nothing is left to do."""
+class CloseRun:
+    """Close the run: nothing is left to do."""
 
 
 Command = (
     PrepareGroup
-    | Enter
-    | EndRanks
-    | KillRanks
-    | AskToStop
-    | AgreeOnSave
-    | CallOffSave
-    | ChangeGroup
+    | StartAttempt
+    | EndAttempt
+    | KillWorkers
+    | RequestStop
+    | AgreeOnSavePoint
+    | CancelSavePoint
     | LeaveGroup
     | ReleaseWorkers
-    | Commit
+    | CommitCheckpoint
     | DeleteCheckpoint
-    | Hold
-    | StoreHeld
+    | KeepInMemory
+    | StoreFromMemory
     | SetTimer
-    | Say
-    | Note
-    | TellOutcome
-    | Close
+    | EmitFrame
+    | RecordEvent
+    | PublishOutcome
+    | CloseRun
 )

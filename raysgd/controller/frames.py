@@ -1,6 +1,6 @@
-"""What the controller tells the readers of a run (the driver, the callback host): one numbered sequence of frames.
+"""The frames of a run: the numbered sequence that the controller sends to readers (the driver, the callback host).
 
-A frame is made once and passed to every reader; the reports in it stay as the worker encoded them.
+A frame is made once and sent to every reader. The reports in it stay as the worker encoded them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ REPORTS = "reports"  # rank, rows; data: first, count
 RANK_DONE = "rank_done"  # rank
 ATTEMPT_END = "attempt_end"  # data: keep_rounds
 EVENT = "event"  # data: kind, timestamp, data
-SAVING = "saving"  # data: number, iteration (of the round it belongs to); it is to be on storage
-NOT_SAVED = "not_saved"  # data: number; that could not be written
+SAVING = "saving"  # data: number, iteration (of the round it belongs to); a checkpoint is being written to storage
+NOT_SAVED = "not_saved"  # data: number; the checkpoint could not be written
 CHECKPOINT = "checkpoint"  # data: number, uri, iteration, metrics
 CHECKPOINT_SCORED = "checkpoint_scored"  # data: the same
 CHECKPOINT_DELETED = "checkpoint_deleted"  # data: number
@@ -24,7 +24,7 @@ RUN_CLOSED = "run_closed"  # data: nothing; the last frame of a run
 
 @dataclass(frozen=True)
 class Frame:
-    """One thing that happened, numbered from 0 within its run."""
+    """One step of a run: reports, an event, a checkpoint or a change of state; numbered from 0 within its run."""
 
     seq: int
     kind: str
@@ -35,5 +35,5 @@ class Frame:
 
     @property
     def size_bytes(self) -> int:
-        """About what holding it costs."""
+        """About how much memory the frame takes."""
         return 200 + len(self.rows)

@@ -1,25 +1,84 @@
-"""From the reports of each rank to rounds, and from rounds to results. Pure; every reader of a run has its own.
+"""Merges the reports of all ranks into rounds, and makes a result of each round. Pure; every reader of a run has a merger.
 
-A round is the i-th report of each rank, emitted once every rank that is still running has made it.
+A round is the i-th report of each rank. It is emitted once every rank that is still running has made its i-th report.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raysgd._util.fast_json import decode
+from raysgd._util.json import decode
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.reducing import Reduce, reduce_metrics
+from raysgd.errors import ConfigError
 from raysgd.result import Result
+
+Reduce = Mapping[str, str]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "mean": _mean,
+    "sum": lambda values: math.fsum(values) if any(isinstance(v, float) for v in values) else sum(values),
+    "min": min,
+    "max": max,
+    "last": lambda values: values[-1],
+    "first": lambda values: values[0],
+}
+
+
+def check_reduce(reduce: Any) -> dict[str, str]:
+    """Check and copy the user's ``reduce``.
+
+    Raises:
+        ConfigError: It is not a dict of known reductions.
+    """
+    if reduce is None:
+        return {}
+    if not isinstance(reduce, Mapping):
+        raise ConfigError(
+            f"reduce={reduce!r} is not a dict; give {{'loss': 'mean', ...}} with {', '.join(REDUCTIONS)}."
+        )
+    for key, name in reduce.items():
+        if not isinstance(name, str) or name not in REDUCTIONS:
+            raise ConfigError(f"reduce[{key!r}]={name!r} is not known: give one of {', '.join(REDUCTIONS)}.")
+    return dict(reduce)
+
+
+def reduce_metrics(workers: Sequence[Mapping[str, Any]], reduce: Reduce) -> dict[str, Any]:
+    """Return the metrics of the lowest rank, with those named in ``reduce`` computed over all ranks that reported them.
+
+    Args:
+        workers: Each rank's metrics, in rank order.
+        reduce: Reduction by metric. ``mean``, ``sum``, ``min`` and ``max`` skip values that are not numbers.
+    """
+    merged = dict(workers[0])
+    for key, name in reduce.items():
+        values = [metrics[key] for metrics in workers if key in metrics]
+        if name not in ("last", "first"):
+            values = [value for value in values if isinstance(value, (int, float))]
+        if values:
+            merged[key] = _reduced(name, values)
+    return merged
+
+
+def _reduced(name: str, values: Sequence[Any]) -> Any:
+    if name in ("min", "max") and any(value != value for value in values):
+        return math.nan  # min and max of a list with NaN depend on its order
+    return REDUCTIONS[name](values)
+
 
 Row = list[Any]  # [timestamp, time_total_s, metrics]
 
 
 class RoundMerger:
-    """Takes the frames of a run in order and gives its results in order."""
+    """Makes the results of a run from its frames, both in order."""
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self._reduce = dict(reduce or {})
@@ -33,7 +92,7 @@ class RoundMerger:
         self._last_round: tuple[tuple[int, ...], list[Row]] = ((), [])
 
     def feed(self, frame: Frame) -> Iterator[Result]:
-        """The results that ``frame`` completes."""
+        """Return the results that ``frame`` completes."""
         if frame.kind == frames.REPORTS:
             if frame.attempt == self._attempt:
                 self._rows[frame.rank].extend(decode(frame.rows))
@@ -56,7 +115,7 @@ class RoundMerger:
         self._last_round = ((), [])
 
     def _complete(self) -> Iterator[Result]:
-        """The rounds every running rank has made; after all have left, those any rank has."""
+        """Return the rounds that every running rank has made; after all have left, the rounds that any rank has made."""
         while True:
             waited_for = self._running or {rank for rank, rows in enumerate(self._rows) if rows}
             ready = min((len(self._rows[rank]) for rank in waited_for), default=0)
@@ -65,16 +124,16 @@ class RoundMerger:
             yield from self._emit(ready)
 
     def _finish(self, keep_rounds: int | None) -> Iterator[Result]:
-        """The attempt is over: rounds up to ``keep_rounds`` are emitted with the ranks that made them; None: all."""
+        """End the attempt; returns its rounds up to ``keep_rounds`` (None: all), also those that not all ranks made."""
         self._running = set()
         while any(self._rows) and (keep_rounds is None or self._iteration - self._iterations_before < keep_rounds):
             yield from self._emit(1)
         for rows in self._rows:
             rows.clear()
-        self._attempt = 0  # reports that come after its end make no rounds
+        self._attempt = 0  # reports after the attempt's end make no rounds
 
     def _emit(self, count: int) -> Iterator[Result]:
-        """Up to ``count`` rounds of the ranks that have rows; ends early where a rank that has left runs out."""
+        """Return up to ``count`` rounds of the ranks that have rows; fewer if a rank that has left has fewer."""
         ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
         queues = [self._rows[rank] for rank in ranks]
         count = min(count, *map(len, queues))

@@ -1,18 +1,18 @@
-"""The states of a run, each with the data it needs.
+"""The states of a run, each with its data. Pure.
 
-=============  ==============================================  ==================================================
-state          meaning                                         leaves for
-=============  ==============================================  ==================================================
-Preparing      workers are started, replaced, made ready       Running; Closing (they cannot be had)
-Running        train_func runs on all ranks                    Closing (all returned); Ending (anything else)
-Ending         survivors are being brought out of the attempt  Preparing (retry), Paused; Closing (error, stop, cancel)
-Paused         the workers are given back                      Preparing (resume); Closing (stop, cancel)
-Closing        the outcome is known; pending writes go on      Closed
-Closed         nothing is left to do
-=============  ==============================================  ==================================================
+=========  ===============================================  ====================================================
+state      meaning                                          next states
+=========  ===============================================  ====================================================
+Preparing  workers are started, replaced and made ready     Running; Closing (workers cannot start)
+Running    train_func runs on all ranks                     Closing (all ranks returned); Ending (anything else)
+Ending     all ranks leave the attempt                      Preparing (retry); Paused; Closing (error, stop, cancel)
+Paused     the workers are released                         Preparing (resume); Closing (stop, cancel)
+Closing    the outcome is known; writes are still pending   Closed
+Closed     nothing is left to do
+=========  ===============================================  ====================================================
 
-The outcome is told to the readers on entering Closing when it is an error (raised first, cleaned up after), and on
-leaving it when it is a success (``run`` returns only when pending writes are durable).
+An error is published on entering Closing, before the workers have left. A success is published on leaving Closing, when
+everything that was saved is durable.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 
 from raysgd.session.events import Failed
 
-#: Stands for the node where an error was raised by a callback on the controller's side.
+#: Takes the place of the node's name for an error that a callback raised on the controller's side.
 CALLBACK_NODE = "the process of the controller's callbacks"
 
 
 @dataclass
 class Preparing:
-    """Workers are being had for ``attempt``, as the group number ``serial`` of the run."""
+    """Workers get ready for attempt ``attempt``, in group number ``serial`` of the run."""
 
     attempt: int
     serial: int = 1
@@ -38,38 +38,32 @@ class Running:
     """train_func runs.
 
     Attributes:
-        attempt: Its number. It is taken when a rank has entered train_func: a group that does not form leaves it to the next.
-        serial: The number of the group, of which there is one for each try.
+        attempt: Its number. A group that fails before any rank entered train_func does not use up the number.
+        serial: The number of the group. Each try to form a group has a number of its own.
         iterations_before: Rounds before this attempt.
-        inside: Ranks whose stream has not ended.
-        num_ranks: Ranks at the beginning.
-        ended: Ranks that left without returning, after a stop was asked for.
-        parked: Ranks whose train_func waits for the next attempt, each with the round that its state stands after.
-        time_before_s: Training time before this attempt.
-        begun_s: When it began, by the machine's clock.
+        active: Ranks whose event stream has not ended.
+        num_ranks: Ranks at the beginning of the attempt.
+        stopped: Ranks that left without returning, after a stop was requested.
         is_entered: Whether any rank has entered train_func.
     """
 
     attempt: int
     serial: int
     iterations_before: int
-    inside: set[int]
+    active: set[int]
     num_ranks: int
-    ended: set[int] = field(default_factory=set)
-    parked: dict[int, int | None] = field(default_factory=dict)
-    time_before_s: float = 0.0
-    begun_s: float = 0.0
+    stopped: set[int] = field(default_factory=set)
     is_entered: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether no rank has left."""
-        return not self.ended and self.num_ranks == len(self.inside)
+        return not self.stopped and self.num_ranks == len(self.active)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A process that is gone, seen at ``timestamp``, or was found to hang and ended then."""
+    """A process that died, or was found to hang. ``timestamp``: when the controller noticed it."""
 
     rank: int
     timestamp: float
@@ -82,15 +76,15 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        kind: ``"done"``, ``"stopped"`` (a success too: it was asked to end, and did), ``"cancelled"`` or ``"error"``.
+        kind: ``"done"``, ``"stopped"`` (ended early on request, a success too), ``"cancelled"`` or ``"error"``.
         failed: The user's exception, for an error that is one.
-        rank: Its rank.
+        rank: The rank that raised it.
         node: The node of that rank.
-        followed: ``(rank, one line)`` of the errors that followed from it.
-        error_type: Name in `raysgd.errors` of an error that is raysgd's own.
-        message: Its text; for a run that was stopped or cancelled the reason.
-        ranks: The ranks it began with.
-        failures: How many failures the run had, where they are the reason.
+        followed: ``(rank, summary)`` of the errors that followed from it.
+        error_type: The name in `raysgd.errors`, for an error that raysgd raises itself.
+        message: The text of that error, or why the run was stopped or cancelled.
+        ranks: The ranks where the error began.
+        failures: The number of failures of the run, if that ended it.
     """
 
     kind: str
@@ -106,29 +100,31 @@ class Outcome:
 
 @dataclass
 class Ending:
-    """Why the attempt ended is settled when the errors of all ranks are in, or have had time to come.
+    """All ranks leave the attempt. Its cause is decided when the errors of all ranks have arrived, or have had time to.
 
     Attributes:
-        preset: The outcome, where it does not depend on what the ranks say.
-        failures: What each rank raised, in the order of arrival.
-        arrived: When each arrived.
-        is_settled: A retry was decided; only the ranks inside and the pending writes are waited for.
-        is_grace_over: Who has not left had the time to, and is ended as soon as it is known why the attempt has ended.
+        preset: The outcome, if it does not depend on the errors of the ranks.
+        errors: What each rank raised, in the order of arrival.
+        arrived_at: When each error arrived.
+        deaths: The processes that died, without those in ``killed``.
+        killed: Ranks whose processes the controller killed.
+        is_decided: The next attempt or a pause follows; only active ranks and pending writes are waited for.
+        is_grace_over: Ranks that are still active are killed as soon as the cause is known.
     """
 
     running: Running
     preset: Outcome | None = None
-    failures: dict[int, Failed] = field(default_factory=dict)
-    arrived: dict[int, float] = field(default_factory=dict)
+    errors: dict[int, Failed] = field(default_factory=dict)
+    arrived_at: dict[int, float] = field(default_factory=dict)
     deaths: list[Death] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
-    is_settled: bool = False
+    is_decided: bool = False
     is_grace_over: bool = False
 
 
 @dataclass
 class Paused:
-    """The run rests before ``attempt``, whose group would be number ``serial``."""
+    """The run is paused before attempt ``attempt``, whose group would have number ``serial``."""
 
     attempt: int
     serial: int
@@ -136,7 +132,7 @@ class Paused:
 
 @dataclass
 class Closing:
-    """The outcome stands. ``running`` is the attempt that is being left, if there is one."""
+    """The outcome is known. ``running`` is the attempt that the ranks leave, if there is one."""
 
     outcome: Outcome
     running: Running | None = None
@@ -145,7 +141,7 @@ class Closing:
 
 @dataclass
 class Closed:
-    """Over."""
+    """The run is over."""
 
     outcome: Outcome
 
@@ -154,18 +150,18 @@ State = Preparing | Running | Ending | Paused | Closing | Closed
 
 
 def running_of(state: State) -> Running | None:
-    """The data of the current attempt, if there is one that is not over."""
+    """Return the current attempt, or None if no attempt has begun or the last one is over."""
     running = state.running if isinstance(state, (Ending, Closing)) else state
     return running if isinstance(running, Running) else None
 
 
-def has_ended_well(state: State) -> bool:
-    """Whether the run is over without an error."""
+def has_succeeded(state: State) -> bool:
+    """Return whether the run is over without an error."""
     return isinstance(state, Closed) and state.outcome.kind in ("done", "stopped")
 
 
 def name_of(state: State) -> str:
-    """The state as users are told of it; of a run that is over, how it ended."""
+    """Return the state's name for users; for a run that is over, the kind of its outcome."""
     if isinstance(state, Closed):
         return state.outcome.kind
     names = {Preparing: "starting", Running: "running", Ending: "recovering", Paused: "paused", Closing: "ending"}

@@ -1,11 +1,18 @@
-"""Data: what was given to ``run(dataset=...)``, split among the workers, each row once per epoch through any failure.
+"""Datasets given to ``run(dataset=...)``: divided among the workers, each row once per epoch, through failures and resizes.
 
-`source` describes datasets on the driver, `plan` is what travels, `ledger` the order of rows and who takes which,
-`dataset` and `shard` what a worker reads. `position` is what a checkpoint carries. Rows come from memory (`reader`), from
-files (`files`, `file_reader`), or from a dataset that is executed meanwhile (`stream`, `stream_reader`). Nothing here
-imports Ray: blocks are stored and fetched through callables.
+| package or module | role |
+|---|---|
+| `sources` | describes datasets on the driver and stores their rows |
+| `plan` | the description that travels to the workers |
+| `order` | the order of rows, which rank takes which rows, the position in a checkpoint |
+| `dataset`, `shard` | what a worker reads from |
+| `reading` | rows from memory and files |
+| `streams` | rows of a lazy dataset, executed while it is read |
+| `batches` | iteration, and the tensors of each framework |
+| `cross_validation` | `to_cv` |
 
-Names resolve on first use: the TrainerActor takes `DatasetPlan` and `check_agreement` from here without loading NumPy.
+No module here imports Ray: blocks are stored and fetched through callables. Public names resolve on first use, so that
+importing raysgd does not load NumPy.
 """
 
 from __future__ import annotations
@@ -14,40 +21,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.data.batches import Batches, Rows
-    from raysgd.data.dataset import DataContext, WorkerDataset
-    from raysgd.data.folds import to_cv
-    from raysgd.data.plan import DatasetPlan
-    from raysgd.data.position import check_agreement
-    from raysgd.data.shard import Shard
-    from raysgd.data.source import resolve_datasets
+    from raysgd.data.batches.batches import Batches, Rows
+    from raysgd.data.cross_validation import to_cv
+    from raysgd.data.dataset import WorkerDataset
+    from raysgd.data.shard import DatasetShard
+    from raysgd.data.sources.subsets import DatasetSubset
 
-_HOME_OF = {
-    "Batches": "batches",
-    "DataContext": "dataset",
-    "DatasetPlan": "plan",
-    "Rows": "batches",
-    "Shard": "shard",
+_MODULE_OF = {
+    "Batches": "batches.batches",
+    "DatasetShard": "shard",
+    "DatasetSubset": "sources.subsets",
+    "Rows": "batches.batches",
     "WorkerDataset": "dataset",
-    "check_agreement": "position",
-    "resolve_datasets": "source",
-    "to_cv": "folds",
+    "to_cv": "cross_validation",
 }
 
-__all__ = [
-    "Batches",
-    "DataContext",
-    "DatasetPlan",
-    "Rows",
-    "Shard",
-    "WorkerDataset",
-    "check_agreement",
-    "resolve_datasets",
-    "to_cv",
-]
+__all__ = ["Batches", "DatasetShard", "DatasetSubset", "Rows", "WorkerDataset", "to_cv"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""The datasets of a run as a worker sees them. Worker side; `DataContext` is what the session holds of `raysgd.data`."""
+"""The datasets of a run as a worker sees them. Worker side; a session holds one `WorkerDatasets` per attempt."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from contextlib import nullcontext
 from typing import Any
 
 from raysgd.config.checks import check_count
-from raysgd.data.batches import Reading
-from raysgd.data.cursor import Cursor, StreamCursor
-from raysgd.data.file_blocks import FileBlocks
-from raysgd.data.file_reader import FileReader
-from raysgd.data.names import nearest
-from raysgd.data.plan import LONE, UNKNOWN_ROWS, DatasetPlan, Source
-from raysgd.data.position import Position
-from raysgd.data.reader import ChosenRows, Fetch, ItemReader, StoredBlocks, TableReader
-from raysgd.data.shard import Shard
-from raysgd.data.stream_reader import StreamReader
+from raysgd.data.batches.batches import ReadContext
+from raysgd.data.order.cursor import Cursor, StreamCursor
+from raysgd.data.order.position import Position
+from raysgd.data.plan import UNKNOWN_ROWS, UNNAMED, DatasetPlan, Source, did_you_mean
+from raysgd.data.reading.files import FileBlocks, FileReader
+from raysgd.data.reading.readers import Fetch, ItemReader, SelectedRows, StoredBlocks, TableReader
+from raysgd.data.shard import DatasetShard
+from raysgd.data.streams.reader import StreamReader
 from raysgd.errors import ConfigError
 
 
 class WorkerDataset:
-    """One dataset. `get_split` is this worker's share of it.
+    """One dataset of the run, as this worker sees it. `get_split` returns this worker's shard.
 
     Attributes:
-        name: As given to run.
+        name: The name that the dataset was given to run under.
     """
 
     def __init__(
@@ -38,13 +36,13 @@ class WorkerDataset:
         attempt: int,
         is_deterministic: bool,
         fetch: Fetch,
-        reading: Reading,
+        read_context: ReadContext,
     ) -> None:
         self.name = name
         self._source = source
         self._rank = rank
         self._world_size = world_size
-        self._reading = reading
+        self._read_context = read_context
         self._is_deterministic = is_deterministic
         self._seed = seed
         self._start = Position()
@@ -53,7 +51,7 @@ class WorkerDataset:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the whole dataset; None of one that is executed while it is read."""
+        """Rows in the whole dataset; None for a lazy dataset, whose rows are unknown before it is read."""
         return None if self._source.num_rows == UNKNOWN_ROWS else self._source.num_rows
 
     @property
@@ -63,48 +61,53 @@ class WorkerDataset:
 
     @property
     def position(self) -> Position:
-        """Where training stands."""
+        """The position of training in this dataset."""
         return self._cursors[self._rank].position
 
-    def get_split(self) -> Shard:
-        """This worker's share. Called again it stands at the same place: the position belongs to the run."""
+    def get_split(self) -> DatasetShard:
+        """Return this worker's shard. Every call returns a shard at the same position: the position belongs to the run."""
         return self.get_shard(self._rank)
 
-    def get_shard(self, rank: int) -> Shard:
-        """The share of ``rank``. Another's has a position of its own: where this run's began, and in no checkpoint."""
+    def get_shard(self, rank: int) -> DatasetShard:
+        """Return the shard of ``rank``.
+
+        The shard of another rank has its own position: it begins where this run began, and checkpoints leave it out.
+        """
         check_count("get_shard(rank)", rank, minimum=0)
         if rank >= self._world_size:
-            raise ConfigError(f"get_shard({rank}): there are {self._world_size} workers; give a rank below that.")
+            raise ConfigError(
+                f"get_shard({rank}) has no such rank: give one below {self._world_size}, the number of workers."
+            )
         if rank not in self._cursors:
             self._cursors[rank] = self._cursor_at(self._start)
-        return Shard(
+        return DatasetShard(
             self.name,
             rank,
             self._world_size,
             self._source,
             self._cursors[rank],
             self._reader,
-            self._reading,
+            self._read_context,
             self._is_deterministic,
         )
 
     def close(self) -> None:
-        """Let go of the rows."""
+        """Release the rows."""
         self._reader.close()
 
     def check(self, position: Position) -> None:
-        """Raise a CheckpointError if training cannot go on at this position."""
+        """Raise a CheckpointError if training cannot resume at this position."""
         self._cursors[self._rank].check(position)
 
     def restore(self, position: Position) -> None:
-        """Go on at this position, in the shares that were handed out too."""
+        """Resume at this position, also in shards that were handed out before."""
         self._start = position
         for cursor in self._cursors.values():
             cursor.restore(position)
 
-    def end_pass(self, *, only_finished: bool) -> None:
-        """A loop that is under way is over, and its epoch; see `DataContext.end_passes`."""
-        self._cursors[self._rank].end_pass(only_finished=only_finished)
+    def end_epoch(self, *, only_finished: bool) -> None:
+        """End the iteration in progress and its epoch; see `WorkerDatasets.end_epochs`."""
+        self._cursors[self._rank].end_epoch(only_finished=only_finished)
 
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
@@ -113,36 +116,36 @@ class WorkerDataset:
 
     def _open(self, fetch: Fetch, attempt: int) -> TableReader | ItemReader:
         name, source = self.name, self._source
-        chosen = None if source.choice is None else ChosenRows(source.choice, fetch)
+        selected = None if source.selection is None else SelectedRows(source.selection, fetch)
         if source.kind == "items":
-            return ItemReader(source, fetch, chosen)
+            return ItemReader(source, fetch, selected)
         if source.kind == "files":
-            return FileReader(name, source, FileBlocks(name, source), chosen=chosen)
+            return FileReader(name, source, FileBlocks(name, source), selected=selected)
         if source.kind == "stream":
             cursor = self._cursors[self._rank]
             assert isinstance(cursor, StreamCursor)
             return StreamReader(name, source, cursor, self._rank, attempt)
-        return TableReader(name, source, StoredBlocks(source, fetch), chosen=chosen)
+        return TableReader(name, source, StoredBlocks(source, fetch), selected=selected)
 
 
-class DataContext:
-    """The datasets of one attempt in one worker, and where training stands in each. For the training thread.
+class WorkerDatasets:
+    """All datasets of one attempt in one worker, and the position of training in each. For the training thread.
 
     Args:
         plan: From `resolve_datasets`.
         rank: World rank of this worker.
         world_size: Workers in this attempt.
-        seed: The Trainer's; None counts as 0.
-        positions: What `positions` gave when the checkpoint was taken, on any rank: they agree. Datasets it does not name
-            begin at their beginning, and names that were not given now are left out.
-        fetch: Gives what ``put`` stored: `ray.get`; the identity in a world of one.
-        reading: Called before each batch, which is then read within what it returns; what it raises ends the loop, and
-            consumes nothing.
-        attempt: Its number, greater than that of any before.
-        is_deterministic: Whether a run is to be repeatable bit by bit.
+        seed: The Trainer's seed; None counts as 0.
+        positions: The result of `positions` when the checkpoint was taken, on any rank: all agree. A dataset without a
+            position begins at its beginning; positions of datasets that are not in the plan are ignored.
+        fetch: Returns the object that ``put`` stored: `ray.get`; the identity in a world of one.
+        read_context: Called before each batch; the batch is read within the context manager that it returns. An exception
+            from it ends the loop, and no row is consumed.
+        attempt: The attempt's number, greater than all earlier ones.
+        is_deterministic: Whether the run must be repeatable bit by bit.
 
     Raises:
-        CheckpointError: A position lies inside an epoch of another number of rows, or is none.
+        CheckpointError: A position lies inside an epoch of another number of rows, or is not a position.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class DataContext:
         positions: Mapping[str, Any] | None = None,
         *,
         fetch: Fetch,
-        reading: Reading = nullcontext,
+        read_context: ReadContext = nullcontext,
         attempt: int = 0,
         is_deterministic: bool = False,
     ) -> None:
@@ -169,36 +172,37 @@ class DataContext:
                 attempt=attempt,
                 is_deterministic=is_deterministic,
                 fetch=fetch,
-                reading=reading,
+                read_context=read_context,
             )
             for name, source in plan.sources.items()
         }
         self.restore(positions or {})
 
     def get(self, name: str | None = None) -> WorkerDataset:
-        """A dataset by the name it was given under; without one, the only dataset.
+        """Return the dataset of this name; without a name, the only dataset.
 
         Raises:
-            ConfigError: There is none of that name, or more than one and no name.
+            ConfigError: No dataset has this name, or there are several and no name was given.
         """
         known = list(self._datasets)
         if not known:
             raise ConfigError(
-                "no dataset was given; give one: run(train_func, dataset=...), or raysgd.local(dataset=...) without a Trainer."
+                "the run has no dataset: give one as run(train_func, dataset=...), or raysgd.local(dataset=...) without a "
+                "Trainer."
             )
         if name is None and len(known) == 1:
             return self._datasets[known[0]]
-        there = "there are " + ", ".join(map(repr, known)) if known != [LONE] else "one was given without a name"
+        listed = "the run has " + ", ".join(map(repr, known)) if known != [UNNAMED] else "the run's dataset has no name"
         if self._folds is not None:
-            there += "; get_datasets() gives them in the order of the tuple"
+            listed += "; get_datasets() returns them in the order of the tuple"
         if name is None:
-            raise ConfigError(f"get_dataset() without a name, but {there}.")
+            raise ConfigError(f"get_dataset() needs the name of a dataset: {listed}.")
         if name not in self._datasets:
-            raise ConfigError(f"there is no dataset {name!r}{nearest(str(name), known)}; {there}.")
+            raise ConfigError(f"there is no dataset {name!r}{did_you_mean(str(name), known)}: {listed}.")
         return self._datasets[name]
 
     def all(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
-        """All by name; of a tuple given for cross-validation a tuple of the same form: datasets, or pairs of them."""
+        """Return all datasets by name. For a cross-validation tuple, return a tuple of datasets or pairs, in its order."""
         if self._folds is None:
             return dict(self._datasets)
         return tuple(
@@ -207,42 +211,42 @@ class DataContext:
         )
 
     def positions(self) -> dict[str, Any]:
-        """Where training stands in each dataset, JSON-able, for this rank's state in a checkpoint.
+        """Return the position in each dataset, JSON-able, for this rank's state in a checkpoint.
 
-        All ranks give the same if they have taken equally many batches: `raysgd.data.check_agreement` tells.
+        Ranks that took equally many batches return the same; `raysgd.data.order.position.check_agreement` compares them.
         """
         return {name: dataset.position.to_json() for name, dataset in self._datasets.items()}
 
-    def end_passes(self, *, only_finished: bool) -> None:
-        """Loops that are under way are over, and their epochs, as if the next ones had begun.
+    def end_epochs(self, *, only_finished: bool) -> None:
+        """End the iterations in progress and their epochs, as if the next ones had begun.
 
         Args:
-            only_finished: Only those that have had their last batch. Of a stream nobody knows.
+            only_finished: End only iterations that have handed out their last batch; for a lazy dataset that is unknown.
         """
         for dataset in self._datasets.values():
-            dataset.end_pass(only_finished=only_finished)
+            dataset.end_epoch(only_finished=only_finished)
 
     def check(self, positions: Mapping[str, Any]) -> None:
-        """That training could go on with these datasets at these positions.
+        """Check that training can resume with these datasets at these positions.
 
         Raises:
-            CheckpointError: As by the constructor.
+            CheckpointError: As the constructor.
         """
         self._checked(positions)
 
     def restore(self, positions: Mapping[str, Any]) -> None:
-        """Go on at these positions, as when a checkpoint is loaded; loops that are under way are over.
+        """Resume at these positions, as when a checkpoint is loaded. Iterations in progress end.
 
-        Shares and loaders that were made before go on there too.
+        Shards and loaders that were made before resume there too.
 
         Raises:
-            CheckpointError: As by the constructor; then all stay where they are.
+            CheckpointError: As the constructor; no dataset has moved then.
         """
         for name, position in self._checked(positions).items():
             self._datasets[name].restore(position)
 
     def close(self) -> None:
-        """Let go of all rows, and of the threads that read."""
+        """Release all rows, and end the threads that read."""
         for dataset in self._datasets.values():
             dataset.close()
 

@@ -1,4 +1,4 @@
-"""`Shard`: one worker's share of a dataset, and the ways to read it. Worker side."""
+"""`DatasetShard`: the rows of a dataset that one worker takes, and the ways to read them. Worker side."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
-from raysgd.data.batches import Batches, Copies, Reading, Rows, no_length
-from raysgd.data.cursor import Cursor
-from raysgd.data.device_copies import CudaCopies
-from raysgd.data.jax_batches import ItemsToArrays, JaxPut, TableToArrays, check_sharding
-from raysgd.data.ledger import SHUFFLES, Deal, Indices, Shuffle
-from raysgd.data.names import check_columns
-from raysgd.data.plan import UNKNOWN_ROWS, Source
-from raysgd.data.reader import ItemReader, TableReader
-from raysgd.data.tf_batches import ItemsToTF, TableToTF, as_dtypes, as_tf_dataset
-from raysgd.data.torch_batches import ItemsToTorch, TableToTorch, check_dtypes
-from raysgd.data.trees import Origin, as_numpy_dtypes, is_cuda, is_host
+from raysgd.data.batches.batches import Batches, ReadContext, Rows, Transfer, no_length
+from raysgd.data.batches.jax import ItemsToArrays, JaxPut, TableToArrays, check_sharding
+from raysgd.data.batches.tensorflow import ItemsToTF, TableToTF, as_tf_dataset, as_tf_dtypes
+from raysgd.data.batches.torch import CudaCopies, ItemsToTorch, TableToTorch, check_torch_dtypes
+from raysgd.data.batches.values import LabelSplit, Origin, as_numpy_dtypes, is_cuda, is_host
+from raysgd.data.order.cursor import Cursor
+from raysgd.data.order.epoch_order import SHUFFLES, Indices, Shuffle
+from raysgd.data.order.rank_assignment import RankAssignment
+from raysgd.data.plan import UNKNOWN_ROWS, Source, check_columns
+from raysgd.data.reading.readers import ItemReader, TableReader
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,25 +26,28 @@ if TYPE_CHECKING:
 
 Format = Literal["numpy", "pandas", "pyarrow"]
 FORMATS = ("numpy", "pandas", "pyarrow")
-#: Lanes of shuffled files whose order must not depend on the number of workers. More would let more workers read apart
-#: from each other, and each worker of a few hold more blocks at a time.
+#: Rows of a worker's batch if neither ``batch_size`` nor ``global_batch_size`` is given: Keras's default. Ray Data's, 256,
+#: would be multiplied by the number of workers.
+DEFAULT_BATCH_SIZE = 32
+#: Lanes of shuffled files whose order must not depend on the number of workers. More lanes would let more workers read
+#: separate files, but each of a few workers would hold more blocks at a time.
 FIXED_LANES = 8
-#: ``batch_size`` and ``global_batch_size``, one of them None.
+#: ``batch_size`` and ``global_batch_size`` as given.
 _Sizes = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, repr=False)
-class Shard:
-    """The rows of a dataset that fall to one rank: of every step's rows, in the order of the epoch, its slice.
+class DatasetShard:
+    """The rows of a dataset that one rank takes: in every step, its slice of the rows that all ranks take together.
 
-    All readers of one dataset in a run share its position: iterating again, through whatever reader, is the next epoch,
-    or, after a restart, goes on exactly where the checkpoint was taken, whatever the number of workers is now.
-    ``len()`` is the number of its rows if they are dealt one by one; dealt in batches the last, short step falls to the
-    first ranks. A lazy dataset has no ``len()``: it raises a TypeError.
+    All loops over one dataset in a run share its position, whichever method they read with. Each new iteration is the next
+    epoch; after a restart, the first one resumes exactly where the checkpoint was taken, with any number of workers.
+    ``len()`` is the number of rows of this rank if batches have one row; with larger batches the short last step goes to the
+    lowest ranks. ``len()`` of a lazy dataset raises a TypeError.
 
-    The order is a function of the dataset, the seed and the epoch. ``shuffle`` chooses it: ``False`` takes the rows as
-    they come, ``"full"`` mixes all of them, ``"window"`` shuffles blocks and mixes the rows of neighbouring ones, which needs few
-    blocks at a time.
+    The order of rows is a function of the dataset, the seed and the epoch. ``shuffle`` selects it: ``False`` takes rows in
+    the order of the dataset, ``"full"`` mixes all rows, ``"window"`` shuffles blocks and mixes the rows of neighbouring
+    blocks, so that few blocks are needed at a time.
     """
 
     _name: str
@@ -54,7 +56,7 @@ class Shard:
     _source: Source
     _cursor: Cursor
     _reader: TableReader | ItemReader
-    _reading: Reading
+    _read_context: ReadContext
     _is_deterministic: bool
 
     def __len__(self) -> int:
@@ -64,7 +66,7 @@ class Shard:
 
     def __repr__(self) -> str:
         rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
-        return f"Shard({self._name!r}, rank {self._rank} of {self._world_size}{rows})"
+        return f"DatasetShard({self._name!r}, rank {self._rank} of {self._world_size}{rows})"
 
     @property
     def _is_sized(self) -> bool:
@@ -72,7 +74,7 @@ class Shard:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or that the next iteration begins; from 0."""
+        """The epoch in progress, or else the epoch that the next iteration begins; from 0."""
         return self._cursor.epoch
 
     def to_torch(
@@ -81,6 +83,8 @@ class Shard:
         *,
         global_batch_size: int | None = None,
         columns: Sequence[str] | None = None,
+        label_column: str | None = None,
+        feature_columns: Sequence[str] | None = None,
         dtypes: torch.dtype | Mapping[str, torch.dtype] | None = None,
         device: torch.device | str | None = None,
         drop_last: bool = False,
@@ -88,43 +92,55 @@ class Shard:
         prefetch: int = 2,
         shuffle: Shuffle = False,
     ) -> Batches[Any]:
-        """Batches as dicts of tensors by column; of a map-style dataset what torch's `default_collate` makes.
+        """Return batches as dicts of tensors by column, or as tuples ``(x, y)`` if ``label_column`` is given.
+
+        Batches of a map-style dataset are made by torch's `default_collate`.
+
+            for x, y in shard.to_torch(batch_size=64, label_column="price", feature_columns=["rooms", "area"]):
+                loss = loss_fn(model(x), y)  # x has shape (64, 2)
 
         Args:
-            batch_size: Rows of a batch on this worker; ``batch_size * world_size`` rows are consumed in a step.
-            global_batch_size: Instead: rows consumed in a step, whatever the number of workers; each gets its part of them.
-            columns: Which ones, and in which order; all by default.
-            dtypes: For all columns, or by column. By default those of the data.
+            batch_size: Rows of a batch on this worker; a step consumes ``batch_size * world_size`` rows. 32 by default: small,
+                as in Keras, because the number of workers multiplies it.
+            global_batch_size: Give this instead to set the rows of all workers in a step; they are divided among the workers.
+            columns: Columns of the dict, in this order; all by default.
+            label_column: Makes each batch a tuple ``(features, label)``, of tensors.
+            feature_columns: The features that go with ``label_column``; by default all other columns. One column is taken as it
+                is; several columns of numbers are stacked to shape (batch, num_features), in this order and with the type
+                of `torch.promote_types`.
+            dtypes: A type for all columns, the label too, or a dict of types by column. By default those of the data.
             device: Where tensors go; by default they stay in host memory. With ``prefetch`` they are pinned, and copied to a
-                CUDA device beside what the loop computes there.
-            drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
-            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows, in new
-                tensors: with ``prefetch`` those before it may be waiting still. They are put on ``device``. It is never
-                called with nothing: where a worker has no rows in the last step, the batch of another row is emptied.
-            prefetch: Batches made ahead of the loop, in a thread, where making them takes work: by ``collate_fn``, of a
-                map-style dataset's items, for a device that is not the CPU. At most about 256 MB of them. 0: each is made
-                when the loop asks for it, as it is in any case with ``Trainer(deterministic=True)``, whose random numbers
-                must be drawn in the order of the loop.
+                CUDA device while the loop computes.
+            drop_last: Leave out the last step if it has fewer than ``batch_size`` rows for every worker.
+            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. It must
+                return new tensors: with ``prefetch`` earlier batches may still be waiting. They are moved to ``device``. It
+                is never called without rows: a worker without rows in the last step gets another row's batch, emptied.
+            prefetch: Batches made ahead of the loop by a thread, at most about 256 MB of them. Only batches that take work are
+                made ahead: by ``collate_fn``, from a map-style dataset, or for a device other than the CPU. With 0, or with
+                ``Trainer(deterministic=True)``, each batch is made when the loop asks for it, so that random numbers
+                are drawn in the order of the loop.
             shuffle: See the class.
 
         Raises:
-            ConfigError: A column that is not there, or an argument out of range. While iterating: a column that torch
-                cannot hold, naming it: strings, ragged rows, nulls.
+            ConfigError: The dataset has no such column, an argument is out of range, or arguments exclude each other. While
+                iterating: torch has no type for a column, such as strings, ragged rows or nulls, or feature columns
+                cannot be stacked.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader, sizes = self._reader, (batch_size, global_batch_size)
-        ahead = self._ahead(prefetch, collate_fn, takes_work=not is_host(device))
-        copies = CudaCopies(device) if ahead and is_cuda(device) else None
-        device = device if copies is None else None
-        if isinstance(reader, ItemReader):
-            self._refuse_columns("to_torch", columns=columns, dtypes=dtypes)
-            read_items = ItemsToTorch(self._name, reader, device, collate_fn)
-            return self._batches(reader, read_items, sizes, drop_last, shuffle, ahead, copies)
-        chosen = self._choose(reader, columns)
-        check_dtypes(self._name, dtypes, chosen, collate_fn)
-        reader = reader.select(chosen)
-        read = TableToTorch(self._name, reader, chosen, dtypes, device, collate_fn)
-        return self._batches(reader, read, sizes, drop_last, shuffle, ahead, copies)
+        num_prefetched = self._num_prefetched(prefetch, collate_fn, takes_work=not is_host(device))
+        transfer = CudaCopies(device) if num_prefetched and is_cuda(device) else None
+        device = device if transfer is None else None
+        reader, names, origin = self._select(
+            "to_torch", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
+        )
+        check_torch_dtypes(dtypes)
+        read = (
+            ItemsToTorch(origin, reader, device, collate_fn)
+            if isinstance(reader, ItemReader)
+            else TableToTorch(origin, reader, names, dtypes, device, collate_fn)
+        )
+        sizes = batch_size, global_batch_size
+        return self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched, transfer)
 
     def to_jax(
         self,
@@ -132,6 +148,8 @@ class Shard:
         *,
         global_batch_size: int | None = None,
         columns: Sequence[str] | None = None,
+        label_column: str | None = None,
+        feature_columns: Sequence[str] | None = None,
         dtypes: Any = None,
         device: jax.Device | jax.sharding.Sharding | None = None,
         drop_last: bool = False,
@@ -139,44 +157,46 @@ class Shard:
         prefetch: int = 2,
         shuffle: Shuffle = False,
     ) -> Batches[Any]:
-        """Batches as dicts of `jax.Array` by column; of a map-style dataset its items, stacked.
+        """Return batches as dicts of `jax.Array` by column, or as tuples ``(x, y)`` if ``label_column`` is given.
 
-        The last, short step has fewer rows, for which a jitted function is compiled once more; ``drop_last=True`` leaves it
-        out.
+        Items of a map-style dataset are stacked. A short last step has fewer rows, for which a jitted function is compiled
+        again; ``drop_last=True`` leaves it out.
 
         Args:
-            batch_size: As in `to_torch`.
-            global_batch_size: As in `to_torch`.
-            columns: As in `to_torch`.
-            dtypes: What NumPy takes for a dtype, such as ``jnp.bfloat16``, for all columns, or by column. By default those of
-                the data, of which JAX makes 32 bits unless ``jax_enable_x64`` is set; integers that do not fit are an error.
-            device: A device of this process, or a sharding over several; by default JAX's own choice. With a sharding over
-                devices of other workers too, the batches of all ranks are one array: ``drop_last=True`` has them be equally
-                long, as they must be.
-            drop_last: As in `to_torch`.
-            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows. NumPy arrays
-                in what it returns become JAX arrays.
-            prefetch: As in `to_torch`; JAX's own copies to a device go on beside the loop in any case.
+            batch_size: See `to_torch`.
+            global_batch_size: See `to_torch`.
+            columns: See `to_torch`.
+            label_column: See `to_torch`.
+            feature_columns: See `to_torch`; the type of several columns is `numpy.result_type`'s.
+            dtypes: A type that NumPy takes, such as ``jnp.bfloat16``, for all columns, or a dict of types by column. By default
+                those of the data, which JAX reduces to 32 bits unless ``jax_enable_x64`` is set; integers out of range are
+                an error.
+            device: A device of this process, or a sharding over several; by default JAX's choice. With a sharding over
+                devices of other workers, the batches of all ranks are one array: give ``drop_last=True``, so that they are
+                equally long.
+            drop_last: See `to_torch`.
+            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. NumPy
+                arrays in its result become JAX arrays.
+            prefetch: See `to_torch`. JAX copies to a device while the loop computes in any case.
             shuffle: See the class.
 
         Raises:
-            ConfigError: As in `to_torch`; also integers that would not fit into 32 bits, and a sharding over other workers'
+            ConfigError: As `to_torch`; also integers that do not fit into 32 bits, and a sharding over other workers'
                 devices without ``drop_last``.
         """
         check_count("prefetch", prefetch, minimum=0)
         check_sharding(device, drop_last)
-        reader, origin = self._reader, self._origin(collate_fn)
-        ahead, put = self._ahead(prefetch, collate_fn), JaxPut(origin, device)
-        read: ItemsToArrays | TableToArrays
-        if isinstance(reader, ItemReader):
-            self._refuse_columns("to_jax", columns=columns, dtypes=dtypes)
-            read = ItemsToArrays(origin, reader, collate_fn)
-        else:
-            chosen = self._choose(reader, columns)
-            self._check_dtypes("to_jax", dtypes, chosen, collate_fn)
-            reader = reader.select(chosen)
-            read = TableToArrays(origin, reader, chosen, as_numpy_dtypes(dtypes), collate_fn)
-        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle, ahead, put)
+        reader, names, origin = self._select(
+            "to_jax", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
+        )
+        read = (
+            ItemsToArrays(origin, reader, collate_fn)
+            if isinstance(reader, ItemReader)
+            else TableToArrays(origin, reader, names, as_numpy_dtypes(dtypes), collate_fn)
+        )
+        num_prefetched, put = self._num_prefetched(prefetch, collate_fn), JaxPut(origin, device)
+        sizes = batch_size, global_batch_size
+        return self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched, put)
 
     def to_tf(
         self,
@@ -184,6 +204,8 @@ class Shard:
         *,
         global_batch_size: int | None = None,
         columns: Sequence[str] | None = None,
+        label_column: str | None = None,
+        feature_columns: Sequence[str] | None = None,
         dtypes: Any = None,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -191,48 +213,50 @@ class Shard:
         shuffle: Shuffle = False,
         output_signature: Any = None,
     ) -> tf.data.Dataset:
-        """Batches as a `tf.data.Dataset` of dicts by column; strings are allowed. Each ``iter()`` of it is the next epoch.
+        """Return a `tf.data.Dataset` of dicts by column, or of tuples ``(x, y)``, as ``fit`` takes them, with ``label_column``.
 
-        What tf.data takes counts as consumed. Its options are set so that it takes a batch when the loop asks for one, also
-        behind ``.map(...)`` and in Keras's ``fit``; behind ``.prefetch(n)``, ``.shuffle(n)`` or a parallel map it takes some
-        ahead, and a checkpoint stands behind those. A strategy for several workers takes some ahead too, and divides batches,
-        unless it is `raysgd.tensorflow.MultiWorkerMirroredStrategy`. ``.cache()`` keeps the first epoch for all. An exception
-        comes as one of TensorFlow's with its text, also to ``except Exception`` where the attempt has ended, and
-        ``data_wait_fraction`` does not see this loop's waiting.
+        Columns may hold strings. Each ``iter()`` of the dataset is the next epoch. A batch counts as consumed when tf.data
+        takes it, which is when the loop asks for it, also behind ``.map(...)`` and in Keras's ``fit``. Behind
+        ``.prefetch(n)``, ``.shuffle(n)`` or a parallel map, tf.data takes batches ahead, and a checkpoint counts these as
+        consumed. A multi-worker strategy also takes batches ahead and divides them, except
+        `raysgd.tensorflow.MultiWorkerMirroredStrategy`. ``.cache()`` keeps the first epoch for all epochs. TensorFlow turns an
+        exception into one of its own with the same text, also at the end of the attempt, where ``except Exception`` then
+        catches it. ``data_wait_fraction`` does not include this loop's waiting.
 
         Args:
-            batch_size: As in `to_torch`.
-            global_batch_size: As in `to_torch`.
-            columns: As in `to_torch`.
-            dtypes: A `tf.DType` for all columns, or by column. By default those of the data.
-            drop_last: As in `to_torch`.
-            collate_fn: Makes the batch, of a dict of NumPy arrays or of the list of a map-style dataset's rows: for
-                ``fit`` a tuple ``(x, y)``.
-            prefetch: As in `to_torch`.
+            batch_size: See `to_torch`.
+            global_batch_size: See `to_torch`.
+            columns: See `to_torch`.
+            label_column: See `to_torch`.
+            feature_columns: See `to_torch`; the type of several columns is `numpy.result_type`'s.
+            dtypes: A `tf.DType` for all columns, or a dict of types by column. By default those of the data.
+            drop_last: See `to_torch`.
+            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows.
+            prefetch: See `to_torch`.
             shuffle: See the class.
-            output_signature: As of `tf.data.Dataset.from_generator`, for batches whose shapes differ in more than the number
-                of rows. By default that of the first batch, which is made once more for it, and consumes nothing. A batch of
-                other types is an error, and does not count as consumed: TensorFlow would convert it.
+            output_signature: As for `tf.data.Dataset.from_generator`, for batches whose shapes differ in more than the number
+                of rows. By default that of the first batch, which is read once more for it and consumes nothing. A batch of
+                other types is an error and does not count as consumed, because TensorFlow would convert it.
 
         Raises:
-            ConfigError: As in `to_torch`; or there are no rows to tell types from.
+            ConfigError: As `to_torch`; or there is no row to derive types from.
         """
         check_count("prefetch", prefetch, minimum=0)
-        reader, origin = self._reader, self._origin(collate_fn)
-        ahead = self._ahead(prefetch, collate_fn)
-        read: ItemsToTF | TableToTF
-        if isinstance(reader, ItemReader):
-            self._refuse_columns("to_tf", columns=columns, dtypes=dtypes)
-            read = ItemsToTF(origin, reader, collate_fn)
-        else:
-            chosen = self._choose(reader, columns)
-            if not chosen:
-                raise ConfigError("to_tf(columns=[]): tf.data takes no batches of nothing; give at least one column.")
-            self._check_dtypes("to_tf", dtypes, chosen, collate_fn)
-            reader = reader.select(chosen)
-            read = TableToTF(origin, reader, chosen, as_dtypes(dtypes), collate_fn)
-        batches = self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle, ahead)
-        return as_tf_dataset(batches, origin, output_signature)
+        reader, names, origin = self._select(
+            "to_tf", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
+        )
+        if not names and not isinstance(reader, ItemReader):
+            raise ConfigError("to_tf(columns=[]): tf.data takes no empty batches; give at least one column.")
+        read = (
+            ItemsToTF(origin, reader, collate_fn)
+            if isinstance(reader, ItemReader)
+            else TableToTF(origin, reader, names, as_tf_dtypes(dtypes), collate_fn)
+        )
+        num_prefetched = self._num_prefetched(prefetch, collate_fn)
+        sizes = batch_size, global_batch_size
+        return as_tf_dataset(
+            self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched), origin, output_signature
+        )
 
     def iter_batches(
         self,
@@ -244,41 +268,47 @@ class Shard:
         drop_last: bool = False,
         shuffle: Shuffle = False,
     ) -> Batches[Any]:
-        """Batches as dicts of NumPy arrays, pandas DataFrames or pyarrow Tables.
+        """Return batches as dicts of NumPy arrays, pandas DataFrames or pyarrow Tables.
 
-        Without shuffling they refer to the dataset's own memory; NumPy arrays are then read-only.
+        Without shuffling, batches refer to the dataset's own memory, and NumPy arrays are read-only.
 
         Args:
-            batch_size: Rows of a batch on this worker; ``batch_size * world_size`` rows are consumed in a step.
-            global_batch_size: Instead: rows consumed in a step, whatever the number of workers; each gets its part of them.
+            batch_size: See `to_torch`.
+            global_batch_size: See `to_torch`.
             format: ``"numpy"``, ``"pandas"`` or ``"pyarrow"``.
-            columns: Which ones, and in which order; all by default.
-            drop_last: Leave out a last step that has not ``batch_size`` rows for every worker.
+            columns: See `to_torch`.
+            drop_last: See `to_torch`.
             shuffle: See the class.
 
         Raises:
-            ConfigError: As in `to_torch`; a map-style dataset has no columns, and is read by `to_torch` or `iter_rows`.
+            ConfigError: As `to_torch`; or a map-style dataset, whose rows have no columns: use `to_torch` or `iter_rows`.
         """
         reader, read = self._read_as(format, columns)
         return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle)
 
     def iter_rows(self, *, shuffle: Shuffle = False) -> Rows:
-        """Single rows: dicts by column, or the items of a map-style dataset.
+        """Return single rows: dicts by column, or the items of a map-style dataset.
 
-        A worker may get one row less than another: for loops with collectives take batches.
+        A worker may get one row less than another: in loops with collectives use batches.
         """
         self._check_shuffle(shuffle)
-        deal, lanes = self._deal((1, None), False), self._lanes((1, None), shuffle)
         return Rows(
-            self._cursor, deal, shuffle, lanes, self._read_rows, self._reader.follow, self._reading, self._reader.making
+            self._cursor,
+            self._assignment((1, None), False),
+            shuffle,
+            self._num_lanes((1, None), shuffle),
+            self._read_rows,
+            self._reader.open_epoch,
+            self._read_context,
+            self._reader.prefetchers,
         )
 
     def first_batch(
         self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
     ) -> Any:
-        """The first rows of this share as a batch of `iter_batches`, to look at shapes and types. Consumes nothing.
+        """Return the first rows of this shard as `iter_batches` does, to look at shapes and types. Consumes nothing.
 
-        The batch a loop will begin with is that of its own reader: ``shard.to_torch(...).first_batch()``.
+        The first batch of a loop is returned by that loop's own batches: ``shard.to_torch(...).first_batch()``.
         """
         reader, read = self._read_as(format, columns)
         return self._batches(reader, read, (batch_size, None), False, False).first_batch()
@@ -290,55 +320,46 @@ class Shard:
         sizes: _Sizes,
         drop_last: bool,
         shuffle: Shuffle,
-        ahead: int = 0,
-        copies: Copies | None = None,
+        num_prefetched: int = 0,
+        transfer: Transfer | None = None,
     ) -> Batches[Any]:
         self._check_shuffle(shuffle)
-        deal, lanes = self._deal(sizes, drop_last), self._lanes(sizes, shuffle)
         return Batches(
             self._cursor,
-            deal,
+            self._assignment(sizes, drop_last),
             shuffle,
-            lanes,
+            self._num_lanes(sizes, shuffle),
             read,
-            reader.follow,
-            reader.peek,
-            self._reading,
-            reader.making,
-            ahead,
-            copies,
+            reader.open_epoch,
+            reader.open_peek,
+            self._read_context,
+            reader.prefetchers,
+            num_prefetched,
+            transfer,
         )
 
-    def _origin(self, collate_fn: Any) -> Origin:
-        given: Literal["columns", "items"] = "items" if isinstance(self._reader, ItemReader) else "columns"
-        return Origin(self._name, given if collate_fn is None else "collate_fn")
-
-    def _ahead(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
-        """How many batches are made ahead of the loop: none where that takes no work, or draws random numbers in order."""
-        takes_work = takes_work or collate_fn is not None or isinstance(self._reader, ItemReader)
-        return prefetch if takes_work and not self._is_deterministic else 0
-
-    def _deal(self, sizes: _Sizes, drop_last: bool) -> Deal:
-        of_each, of_all = sizes
-        if of_all is not None:
-            if of_each is not None:
-                raise ConfigError(
-                    f"batch_size={of_each!r} and global_batch_size={of_all!r}: give batch_size for the rows of each worker's "
-                    "batch, or global_batch_size for those of all workers together."
-                )
-            check_count("global_batch_size", of_all, minimum=1)
+    def _assignment(self, sizes: _Sizes, drop_last: bool) -> RankAssignment:
+        batch_size, global_batch_size = sizes
+        if global_batch_size is None:
+            batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+            global_batch = check_count("batch_size", batch_size, minimum=1) * self._world_size
+        elif batch_size is None:
+            global_batch = check_count("global_batch_size", global_batch_size, minimum=1)
         else:
-            check_count("batch_size", of_each, minimum=1)
-        return Deal(
+            raise ConfigError(
+                f"batch_size={batch_size!r} and global_batch_size={global_batch_size!r} exclude each other: give batch_size "
+                "for the rows of each worker's batch, or global_batch_size for those of all workers together."
+            )
+        return RankAssignment(
             num_rows=self._source.num_rows,
-            global_batch=(of_each or 0) * self._world_size if of_all is None else of_all,
+            global_batch=global_batch,
             rank=self._rank,
             world_size=self._world_size,
             drop_last=drop_last,
         )
 
-    def _lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
-        """How many lanes an epoch has that begins now. Where there is one for each worker, each reads its own files."""
+    def _num_lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
+        """Return the number of lanes for an epoch that begins now. With one lane per worker, each reads its own files."""
         if self._source.kind not in ("files", "stream"):
             return 1
         if sizes[1] is None:
@@ -346,6 +367,84 @@ class Shard:
         if shuffle is False:
             return 1
         return FIXED_LANES if not self._is_sized else max(1, min(FIXED_LANES, len(self._source.blocks) // 2))
+
+    def _num_prefetched(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
+        """Return how many batches to make ahead: none if that takes no work, or if random numbers must be drawn in order."""
+        takes_work = takes_work or collate_fn is not None or isinstance(self._reader, ItemReader)
+        return prefetch if takes_work and not self._is_deterministic else 0
+
+    def _select(
+        self,
+        method: str,
+        columns: Sequence[str] | None,
+        label_column: str | None,
+        feature_columns: Sequence[str] | None,
+        *,
+        dtypes: Any,
+        collate_fn: Any,
+    ) -> tuple[TableReader | ItemReader, list[str], Origin]:
+        """Check the arguments that choose columns; return the reader of these columns, their names, and their origin."""
+        reader = self._reader
+        needs_columns = {"columns": columns, "label_column": label_column, "feature_columns": feature_columns}
+        for argument, value in {**needs_columns, "dtypes": dtypes}.items():
+            if value is None:
+                continue
+            if isinstance(reader, ItemReader):
+                raise ConfigError(
+                    f"{method}({argument}=...): the rows of dataset {self._name!r}, a map-style dataset, have no columns; "
+                    "make the batch in collate_fn, which gets a list of rows."
+                )
+            if collate_fn is not None and argument != "columns":
+                raise ConfigError(
+                    f"{method}({argument}=..., collate_fn=...) exclude each other: collate_fn makes the batch; set "
+                    + ("its types there." if argument == "dtypes" else "features and label there.")
+                )
+        if isinstance(reader, ItemReader):
+            return reader, [], Origin(self._name, "items" if collate_fn is None else "collate_fn")
+        split = self._label_split(method, reader, columns, label_column, feature_columns)
+        names = self._column_names(reader, columns) if split is None else [*split.features, split.label]
+        if isinstance(dtypes, Mapping):
+            check_columns(self._name, dtypes, names, "dtypes")
+        origin = Origin(self._name, "columns" if collate_fn is None else "collate_fn", split)
+        return reader.select(names), names, origin
+
+    def _label_split(
+        self,
+        method: str,
+        reader: TableReader,
+        columns: Sequence[str] | None,
+        label_column: str | None,
+        feature_columns: Sequence[str] | None,
+    ) -> LabelSplit | None:
+        if label_column is None:
+            if feature_columns is not None:
+                raise ConfigError(
+                    f"{method}(feature_columns=...) needs label_column=... for batches (features, label). For dicts by column "
+                    "give columns=[...]."
+                )
+            return None
+        if columns is not None:
+            raise ConfigError(
+                f"{method}(columns=..., label_column=...) exclude each other: batches are (features, label); choose the "
+                "features by feature_columns=[...]."
+            )
+        if not isinstance(label_column, str):
+            raise ConfigError(f"{method}(label_column={label_column!r}) is not the name of a column; give one string.")
+        check_columns(self._name, [label_column], reader.columns, "label_column")
+        if feature_columns is None:
+            features = [column for column in reader.columns if column != label_column]
+        else:
+            features = check_columns(self._name, feature_columns, reader.columns, "feature_columns")
+        if not features:
+            raise ConfigError(f"{method}(label_column={label_column!r}) has no feature column; give at least one.")
+        if label_column in features:
+            raise ConfigError(
+                f"{method}(label_column={label_column!r}) is also in feature_columns: the model would be given the label. "
+                "Leave it out of feature_columns."
+            )
+        if len(set(features)) < len(features):
+            raise ConfigError(f"{method}(feature_columns={features}) has a column twice; give each column once.")
+        return LabelSplit(self._name, tuple(features), label_column)
 
     def _read_as(self, format: str, columns: Sequence[str] | None) -> tuple[TableReader, Callable[[Indices], Any]]:
         check_choice("format", format, FORMATS)
@@ -355,42 +454,26 @@ class Shard:
                 f"dataset {self._name!r} is a map-style dataset, whose rows have no columns: read it with to_torch(...) or "
                 "iter_rows()."
             )
-        chosen = self._choose(reader, columns)
-        reader = reader.select(chosen)
+        names = self._column_names(reader, columns)
+        reader = reader.select(names)
         read = {"numpy": reader.arrays, "pandas": reader.frame, "pyarrow": reader.table}[format]
-        return reader, lambda rows: read(rows, chosen)
+        return reader, lambda rows: read(rows, names)
 
     def _read_rows(self, rows: Indices) -> Iterator[Any]:
         reader = self._reader
         if isinstance(reader, ItemReader):
-            return (reader.items([row])[0] for row in rows)  # not before it is wanted: items may be large
+            return (reader.items([row])[0] for row in rows)  # one by one: items may be large
         arrays = reader.arrays(rows, reader.columns)
         return (dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True))
 
-    def _choose(self, reader: TableReader, columns: Sequence[str] | None) -> list[str]:
+    def _column_names(self, reader: TableReader, columns: Sequence[str] | None) -> list[str]:
         return reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
-
-    def _refuse_columns(self, method: str, **arguments: Any) -> None:
-        for argument, value in arguments.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{method}({argument}=...): dataset {self._name!r} is a map-style dataset, whose rows have no columns; "
-                    "choose in collate_fn, which gets a list of rows."
-                )
-
-    def _check_dtypes(self, method: str, dtypes: Any, chosen: list[str], collate_fn: Any) -> None:
-        if dtypes is not None and collate_fn is not None:
-            raise ConfigError(
-                f"{method}(dtypes=..., collate_fn=...): the batch is made by collate_fn; set its types there."
-            )
-        if isinstance(dtypes, Mapping):
-            check_columns(self._name, dtypes, chosen, "dtypes")
 
     def _check_shuffle(self, shuffle: Any) -> None:
         if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):
             raise ConfigError(f"shuffle={shuffle!r} is not known; give 'full', 'window' or False.")
         if shuffle == "full" and not self._is_sized:
             raise ConfigError(
-                f"shuffle='full' mixes all rows, and dataset {self._name!r} is executed while it is read; take 'window', have "
-                "Ray shuffle it (ds.random_shuffle(seed=...)), or hold it in memory: ds.materialize()."
+                f"shuffle='full' mixes all rows, but dataset {self._name!r} is lazy and executed while it is read. Give "
+                "shuffle='window', let Ray shuffle it (ds.random_shuffle(seed=...)), or hold it in memory (ds.materialize())."
             )

@@ -1,4 +1,4 @@
-"""A mesh over the devices of all workers."""
+"""`mesh`: a JAX mesh over the devices of all workers. Worker side."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def mesh(*axes: tuple[str, int]) -> jax.sharding.Mesh:
-    """A mesh over all devices of all workers, with these axes: names and sizes.
+    """Make a mesh over all devices of all workers.
 
-    Devices are taken worker by worker, and the last axis runs fastest. So an axis for parts of a model, which communicate
-    most, comes last: if it is no larger than a worker's number of devices (and divides it), it stays within a worker.
+    Devices are ordered by worker, and the last axis varies fastest. Put the axis that communicates most, such as one for
+    parts of a model, last: if its size divides a worker's number of devices, it stays within a worker.
 
-    It is made anew in each call of train_func: after a failure the devices are others.
+    Make the mesh in each call of train_func: after a failure the devices are different ones.
 
     Args:
-        axes: One size may be -1: what is left. Without axes, ``("data", -1)``.
+        axes: Names and sizes. One size may be -1, which takes the remaining devices. Without axes: ``("data", -1)``.
 
     Raises:
-        ConfigError: The sizes do not make up the number of devices.
+        ConfigError: The product of the sizes is not the number of devices.
     """
     import jax
     import numpy as np
@@ -35,7 +35,7 @@ def mesh(*axes: tuple[str, int]) -> jax.sharding.Mesh:
 
 
 def sizes_of(axes: tuple[tuple[str, int], ...], num_devices: int) -> tuple[int, ...]:
-    """The sizes, with -1 filled in.
+    """Return the sizes of the axes, with -1 filled in.
 
     Raises:
         ConfigError: They do not make up that number.

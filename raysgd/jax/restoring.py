@@ -1,4 +1,4 @@
-"""Arrays of JAX from a checkpoint, each process reading what its devices need. Runs in workers."""
+"""`restore`: makes JAX arrays of a loaded checkpoint; each process reads what its devices need. Worker side."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.checkpoint.boxes import Box, box_of
-from raysgd.checkpoint.saved_array import SavedArray
+from raysgd.checkpoint.codecs.shards import ShardIndex, index_from_slices
+from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
 
 
 def restore(saved: Any, *, like: Any) -> Any:
-    """A state that was saved, with its arrays on the devices that those of ``like`` are on.
+    """Place the arrays of a loaded checkpoint on devices.
 
-    Each process reads the pieces that its own devices need, whatever the mesh and the number of workers were that they were
-    saved from. Reading does not communicate, so ranks may come here at different times.
+    Each process reads the shards that its own devices need, whatever mesh and number of workers saved them. Reading does not
+    communicate, so ranks may call this at different times.
 
     Args:
-        saved: What `raysgd.load_checkpoint` returned, or a part of it.
-        like: A tree of the same form. In place of an array: an array, a ``jax.ShapeDtypeStruct`` with a sharding, or a
-            sharding alone. In place of anything else: anything else.
+        saved: The state that `raysgd.load_checkpoint` returned, or a sub-tree of it.
+        like: A tree of the same structure. It has an array, a ``jax.ShapeDtypeStruct`` with a sharding, or a sharding in
+            place of each array, and anything in place of other values.
 
     Returns:
-        A tree of the type of ``like``, with the values of ``saved``.
+        A tree with the structure of ``like`` and the values of ``saved``.
 
     Raises:
-        CheckpointError: The trees differ, or an array's shape or dtype does; the text names it.
+        CheckpointError: The structures, or the shape or dtype of an array, differ; the text names the place.
         CheckpointCorruptError: A file is missing, or does not match its checksum.
     """
     import jax
@@ -36,29 +36,29 @@ def restore(saved: Any, *, like: Any) -> Any:
     places = [_keys(path) for path, _ in wanted]
     if unknown := [place for place in found if place not in set(places)]:
         raise CheckpointError(
-            f"{_show(unknown[0])} was saved, and is not in restore(..., like=...); give a part of both to restore that alone."
+            f"{_show(unknown[0])} was saved but is not in restore(..., like=...): add it, or restore matching sub-trees of both."
         )
     if missing := [place for place in places if place not in found]:
-        raise CheckpointError(f"{_show(missing[0])} is in restore(..., like=...), and was not saved.")
-    values = [_restored(_show(place), found[place], model) for place, (_, model) in zip(places, wanted, strict=True)]
+        raise CheckpointError(f"{_show(missing[0])} is in restore(..., like=...) but was not saved: leave it out.")
+    values = [_restored(_show(place), found[place], target) for place, (_, target) in zip(places, wanted, strict=True)]
     return jax.tree_util.tree_unflatten(form, values)
 
 
-def _restored(place: str, value: Any, model: Any) -> Any:
+def _restored(place: str, value: Any, target: Any) -> Any:
     import jax
 
-    if isinstance(model, jax.sharding.Sharding):
-        return _on_devices(_array(value), model)
-    if isinstance(model, (jax.Array, jax.ShapeDtypeStruct)):
+    if isinstance(target, jax.sharding.Sharding):
+        return _on_devices(_array(value), target)
+    if isinstance(target, (jax.Array, jax.ShapeDtypeStruct)):
         value = _array(value)
-        if (value.shape, value.dtype) != (model.shape, model.dtype):
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
             raise CheckpointError(
-                f"{place} was saved as {value.dtype} of shape {value.shape}; restore(..., like=...) has {model.dtype} of shape "
-                f"{model.shape} there."
+                f"{place} was saved as {value.dtype} of shape {value.shape}; restore(..., like=...) has {target.dtype} of shape "
+                f"{target.shape} there: change it, or convert the array after restoring."
             )
-        if model.sharding is not None and getattr(model, "committed", True):
-            return _on_devices(value, model.sharding)
-        return jax.numpy.array(np.asarray(value))  # not bound to a device, as its model is not
+        if target.sharding is not None and getattr(target, "committed", True):
+            return _on_devices(value, target.sharding)
+        return jax.numpy.array(np.asarray(value))  # uncommitted to a device, like its counterpart
     return np.asarray(value) if isinstance(value, SavedArray) else value
 
 
@@ -67,22 +67,22 @@ def _array(value: Any) -> Any:
 
 
 def _on_devices(value: Any, sharding: Any) -> Any:
-    """A global array; what several devices of this process have in common is read once."""
+    """Make a global array. A shard that several devices of this process hold is read once."""
     import jax
 
-    read: dict[Box, Any] = {}
+    loaded: dict[ShardIndex, Any] = {}
 
-    def piece(index: tuple[slice, ...] | None) -> Any:
-        box = box_of(index or (), value.shape)
-        if box not in read:
-            read[box] = value[box.slices()]
-        return read[box]
+    def read_shard(slices: tuple[slice, ...] | None) -> Any:
+        index = index_from_slices(slices or (), value.shape)
+        if index not in loaded:
+            loaded[index] = value[index.slices()]
+        return loaded[index]
 
-    return jax.make_array_from_callback(value.shape, sharding, piece, dtype=value.dtype)
+    return jax.make_array_from_callback(value.shape, sharding, read_shard, dtype=value.dtype)
 
 
 def _keys(path: Any) -> tuple[Any, ...]:
-    """The keys of a path, alike for a dict and for a class with fields of these names."""
+    """Return the keys of a path, which are equal for a dict and for a class with fields of these names."""
     return tuple(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)) for key in path)
 
 

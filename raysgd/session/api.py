@@ -1,6 +1,6 @@
-"""The functions train_func calls, public as ``raysgd.report`` and so on. Worker side; see `raysgd.session.context`.
+"""The functions that train_func calls, public as ``raysgd.report`` and so on. Worker side; see `raysgd.session.context`.
 
-Outside a worker they behave as a world of one, so that the same train_func runs on its own and under a debugger.
+Outside a worker the functions behave as in a world of one rank, so that the same train_func runs alone or in a debugger.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from raysgd.session import context
 from raysgd.session.local import LocalSession
 
 if TYPE_CHECKING:
-    from raysgd.data import WorkerDataset
+    from raysgd.data.dataset import WorkerDataset
 
 
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-    """Send one round of metrics on its way; costs microseconds and never waits for the driver.
+    """Report metrics for one round; takes microseconds and never waits for the driver.
 
     Values are copied at the call: numbers, strings, bools, None, scalars of NumPy, torch, TensorFlow and JAX, and small
-    lists and dicts of these. A scalar on a GPU is cloned there and read off the training thread: no sync is forced.
+    lists and dicts of these. A scalar on a GPU is cloned there and read in another thread, so no sync is forced.
 
     Args:
-        metrics: A dict of metrics, instead of or beside keywords.
+        metrics: A dict of metrics, in place of or in addition to keywords.
         **more: Metrics by name.
 
     Raises:
-        MetricError: A value that is no metric (it names the key), more than 1 MiB, or a key raysgd sets by itself.
+        MetricError: A value is not a metric (the error names its key), the metrics are larger than 1 MiB, or a key is one
+            that raysgd sets itself.
         SessionError: The attempt is over.
     """
     session = context._current
-    if session is None or context._left_behind:
+    if session is None or context._outlived:
         session = context.acting()
     session.report(more if metrics is None else {**metrics, **more})
 
@@ -46,72 +47,74 @@ def save_checkpoint(
     files: bool = False,
     metrics: Mapping[str, Any] | None = None,
     all_ranks: bool = False,
-    trusted: bool = False,
+    allow_pickle: bool = False,
 ) -> None:
-    """Save the training state: returns after a copy into host memory, writing goes on behind.
+    """Save the training state; returns after a copy into host memory, and files are written in the background.
 
-    Every rank calls it, equally often; the n-th calls form checkpoint n. The state is rank 0's (others may give None),
-    or each rank's own part with ``all_ranks=True``. The states of Python's, NumPy's and the framework's random number
-    generators are saved beside it on every rank.
+    Every rank calls it equally often; the n-th calls form checkpoint n. Rank 0 gives the state (other ranks may give None),
+    or each rank gives its own part with ``all_ranks=True``. The states of the random number generators of Python, NumPy and
+    the framework are saved with it on every rank.
 
     Args:
-        state: A tree of dicts, lists, tuples, tensors, arrays, scalars; a thing with ``state_dict()`` is saved by it.
-        files: ``state`` is the path of a file or folder the user wrote; its content is the checkpoint.
-        metrics: What retention ranks this checkpoint by; by default the round it belongs to: the last one reported
-            before it, or, in a loop that saves before it reports, the next one.
-        all_ranks: Every rank gives its own part. Of an array of JAX's that is distributed over workers each writes the shards
-            that it has, and no two the same.
-        trusted: Allow what only pickle can hold; needed again for loading.
+        state: A tree of dicts, lists, tuples, tensors, arrays and scalars. An object with ``state_dict()`` is saved by it.
+        files: ``state`` is the path of a file or folder that the user wrote; its content is the checkpoint.
+        metrics: What retention ranks this checkpoint by. The default is the round it belongs to: the last one reported
+            before it, or the next one in a loop that saves before it reports.
+        all_ranks: Every rank gives its own part. Of a JAX array that is distributed over workers each rank writes the
+            shards that it has, and no shard is written twice.
+        allow_pickle: Allow values that only pickle can hold. Loading then needs ``allow_pickle=True`` too.
 
     Raises:
-        CheckpointError: Ranks disagree, or the state cannot be held; `UnsafeStateError` names the offending leaf.
+        CheckpointError: Ranks disagree, or the state cannot be saved; `UnsafeStateError` names the leaf.
         SessionError: The attempt is over.
     """
-    context.acting().save_checkpoint(state, files=files, metrics=metrics, all_ranks=all_ranks, trusted=trusted)
+    context.acting().save_checkpoint(
+        state, files=files, metrics=metrics, all_ranks=all_ranks, allow_pickle=allow_pickle
+    )
 
 
-def load_checkpoint(path: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> Any:
-    """The newest committed state of this run (or the one it starts from), or None; with ``path``, the state there.
+def load_checkpoint(path: str | os.PathLike[str] | None = None, *, allow_pickle: bool = False) -> Any:
+    """Return the newest committed state of this run (or the state it starts from), or None; with ``path``, the state there.
 
     Ranks may call it at different times during training: their n-th calls without ``path`` give the same checkpoint.
 
-    Without ``path`` the random number generators and the positions in the datasets saved with it are restored too, so
-    that training goes on as if it had not been interrupted; a loop over a dataset that is under way is over.
+    Without ``path`` the random number generators and the positions in the datasets are restored too, so that training
+    continues as if it had not been interrupted. A loop over a dataset that is running ends.
 
-    An array that was saved in shards comes as a `raysgd.SavedArray`, which is read as far as it is needed; see
+    An array that was saved in shards is returned as a `raysgd.SavedArray`, which reads what is needed; see
     `raysgd.jax.restore`.
 
     Args:
         path: A checkpoint's folder.
-        trusted: Load leaves that were saved with ``trusted=True``; these may run code.
+        allow_pickle: Load values that were saved with ``allow_pickle=True``. They may run code.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
         CheckpointCorruptError: Its bytes do not match its manifest.
-        ReshardError: It was saved with ``all_ranks=True`` by another number of ranks, and has no arrays in shards, or has values
-            beside them that differ from rank to rank.
-        CheckpointError: It stands in the middle of a dataset that has another number of rows now.
+        ReshardError: It was saved with ``all_ranks=True`` by another number of ranks, and has no arrays in shards, or has
+            other values that differ between ranks.
+        CheckpointError: It stands in the middle of a dataset that now has another number of rows.
     """
-    return context.acting().load_checkpoint(path, trusted=trusted)
+    return context.acting().load_checkpoint(path, allow_pickle=allow_pickle)
 
 
 def get_dataset(name: str | None = None) -> WorkerDataset:
-    """A dataset given to ``run(dataset=...)``, whose ``get_split()`` is this worker's share.
+    """Return a dataset given to ``run(dataset=...)``; its ``get_split()`` is this worker's shard.
 
-    Where training stands in it is part of each checkpoint, and `load_checkpoint` goes on there.
+    The position in it is part of each checkpoint, and `load_checkpoint` resumes there.
 
     Args:
         name: As given in the dict of datasets; not needed where there is only one.
 
     Raises:
-        ConfigError: There is none, none of that name, or more than one and no name.
+        ConfigError: There is no dataset, none of that name, or more than one and no name.
         SessionError: The attempt is over.
     """
     return context.acting().get_dataset(name)
 
 
 def get_datasets() -> dict[str, WorkerDataset] | tuple[Any, ...]:
-    """All datasets by name; of a tuple given for cross-validation a tuple of the same form.
+    """Return all datasets by name; for a tuple given for cross-validation, a tuple of the same form.
 
     Raises:
         SessionError: The attempt is over.
@@ -120,52 +123,52 @@ def get_datasets() -> dict[str, WorkerDataset] | tuple[Any, ...]:
 
 
 def world_rank() -> int:
-    """This worker's rank among all, 0 to ``world_size() - 1``."""
+    """Return this worker's rank among all ranks, 0 to ``world_size() - 1``."""
     return context.current().world_rank
 
 
 def world_size() -> int:
-    """The number of workers in this attempt."""
+    """Return the number of workers in this attempt."""
     return context.current().world_size
 
 
 def local_rank() -> int:
-    """This worker's rank among those on its node."""
+    """Return this worker's rank among those on its node."""
     return context.current().local_rank
 
 
 def local_world_size() -> int:
-    """The number of workers on this node."""
+    """Return the number of workers on this node."""
     return context.current().local_world_size
 
 
 def node_rank() -> int:
-    """This node's rank among those with workers."""
+    """Return this node's rank among the nodes that have workers."""
     return context.current().node_rank
 
 
 def in_worker() -> bool:
-    """Whether a Trainer runs this code; False in single-machine use."""
+    """Return True if a Trainer runs this code, False in single-machine use."""
     return context.current().in_worker
 
 
 def should_stop() -> bool:
-    """True once the run was asked to end: it was cancelled, a callback raised `Stop`, or a worker is preempted.
+    """Return True once the run was asked to end: it was cancelled, a callback raised `Stop`, or a worker is preempted.
 
-    All ranks get the same answer from their n-th call, so it may decide about a loop with collectives. A loop that looks
-    at it can save and return in its own way; one that does not is ended at the ``report`` after next, or, for a preemption,
-    out of its next ``save_checkpoint``.
+    All ranks get the same answer from their n-th call, so it may decide about a loop with collectives. A loop that checks it
+    can save and return in its own way. A loop that does not is ended at the second ``report`` after the request, or, for a
+    preemption, at its next ``save_checkpoint``.
     """
     return context.current().should_stop()
 
 
 def barrier() -> None:
-    """Wait until every rank has come here; one that has returned is not waited for."""
+    """Wait until every rank has called `barrier`; a rank that has returned is not waited for."""
     context.acting().barrier()
 
 
 def broadcast(obj: Any = None) -> Any:
-    """Rank 0's ``obj``, on every rank. The object must pickle.
+    """Return rank 0's ``obj`` on every rank. The object must pickle.
 
     Raises:
         SessionError: Rank 0 has returned without calling it.
@@ -175,18 +178,18 @@ def broadcast(obj: Any = None) -> Any:
 
 @contextmanager
 def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
-    """Give a train_func that runs on its own data and a place for checkpoints.
+    """Give a train_func that runs without a Trainer its data and a place for checkpoints.
 
     Args:
-        dataset: As for ``Trainer.run``; Ray is needed for a `ray.data.Dataset` alone.
-        dir: Folder for its checkpoints; ``load_checkpoint`` finds what an earlier use left there.
+        dataset: As for ``Trainer.run``; Ray is needed for a `ray.data.Dataset` only.
+        dir: Folder for its checkpoints; ``load_checkpoint`` finds those of earlier uses.
 
     Raises:
-        ConfigError: ``dataset`` is nothing that can be one.
+        ConfigError: ``dataset`` has a type that cannot be a dataset.
         UsageError: There is a session already.
     """
     if context.installed() is not None:
-        raise UsageError("raysgd.local() inside a worker or another raysgd.local(): there is a session already.")
+        raise UsageError("raysgd.local() inside a worker or another raysgd.local(): a session exists already.")
     session = LocalSession(dir, NO_DATASETS if dataset is None else _resolve(dataset))
     context.install(session)
     try:
@@ -196,6 +199,8 @@ def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Ite
 
 
 def _resolve(dataset: Any) -> DatasetPlan:
-    from raysgd.data import resolve_datasets  # NumPy, for those who give data
+    from raysgd.data.sources.resolve import (
+        resolve_datasets,  # imports NumPy, which a session without data does not need
+    )
 
     return resolve_datasets(dataset, put=lambda block: block)

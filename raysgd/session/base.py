@@ -1,4 +1,4 @@
-"""What a session is: the thing the functions of `raysgd.session.api` act on."""
+"""The base of all sessions: what the functions of `raysgd.session.api` act on, and the datasets that a session holds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raysgd.session.datasets import Datasets
 from raysgd.session.progress import Progress
 
 if TYPE_CHECKING:
-    from raysgd.data import WorkerDataset
+    from raysgd.data.dataset import WorkerDataset
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Where a worker stands in its group. ``rank`` without a word before it is always the world rank."""
+    """The ranks and sizes of one worker in its group. ``rank`` alone always means the world rank."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -28,22 +28,22 @@ class Identity:
 
 
 class Session(ABC):
-    """What the worker-side functions need of the place they run in.
+    """What the worker-side functions need from the place they run in.
 
-    Called from the training thread, and from threads the user starts; `should_stop` and `report` may be called from
-    any of them, `save_checkpoint`, `barrier` and `broadcast` from one at a time, in the same order on every rank.
+    Called from the training thread, and from threads that the user starts. Any thread may call `should_stop` and `report`;
+    `save_checkpoint`, `barrier` and `broadcast` are called by one thread at a time, in the same order on every rank.
 
     Args:
         plan: The datasets that were given.
-        fetch: Gives what the references in ``plan`` stand for.
+        fetch: Returns what a reference in ``plan`` refers to.
 
     Attributes:
         identity: Ranks and sizes.
         seed: The Trainer's seed, or None.
-        deterministic: Whether bit-identical repetition was asked for.
+        deterministic: Whether the user asked for bit-identical repetition.
         attempt: Its number, from 1; 0 in single-machine use.
         in_worker: False in single-machine use.
-        progress: What was called so far, and what the time went into.
+        progress: The calls made so far, and where the time went.
     """
 
     in_worker: bool = False
@@ -71,7 +71,7 @@ class Session(ABC):
             attempt=attempt,
             is_deterministic=deterministic,
             fetch=fetch,
-            reading=self._reading,
+            read_context=self._read_context,
         )
 
     @property
@@ -99,11 +99,11 @@ class Session(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
+        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None: ...
 
     @abstractmethod
-    def load_checkpoint(self, path: Any, *, trusted: bool) -> Any: ...
+    def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any: ...
 
     def get_dataset(self, name: str | None) -> WorkerDataset:
         self._check_live()
@@ -113,28 +113,12 @@ class Session(ABC):
         self._check_live()
         return self._datasets.all()
 
-    @property
-    def iteration(self) -> int:
-        """Rounds of the run so far, by the reports of this rank."""
-        return 0
-
-    def hand_on(self) -> None:  # noqa: B027  (a session alone has nobody to tell)
-        """Wait until what was reported so far would arrive though this process died."""
-
-    def data_positions(self) -> dict[str, Any]:
-        """Where training stands in each dataset, the same on all ranks; empty where none was given."""
-        return self._datasets.positions()
-
-    def go_on_in_data(self, positions: Mapping[str, Any]) -> None:
-        """Go on where `data_positions` said this, in whatever group; loops that are under way are over."""
-        self._datasets.restore(positions)
-
-    def end_passes(self, *, only_finished: bool) -> None:
+    def end_epochs(self, *, only_finished: bool) -> None:
         """Loops over datasets that are under way, or only those that have had their last batch, are over, and their epochs.
 
         A framework's loop may leave an epoch at its last batch, without asking whether there is another.
         """
-        self._datasets.end_passes(only_finished=only_finished)
+        self._datasets.end_epochs(only_finished=only_finished)
 
     @abstractmethod
     def should_stop(self) -> bool: ...
@@ -145,11 +129,11 @@ class Session(ABC):
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
 
-    def _reading(self) -> AbstractContextManager[None]:
-        """Called before each batch of a dataset, which is then read within what this returns."""
+    def _read_context(self) -> AbstractContextManager[None]:
+        """Called before each batch of a dataset; the batch is read inside the returned context."""
         self._check_live()
         self.progress.mark("batch")
         return self.progress.data
 
     def _check_live(self) -> None:  # noqa: B027  (most sessions never end)
-        """Raise, if nothing may be done here any more."""
+        """Raise if the session is over."""

@@ -1,8 +1,8 @@
-"""Which session the functions of `raysgd.session.api` act on: the attempt that runs in this process, or a world of one.
+"""The session that the functions of `raysgd.session.api` act on: the attempt in this process, or a world of one rank.
 
-One train_func runs in a process at a time, so the session is a plain module global: threads that user code starts
-(data loaders, asynchronous evaluation) see it too, which a thread-local or a context variable would not give them. A
-thread that outlives the attempt which started it would find the next one there; it gets an error instead.
+One train_func runs in a process at a time, so the session is a module global. Threads that user code starts (data loaders,
+asynchronous evaluation) see it too; a thread-local or a context variable would hide it from them. A thread that outlives its
+attempt would find the session of the next attempt there, so its calls raise an error instead.
 """
 
 from __future__ import annotations
@@ -16,57 +16,60 @@ from raysgd.session.local import LocalSession
 
 _current: Session | None = None
 _alone = LocalSession()
-_left_behind: dict[int, threading.Thread] = {}
+_outlived: dict[int, threading.Thread] = {}
 
-LEFT_BEHIND = (
-    "train_func has returned, so nothing can be reported or saved any more; this call came from a thread it left behind. "
-    "Join such threads before returning."
+OUTLIVED = (
+    "train_func has returned, so nothing can be reported or saved any more. This call came from a thread that train_func "
+    "started and did not join; join such threads before returning."
 )
 
 
 def install(session: Session) -> None:
-    """Make ``session`` the one of this process."""
+    """Make ``session`` the session of this process."""
     global _current
     _current = session
-    for ident, thread in list(_left_behind.items()):
+    for ident, thread in list(_outlived.items()):
         if not thread.is_alive():
-            del _left_behind[ident]
+            del _outlived[ident]
 
 
 def uninstall() -> None:
-    """Go back to single-machine use."""
+    """Return to single-machine use."""
     global _current
     _current = None
 
 
-def leave_behind(before: Iterable[threading.Thread]) -> None:
-    """An attempt is over: sessions to come are not those of threads that are not among ``before``, from its beginning."""
+def block_threads_started_since(before: Iterable[threading.Thread]) -> None:
+    """Block later sessions for threads that the attempt started and left running.
+
+    Args:
+        before: The threads that existed before the attempt.
+    """
     for thread in set(threading.enumerate()).difference(before):
-        is_of_python = not isinstance(
-            thread, threading._DummyThread
-        )  # the others are Ray's, which call what comes next
-        if is_of_python and thread.ident is not None:
-            _left_behind[thread.ident] = thread
+        # A dummy thread is one of Ray's, which calls the next attempt.
+        is_python_thread = not isinstance(thread, threading._DummyThread)
+        if is_python_thread and thread.ident is not None:
+            _outlived[thread.ident] = thread
 
 
 def installed() -> Session | None:
-    """The session that was installed, or None."""
+    """Return the session that was installed, or None."""
     return _current
 
 
 def current() -> Session:
-    """The session of this process; outside a worker a world of one without data or a place for checkpoints."""
+    """Return the session of this process; outside a worker a world of one rank without data or checkpoints."""
     if _current is not None:
         return _current
     return _alone
 
 
 def acting() -> Session:
-    """The current session, for a call that changes something.
+    """Return the current session, for a call that changes something.
 
     Raises:
-        SessionError: The calling thread was left behind by an attempt that is over.
+        SessionError: The calling thread was left running by an attempt that is over.
     """
-    if _left_behind and _left_behind.get(threading.get_ident()) is threading.current_thread():
-        raise SessionError(LEFT_BEHIND)
+    if _outlived and _outlived.get(threading.get_ident()) is threading.current_thread():
+        raise SessionError(OUTLIVED)
     return current()

@@ -1,4 +1,4 @@
-"""The datasets of one attempt, as a session holds them. Opened at their first use: reading data loads NumPy and Arrow."""
+"""The datasets of one attempt. They are opened at their first use, because reading data imports NumPy and Arrow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 
 if TYPE_CHECKING:
-    from raysgd.data import DataContext, WorkerDataset
+    from raysgd.data.dataset import WorkerDataset, WorkerDatasets
 
 
 class Datasets:
-    """What a plan describes, for one rank. Positions are those of `raysgd.data.DataContext`.
+    """The datasets that a plan describes, for one rank. Positions are those of `raysgd.data.WorkerDatasets`.
 
     Args:
-        fetch: Gives what the plan's references stand for.
-        reading: Called before each batch, which is then read within what it returns; what it raises ends the loop.
+        fetch: Returns what a reference in the plan refers to.
+        read_context: Called before each batch, which is read inside the returned context. What it raises ends the loop.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Datasets:
         attempt: int = 0,
         is_deterministic: bool = False,
         fetch: Callable[[Any], Any],
-        reading: Callable[[], AbstractContextManager[Any]],
+        read_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -40,9 +40,9 @@ class Datasets:
         self._attempt = attempt
         self._is_deterministic = is_deterministic
         self._fetch = fetch
-        self._reading = reading
-        self._context: DataContext | None = None
-        self._lock = threading.Lock()  # threads of the user's must not open two, each with a position of its own
+        self._read_context = read_context
+        self._context: WorkerDatasets | None = None
+        self._lock = threading.Lock()  # user threads must not open two contexts, each with its own position
 
     def get(self, name: str | None) -> WorkerDataset:
         return self._open().get(name)
@@ -51,36 +51,35 @@ class Datasets:
         return self._open().all()
 
     def positions(self) -> dict[str, Any]:
-        """Where training stands in each dataset; empty where none was given."""
+        """Return the position in each dataset; empty where no dataset was given."""
         return self._open().positions() if self._plan.sources else {}
 
-    def end_passes(self, *, only_finished: bool) -> None:
-        """See `raysgd.data.DataContext.end_passes`."""
+    def end_epochs(self, *, only_finished: bool) -> None:
         if self._context is not None:
-            self._context.end_passes(only_finished=only_finished)
+            self._context.end_epochs(only_finished=only_finished)
 
     def restore(self, positions: Mapping[str, Any]) -> None:
-        """Go on at these positions.
+        """Resume at these positions.
 
         Raises:
-            CheckpointError: One of them does not fit its dataset; then all stay where they are.
+            CheckpointError: A position does not fit its dataset; then no position changes.
         """
         if self._plan.sources:
             self._open().restore(positions)
 
     def close(self) -> None:
-        """Let go of the rows and of all references to them."""
+        """Release the rows and all references to them."""
         self._plan = NO_DATASETS
         if self._context is not None:
             self._context.close()
         self._context = None
 
-    def _open(self) -> DataContext:
-        from raysgd.data import DataContext
+    def _open(self) -> WorkerDatasets:
+        from raysgd.data.dataset import WorkerDatasets
 
         with self._lock:
             if self._context is None:
-                self._context = DataContext(
+                self._context = WorkerDatasets(
                     self._plan,
                     self._rank,
                     self._world_size,
@@ -88,6 +87,6 @@ class Datasets:
                     attempt=self._attempt,
                     is_deterministic=self._is_deterministic,
                     fetch=self._fetch,
-                    reading=self._reading,
+                    read_context=self._read_context,
                 )
             return self._context

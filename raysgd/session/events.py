@@ -1,6 +1,6 @@
-"""What a worker's stream carries to the controller: one ordered sequence per rank of these plain records.
+"""What a worker's stream carries to the controller: plain records, in one ordered sequence per rank.
 
-They hold built-in types and bytes only: user objects cross the controller as bytes it never unpickles.
+The records hold built-in types and bytes only. The user's objects cross the controller as bytes, which it never unpickles.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entered:
-    """train_func was entered, at ``timestamp`` (seconds since the epoch)."""
+    """train_func was entered at ``timestamp`` (seconds since the epoch)."""
 
     timestamp: float
 
 
 @dataclass(frozen=True)
 class Reports:
-    """Reports ``first`` to ``first + count - 1`` of this rank in this attempt, counted from 0.
+    """The reports ``first`` to ``first + count - 1`` of this rank in this attempt, counted from 0.
 
     Attributes:
-        rows: JSON, a list of ``[timestamp, time_total_s, {metrics}]``, encoded once here and passed on unparsed.
+        rows: JSON, a list of ``[timestamp, time_total_s, {metrics}]``. The worker encodes it; readers decode it.
     """
 
     first: int
@@ -31,10 +31,10 @@ class Reports:
 
 @dataclass(frozen=True)
 class Saved:
-    """The rank made its ``call``-th ``save_checkpoint`` of the attempt, counted from 0; its bytes are not safe yet.
+    """The rank made its ``call``-th ``save_checkpoint`` of the attempt, counted from 0. Its files are not durable yet.
 
     Attributes:
-        reports: Reports this rank had made in the attempt before the call.
+        reports: Reports that this rank made in the attempt before the call.
         time_total_s: Training time up to the call.
         metrics: JSON of the metrics given, or of this rank's last report before; None if there is neither.
     """
@@ -44,16 +44,16 @@ class Saved:
     time_total_s: float
     all_ranks: bool
     is_files: bool
-    trusted: bool
+    allow_pickle: bool
     metrics: bytes | None
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The first report after save ``call`` in a loop that saves first: the round that checkpoint belongs to.
+    """The first report after save ``call`` in a loop that saves first: the round which that checkpoint belongs to.
 
     Attributes:
-        metrics: JSON of what was reported; None where the save was given ``metrics=`` of its own.
+        metrics: JSON of what was reported; None where the save was given ``metrics=``.
         time_total_s: Training time up to the report.
     """
 
@@ -67,13 +67,13 @@ class PartSafe:
     """This rank's part of save ``call`` is durable: ``(name, size, crc32)`` of each file, and its small state.
 
     Attributes:
-        beside: Digest of what it has beside the pieces of arrays; None where it has no pieces.
+        unsharded_digest: Digest of everything in the part except array shards; None where it has no shards.
     """
 
     call: int
     files: tuple[tuple[str, int, int], ...]
     rank_state: dict[str, Any] = field(default_factory=dict)
-    beside: str | None = None
+    unsharded_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,16 @@ class PartFailed:
 
 @dataclass(frozen=True)
 class PartHeld:
-    """This rank's part of save ``call`` is in the cluster's memory, and its small state. ``beside``: as in `PartSafe`."""
+    """This rank's part of save ``call`` is in the cluster's memory.
+
+    Attributes:
+        unsharded_digest: As in `PartSafe`.
+    """
 
     call: int
     num_bytes: int
     rank_state: dict[str, Any] = field(default_factory=dict)
-    beside: str | None = None
+    unsharded_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,52 +108,52 @@ class HoldFailed:
 
 @dataclass(frozen=True)
 class StartUnusable:
-    """The checkpoint that the attempt goes on from is not what its manifest says, or is gone."""
+    """The checkpoint that the attempt starts from does not match its manifest, or is gone."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class AtSavePoint:
-    """The rank has made save ``call``, which all ranks leave after, and waits; see `raysgd.session.savegate`."""
+    """The rank waits after save ``call``, which all ranks leave after; see `raysgd.session.gates`."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A look at the worker's process: CPU, memory, GPU, pace of reports."""
+    """A measurement of the worker's process: CPU, memory, GPU, rate of reports."""
 
     values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Warned:
-    """Something the user should know that does not end anything."""
+    """A warning for the user that does not end anything."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class StopWanted:
-    """A callback in the worker wants the run to end."""
+class StopRequested:
+    """A callback in the worker asks the run to end."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Preempted:
-    """The worker's process was told to end, and goes on for as long as it is let."""
+    """The worker's process got SIGTERM; it keeps running until it is killed."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Returned:
-    """train_func returned. ``value`` is its pickle; None means that it is the stream's next item instead (it is large).
+    """train_func returned. ``value`` is its pickle, or None if it is large: then it is the stream's next item.
 
     Attributes:
-        saw_stop: It had found ``should_stop()`` true.
+        saw_stop: train_func had found ``should_stop()`` true.
     """
 
     value: bytes | None
@@ -163,31 +167,16 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Parked:
-    """train_func has left its attempt and its group, and waits for the next ones; see `raysgd.workers.entry`.
-
-    Attributes:
-        failed: Why it could not join the group of the attempt, if that is what happened.
-        iteration: Rounds of the run after which its state stands, if it knows that.
-        is_broken: Its group was; otherwise it was told that the members are to change.
-    """
-
-    failed: Failed | None = None
-    iteration: int | None = None
-    is_broken: bool = True
-
-
-@dataclass(frozen=True)
 class Failed:
-    """train_func, or setting up its group, raised.
+    """train_func, or setting up its process group, raised.
 
     Attributes:
         exception: Pickle of the exception, or None where it does not pickle.
         type_name: Qualified name of its type.
         summary: One line.
-        traceback: The formatted traceback, secrets redacted.
+        traceback: The formatted traceback, with secrets redacted.
         timestamp: When it was caught, seconds since the epoch.
-        in_collective: It looks like the consequence of a peer's failure, not a cause.
+        in_collective: It is likely the consequence of a peer's failure, not a cause.
         in_setup: It happened before train_func was entered.
     """
 
@@ -213,10 +202,9 @@ WorkerEvent = (
     | AtSavePoint
     | Sample
     | Warned
-    | StopWanted
+    | StopRequested
     | Preempted
     | Returned
     | Ended
-    | Parked
     | Failed
 )

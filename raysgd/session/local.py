@@ -1,19 +1,20 @@
-"""The session of single-machine use: a world of one, so that a train_func also runs on its own, without Ray."""
+"""The session of single-machine use: a world of one rank, so that a train_func runs without a Trainer and without Ray."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from raysgd._util.logs import get_logger
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.manifest import FileEntry, Manifest
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
-from raysgd.data.lazy import fetched
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.data.streams.stream import fetch_object
 from raysgd.errors import CheckpointError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
@@ -23,27 +24,25 @@ from raysgd.session.saving import CheckpointWriter
 
 
 class LocalSession(Session):
-    """A world of one. ``report`` prints a line; checkpoints go to ``directory``, if there is one; data is that of ``plan``."""
+    """A world of one rank. ``report`` logs a line, and checkpoints go to ``directory`` if one is given."""
 
     def __init__(self, directory: str | PathLike[str] | None = None, plan: DatasetPlan = NO_DATASETS) -> None:
-        super().__init__(Identity(), plan=plan, fetch=fetched)
+        super().__init__(Identity(), plan=plan, fetch=fetch_object)
         self._store = None if directory is None else CheckpointStore(Storage.from_uri(directory))
         self._num_reports = 0
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         copied = read_deferred(copy_metrics(metrics))
         self._num_reports += 1
-        print(
-            f"[raysgd] {self._num_reports}: " + "  ".join(f"{k}={_short(v)}" for k, v in copied.items()),
-            file=sys.stderr,
-        )
+        values = "  ".join(f"{name}={_short(value)}" for name, value in copied.items())
+        get_logger().info("%d: %s", self._num_reports, values)
 
     def save_checkpoint(
-        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, trusted: bool
+        self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
         if self._store is None:
             return
-        from raysgd.checkpoint.snapshot import StagingPool  # NumPy: every driver imports this module
+        from raysgd.checkpoint.snapshot import StagingPool  # imports NumPy, and every driver imports this module
 
         self._store.storage.make_dirs()
         number = max((manifest.number for manifest in self._store.list()), default=0) + 1
@@ -55,18 +54,18 @@ class LocalSession(Session):
         if files:
             writer.save_files(0, state, small)
         else:
-            writer.save(0, state, small, trusted=trusted, shared_by=1 if all_ranks else None)
+            writer.save(0, state, small, allow_pickle=allow_pickle, shared_by=1 if all_ranks else None)
         writer.close()
-        self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, trusted)
+        self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, allow_pickle)
 
-    def load_checkpoint(self, path: Any, *, trusted: bool) -> Any:
+    def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
         if path is not None:
-            return Checkpoint.from_path(path).load(trusted=trusted)
+            return Checkpoint.from_path(path).load(allow_pickle=allow_pickle)
         newest = None if self._store is None else next(iter(reversed(self._store.list())), None)
         if newest is None:
             return None
         assert self._store is not None
-        state = Checkpoint.from_path(self._store.directory(newest.number).uri).load(trusted=trusted)
+        state = Checkpoint.from_path(self._store.directory(newest.number).uri).load(allow_pickle=allow_pickle)
         small = rank_state.inherit(newest.rank_states, 0, is_same_size=newest.world_size == 1)
         rank_state.restore(small, self._datasets)
         return state
@@ -81,7 +80,7 @@ class LocalSession(Session):
         return obj
 
     def _commit(
-        self, number: int, done: WorkerEvent, metrics: dict[str, Any], files: bool, all_ranks: bool, trusted: bool
+        self, number: int, done: WorkerEvent, metrics: dict[str, Any], files: bool, all_ranks: bool, allow_pickle: bool
     ) -> None:
         if isinstance(done, PartFailed):
             raise CheckpointError(f"save_checkpoint could not write checkpoint {number}: {done.error}")
@@ -96,8 +95,8 @@ class LocalSession(Session):
                 metrics=metrics,
                 all_ranks=all_ranks,
                 is_files=files,
-                trusted=trusted,
-                is_reshardable=done.beside is not None,
+                allow_pickle=allow_pickle,
+                is_reshardable=done.unsharded_digest is not None,
                 created_s=time.time(),
                 parts={0: [FileEntry(*entry) for entry in done.files]},
                 rank_states={0: done.rank_state},

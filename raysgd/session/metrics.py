@@ -1,7 +1,7 @@
-"""What may be reported, and its copy at the moment of the call. Runs in the training thread: the common case is one loop.
+"""Checks and copies the metrics of a report at the moment of the call. Runs in the training thread.
 
-A scalar that lives on a device is not read here, which would make the training thread wait for it; it is held as a
-`Deferred` that the stream's thread reads.
+Reading a scalar on a device here would make the training thread wait for the device. Such a scalar becomes a `Deferred`,
+which the stream's thread reads.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd._util.fast_json import encode
-from raysgd._util.imported import imported
-from raysgd._util.wording import with_article
+from raysgd._util.imports import imported
+from raysgd._util.json import encode
+from raysgd._util.text import with_article
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION
 
@@ -21,17 +21,17 @@ _NAMES = frozenset({str})
 _TAKEN_KEYS = AUTOMATIC_KEYS | {DATA_WAIT_FRACTION}
 _MAX_DEPTH = 20
 _SMALL_INT = 1 << 63
-#: What Python reads of an int that was written in digits, 4300 of them, in bits.
+#: Size in bits of the longest int that Python reads from digits: 4300 of them.
 _MAX_INT_BITS = 14_284
 _JAX_VARIABLES = ("MutableArray", "Ref")
-#: How dtypes of TensorFlow and JAX begin that hold real numbers: not strings, complex numbers, keys of random generators.
+#: Prefixes of the TensorFlow and JAX dtypes that hold real numbers: not strings, complex numbers or generator keys.
 _NUMBERS = ("float", "bfloat", "int", "uint", "bool")
-#: The size is estimated from numbers of characters and of values, which as JSON take up to so many times as much.
+#: The size is estimated from the numbers of characters and values; JSON takes up to this many times as much.
 _UNDERESTIMATE = 12
 
 
 class Deferred:
-    """A device scalar on its way to being a number."""
+    """A scalar on a device that is read later."""
 
     __slots__ = ("_read",)
 
@@ -39,15 +39,15 @@ class Deferred:
         self._read = read
 
     def read(self) -> Any:
-        """The number; waits for the device."""
+        """Return the number; waits for the device."""
         return self._read()
 
 
 def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``metrics`` in plain types.
+    """Return a copy of ``metrics`` in plain types.
 
     Raises:
-        MetricError: A key raysgd sets by itself, or a value that is no metric, or more than 1 MiB in all.
+        MetricError: A key is one that raysgd sets itself, a value is not a metric, or the metrics are larger than 1 MiB.
     """
     copied = {}
     size = 8 * len(metrics)
@@ -59,11 +59,11 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         copied[key] = value
     if not _TAKEN_KEYS.isdisjoint(copied):
         taken = sorted(_TAKEN_KEYS.intersection(copied))
-        raise MetricError(f"report() sets {', '.join(taken)} by itself; give your metric another name.", key=taken[0])
+        raise MetricError(f"raysgd sets {', '.join(taken)} itself; give your metric another name.", key=taken[0])
     if not {*map(type, copied)} <= _NAMES:
         key = next(key for key in copied if type(key) is not str)
         raise MetricError(
-            f"report() got the name {key!r}, {with_article(type(key).__name__)}; names are strings.", key=str(key)
+            f"report() got the name {key!r}, {with_article(type(key).__name__)}; give a string.", key=str(key)
         )
     size += len("".join(copied))
     if size * _UNDERESTIMATE > MAX_METRICS_BYTES:
@@ -72,7 +72,7 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_deferred(value: Any) -> Any:
-    """``value`` with every `Deferred` in it read."""
+    """Return ``value`` with every `Deferred` in it read."""
     kind = type(value)
     if kind is Deferred:
         return value.read()
@@ -84,7 +84,7 @@ def read_deferred(value: Any) -> Any:
 
 
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
-    """A plain copy of ``value``, and about how many bytes it will take as JSON."""
+    """Return a plain copy of ``value``, and about how many bytes it takes as JSON."""
     kind = type(value)
     if kind in _SMALL:
         return value, 8
@@ -93,7 +93,10 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     if kind is str:
         return value, len(value)
     if depth >= _MAX_DEPTH:
-        raise MetricError(f"report({key}=...) is nested more than {_MAX_DEPTH} levels deep, or holds itself.", key=key)
+        raise MetricError(
+            f"report({key}=...) is nested more than {_MAX_DEPTH} levels deep, or contains itself: report a flat dict.",
+            key=key,
+        )
     if isinstance(value, Mapping):
         return _copy_mapping(key, value, depth)
     if isinstance(value, (list, tuple)):
@@ -105,7 +108,7 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
         return _copy(key, _base_value(value), depth)
     scalar = _copy_scalar(value)
     if scalar is None:
-        raise MetricError(f"report({key}=...) got {_describe(value)}, which is no metric; {_advice(value)}.", key=key)
+        raise MetricError(f"report({key}=...) got {_describe(value)}, not a metric; {_advice(value)}.", key=key)
     return (scalar[0], 8) if type(scalar[0]) is Deferred else _copy(key, scalar[0], depth)
 
 
@@ -113,7 +116,7 @@ def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[
     copied, size = {}, 0
     for name, item in value.items():
         if not isinstance(name, str):
-            raise MetricError(f"report({key}=...) has the name {name!r} inside; names are strings.", key=key)
+            raise MetricError(f"report({key}=...) contains the name {name!r}; give a string.", key=key)
         copied[name], cost = _copy(f"{key}[{name!r}]", item, depth + 1)
         size += cost + len(name)
     return copied, size
@@ -162,7 +165,7 @@ def _without_deferred(value: Any) -> Any:
 
 
 def _copy_scalar(value: Any) -> tuple[Any] | None:
-    """The copy of a framework's scalar, in a 1-tuple; None if it is no scalar of a framework we know."""
+    """Return the copy of a framework's scalar in a 1-tuple, or None if it is not a scalar of a known framework."""
     module = type(value).__module__.partition(".")[0]
     if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
         return None
@@ -196,7 +199,7 @@ def _copy_torch(torch: Any, tensor: Any) -> Any:
     clone = tensor.detach().clone()
     if tensor.device.type != "cuda":
         return Deferred(clone.item)
-    # The clone is queued on the training thread's stream; another thread must wait for that stream, not its own.
+    # The clone is queued on the training thread's CUDA stream: another thread must wait for that stream, not its own.
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))
 

@@ -1,4 +1,4 @@
-"""How far train_func has come, and what its time went into, for those who watch over it. Worker side."""
+"""How far train_func has come, and where its time went, for the liveness checks of the controller. Worker side."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Clock = Callable[[], float]
 
 
 class Spent(NamedTuple):
-    """What the time of train_func went into, from its beginning to that of its last step.
+    """Where the time of train_func went, from its beginning to its last step.
 
-    A step begins with a report or with a batch, whichever the loop makes more often. What is in none of the parts is
-    computing, and waiting that nobody saw.
+    A step begins with a report or with a batch, whichever the loop makes more often. Time outside all parts is computation, and
+    waiting that was not measured.
 
     Attributes:
-        steps: How many have begun.
+        steps: How many steps have begun.
         total_s: Seconds since train_func was entered.
-        data_s: Of these, in reading batches.
-        checkpoint_s: In ``save_checkpoint``.
-        waiting_s: In waiting for other ranks.
+        data_s: Seconds of these in reading batches.
+        checkpoint_s: Seconds in ``save_checkpoint``.
+        waiting_s: Seconds in waiting for other ranks.
     """
 
     steps: int = 0
@@ -33,8 +33,8 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """What a worker answers when asked how it is.
+class Heartbeat:
+    """A worker's answer to a heartbeat call.
 
     Attributes:
         calls: Session calls of train_func in this attempt.
@@ -42,8 +42,8 @@ class Pulse:
         longest_pause_s: The longest time between two of them; 0 before the second.
         phase: The last one, such as ``"report"``.
         is_inside: Whether train_func is running.
-        spent: What its time went into.
-        has_gpu: Whether it was given one, which may work beside the thread that is timed.
+        spent: Where its time went.
+        has_gpu: Whether it has a GPU, which may work while the timed thread waits.
     """
 
     calls: int = 0
@@ -56,7 +56,7 @@ class Pulse:
 
 
 class Stopwatch:
-    """Adds up the time that one thread spends ``with`` it; other threads may use it too, which counts for nothing.
+    """Adds up the time that one thread spends in its ``with`` blocks. Other threads may enter it too; they are not counted.
 
     Attributes:
         seconds: Added up so far.
@@ -89,14 +89,14 @@ class Stopwatch:
                 self.seconds += self._clock() - self._began
 
     def add(self, seconds: float) -> None:
-        """Count time that was taken elsewhere, while this one did not run."""
+        """Count time that was spent elsewhere, while this stopwatch did not run."""
         self.seconds += seconds
 
 
 class Progress:
     """The session calls of one attempt. The training thread marks, others read: each reads or writes one attribute.
 
-    A thread that writes checkpoints tells of itself too, by `wrote`.
+    A thread that writes checkpoints reports its progress too, by `wrote`.
 
     Attributes:
         data: Runs while a batch is read.
@@ -118,13 +118,13 @@ class Progress:
         self._asked = (self._entered_at, 0.0)
 
     def enter(self) -> None:
-        """train_func is being entered, in this thread: what came before, as forming the group, was none of its time."""
+        """Start the times, because this thread enters train_func now: forming the group is not part of its time."""
         self._entered_at = self._marked_at = self._clock()
         self._asked = (self._entered_at, 0.0)
         self.data.thread = self.checkpoint.thread = self.waiting.thread = get_ident()
 
     def mark(self, phase: str) -> None:
-        """train_func has made a call."""
+        """Note a session call of train_func."""
         now = self._clock()
         pause_s = now - self._marked_at
         if self._calls and pause_s > self._longest_pause_s:
@@ -145,7 +145,7 @@ class Progress:
             self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
 
     def data_wait_fraction(self) -> float | None:
-        """Of the time since this was asked before, or since train_func was entered, the part in which batches were waited for.
+        """Return the fraction of time spent waiting for batches since the last call, or since train_func was entered.
 
         None before the first batch.
         """
@@ -158,13 +158,13 @@ class Progress:
         return round((waited_s - waited_before_s) / max(now - asked_at, 1e-9), 4)
 
     def wrote(self) -> None:
-        """Storage has taken a piece of a checkpoint, or was tried again; called from any thread."""
+        """Note that storage has accepted a piece of a checkpoint, or is tried again; called from any thread."""
         self._wrote_at = self._clock()
 
-    def pulse(self, *, is_inside: bool, has_gpu: bool = False) -> Pulse:
-        """How it stands now."""
+    def heartbeat(self, *, is_inside: bool, has_gpu: bool = False) -> Heartbeat:
+        """Return the progress as it is now."""
         # Who waits for storage moves as storage does.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
         spent = Spent(*self._spent)
-        return Pulse(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, spent, has_gpu)
+        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, spent, has_gpu)

@@ -1,16 +1,85 @@
-"""The small state each rank adds to a checkpoint: its random number generators, and where it stands in its datasets.
+"""The small state that each rank adds to a checkpoint: its random number generators, and its positions in the datasets.
 
-The generators are a rank's own. The positions in the data are those of the whole group: they are the same on all ranks,
-and any number of them can go on there.
+The generators are those of Python, NumPy and each framework that is loaded; a framework that is not loaded has drawn
+nothing. JAX has no global generator: its keys are part of the user's state. Runs in the training thread.
 """
 
 from __future__ import annotations
 
+import base64
+import os
+import random
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._util.imports import imported
 from raysgd.session.datasets import Datasets
-from raysgd.session.generators import capture_generators, restore_generators
+
+GeneratorStates = dict[str, Any]
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Seed every loaded generator with ``seed + rank``."""
+    value = (seed + rank) % 2**32  # NumPy takes no more
+    random.seed(value)
+    if numpy := imported("numpy"):
+        numpy.random.seed(value)
+    if torch := imported("torch"):
+        torch.manual_seed(value)  # CPU and every GPU
+    if tensorflow := imported("tensorflow"):
+        tensorflow.random.set_seed(value)
+
+
+def capture_generators() -> GeneratorStates:
+    """Return the states of the loaded generators, as JSON-able values."""
+    version, internal, gauss = random.getstate()
+    states: GeneratorStates = {"python": [version, list(internal), gauss]}
+    if numpy := imported("numpy"):
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = [name, _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
+    if torch := imported("torch"):
+        states["torch"] = _encode(torch.get_rng_state().numpy().tobytes())
+        if torch.cuda.is_initialized():
+            states["torch_cuda"] = _encode(torch.cuda.get_rng_state().numpy().tobytes())
+    return states
+
+
+def restore_generators(states: GeneratorStates) -> None:
+    """Restore the generators to what `capture_generators` returned; skips those of frameworks that are not loaded."""
+    if "python" in states:
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states and (numpy := imported("numpy")):
+        name, keys, position, has_gauss, cached = states["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(_decode(keys), numpy.uint32), position, has_gauss, cached))
+    if "torch" in states and (torch := imported("torch")):
+        torch.set_rng_state(_torch_bytes(torch, states["torch"]))
+        if "torch_cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_torch_bytes(torch, states["torch_cuda"]))
+
+
+def make_deterministic() -> None:
+    """Set the loaded framework to bit-identical repetition. Must be called before the first use of a GPU."""
+    if torch := imported("torch"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    if tensorflow := imported("tensorflow"):
+        tensorflow.config.experimental.enable_op_determinism()
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _torch_bytes(torch: Any, text: str) -> Any:
+    return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
+
 
 RankState = dict[str, Any]
 
@@ -19,7 +88,7 @@ _DATA = "data"
 
 
 def capture(datasets: Datasets) -> RankState:
-    """This rank's state now, JSON-able."""
+    """Return this rank's state now, JSON-able."""
     state: RankState = {_GENERATORS: capture_generators()}
     if positions := datasets.positions():
         state[_DATA] = positions
@@ -27,10 +96,10 @@ def capture(datasets: Datasets) -> RankState:
 
 
 def restore(state: Mapping[str, Any], datasets: Datasets) -> None:
-    """Go on where `capture` was called. What the state says nothing of stays as it is.
+    """Restore what `capture` returned. What the state does not contain stays as it is.
 
     Raises:
-        CheckpointError: The datasets cannot go on there; then nothing is changed.
+        CheckpointError: A dataset cannot resume there; then nothing changes.
     """
     if _DATA in state:
         datasets.restore(state[_DATA])
@@ -38,18 +107,18 @@ def restore(state: Mapping[str, Any], datasets: Datasets) -> None:
 
 
 def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The positions in the data that a rank's state has."""
+    """Return the data positions that a rank's state contains."""
     return dict(state.get(_DATA, {}))
 
 
 def inherit(states: Mapping[int, Mapping[str, Any]], rank: int, *, is_same_size: bool) -> RankState:
-    """The state of a checkpoint that ``rank`` goes on from.
+    """Return the state with which ``rank`` resumes from a checkpoint.
 
     Args:
-        states: By the rank that saved it; one that had returned by then has none.
-        rank: Who goes on.
-        is_same_size: Whether as many ranks go on as saved it. The generators of another number of ranks would repeat or
-            skip draws; then they stay as the seed set them.
+        states: By the rank that saved it; a rank that had returned by then has none.
+        rank: The rank that resumes.
+        is_same_size: Whether as many ranks resume as saved it. Generators of another number of ranks would repeat or skip
+            draws, so they stay as the seed set them.
     """
     inherited = dict(states.get(rank, {})) if is_same_size else {}
     for _, state in sorted(states.items()):

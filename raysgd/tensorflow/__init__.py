@@ -5,8 +5,8 @@
     callback = raysgd.tensorflow.KerasCallback()
     model.fit(data, epochs=10, initial_epoch=callback.restore(model), callbacks=[callback])
 
-All of them also work outside a worker, as a world of one. TensorFlow is imported when what needs it is first asked for:
-the callback does not, since Keras 3 may run on something else.
+All of them also work outside a worker, as a world of one. TensorFlow is imported on first use of the strategy. The callback
+does not need it, since Keras 3 may run on another backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TensorFlow's strategy for several workers, for datasets that are dealt to them already. Worker side.
+"""TensorFlow's strategy for several workers, for datasets that are split over them already. Worker side.
 
-TensorFlow takes what it is given for the data of all workers: it divides each batch by their number, also where automatic
-sharding is off, and reads ahead of the loop. Keras's ``fit`` has it do so with every dataset.
+TensorFlow assumes that a dataset holds the data of all workers: it divides each batch by the number of workers, even if
+auto-sharding is off, and reads ahead of the loop. Keras's ``fit`` distributes every dataset this way.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _OFF = tf.data.experimental.AutoShardPolicy.OFF
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignore[misc]
-    """`tf.distribute.MultiWorkerMirroredStrategy`, which takes the batches of a worker's own share as they are.
+    """`tf.distribute.MultiWorkerMirroredStrategy` that keeps the batches of a worker's own shard.
 
-    A dataset with automatic sharding switched off, as ``to_tf`` gives it, also behind ``.map(...)``, is such a share:
-    in ``fit(dataset)``, ``evaluate(dataset)`` and ``experimental_distribute_dataset(dataset)`` each batch is one step of this
-    worker, of the size that it has, and is taken when the loop asks for it. So it is with datasets made by
-    ``distribute_datasets_from_function``. Whatever is not a share is distributed as TensorFlow does it.
+    A dataset with auto-sharding switched off, such as one from ``to_tf`` (also after ``.map(...)``), counts as a shard. In
+    ``fit(dataset)``, ``evaluate(dataset)`` and ``experimental_distribute_dataset(dataset)`` each of its batches is one step
+    of this worker, keeps its size, and is read when the loop asks for it. The same holds for
+    ``distribute_datasets_from_function``. Other datasets are distributed as in TensorFlow.
 
-    A worker with several GPUs takes a batch for each of them in a step. Workers whose shares end earlier than others' go on
-    with batches of no rows until all have ended.
+    A worker with several GPUs takes one batch for each GPU in a step. A worker whose shard ends early continues with empty
+    batches until all shards have ended.
     """
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        if not _is_share(dataset):
+        if not _is_shard(dataset):
             return super().experimental_distribute_dataset(dataset, options)
         return self.distribute_datasets_from_function(lambda _: dataset, options)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
-        if options is None:  # nothing is read ahead of the loop: it would count as consumed
+        if options is None:  # no read-ahead: rows read ahead would count as consumed
             options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=0)
         return super().distribute_datasets_from_function(dataset_fn, options)
 
 
-def _is_share(dataset: Any) -> bool:
+def _is_shard(dataset: Any) -> bool:
     return isinstance(dataset, tf.data.Dataset) and dataset.options().experimental_distribute.auto_shard_policy == _OFF

@@ -1,20 +1,20 @@
-"""For those who test what they build on raysgd, and for raysgd's own tests. Nothing else of raysgd imports this package.
+"""Tools for tests of programs and extensions that use raysgd, and for raysgd's own tests. No other package imports them.
 
-- `FaultPlan` breaks a run in ways that are told beforehand; the faults are `Kill`, `Stop`, `Preempt`, `Exit`, `Raise`,
-  `Hang`, `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`,
-  `KillDriver`, `RemoveNode`.
-- `check_history` tells whether the files of a run keep raysgd's promises, `check_cluster` whether anything was left behind.
-- `raysgd.testing.simulation` is the TrainerActor's state machine with a fake clock and fake workers.
-- `raysgd.testing.callback_suite` is the suite that callbacks must pass, `raysgd.testing.backend_suite` that of backends. They
-  need pytest where they are used.
+- `FaultPlan` makes planned faults happen in a run; the faults are `Kill`, `Stop`, `Preempt`, `Exit`, `Raise`, `Hang`,
+  `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`, `KillDriver`,
+  `RemoveNode`.
+- `check_history` checks that the files of a run keep raysgd's promises, `check_cluster` that nothing was left behind.
+- `raysgd.testing.simulation` runs the TrainerActor's state machine with a fake clock and fake workers.
+- `raysgd.testing.callback_suite` is the suite that callbacks must pass, `raysgd.testing.backend_suite` that of backends. Both
+  need pytest.
 """
 
 from raysgd.testing.cluster import ClusterState, LeakError, check_cluster
-from raysgd.testing.fault import Fault
 from raysgd.testing.faults import (
     BitFlip,
     DiskFull,
     Exit,
+    Fault,
     Hang,
     Kill,
     KillDriver,

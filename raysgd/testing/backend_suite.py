@@ -1,4 +1,4 @@
-"""A conformance suite for backends: what every one must do, third-party ones too. On a Ray cluster that is up.
+"""A conformance suite for backends, third-party ones included. Its tests need a running Ray cluster.
 
 In a test module of your own, with a fixture that calls ``ray.init(num_cpus=8)``::
 
@@ -13,10 +13,10 @@ In a test module of your own, with a fixture that calls ``ray.init(num_cpus=8)``
 
             return my_framework.add_up_over_all_ranks
 
-`BackendOnNodesSuite` is the rest of it, on a cluster of two nodes with two CPUs each: a fixture ``cluster`` that yields the
-`ray.cluster_utils.Cluster`, after ``ray.init``.
+`BackendOnNodesSuite` has the tests on a cluster of two nodes with two CPUs each. It needs a fixture ``cluster`` that calls
+``ray.init`` and yields the `ray.cluster_utils.Cluster`.
 
-Every test has a Trainer of its own, as a user would make it, and kills processes of its workers.
+Every test creates a Trainer of its own, as a user would; some tests kill processes of its workers.
 """
 
 from __future__ import annotations
@@ -36,103 +36,103 @@ import pytest
 import ray
 
 from raysgd.backends.base import BackendConfig
-from raysgd.callbacks.progress import ProgressCallback
+from raysgd.callbacks.progress.callback import ProgressCallback
 from raysgd.config import FailureConfig, RunConfig
 from raysgd.session import api as session
 from raysgd.testing.cluster import ClusterState
 from raysgd.trainer.trainer import Trainer
 
 Total = Callable[[float], float]
-#: Far above what anything here takes.
-_PATIENCE_S = 90.0
+#: Far longer than any test needs.
+_TIMEOUT_S = 90.0
 _STEP_S = 0.02
 _SLOW_STEP_S = 0.2
 
 
 class _Suite:
-    """What both suites need of a backend."""
+    """The backend under test, for both suites."""
 
     def make_config(self) -> BackendConfig:
-        """A new config, as a user would make it."""
+        """Return a new config, as a user would create it."""
         raise NotImplementedError
 
     @staticmethod
     def make_total() -> Total:
-        """In a worker, in its group: a function that adds up one number over all ranks, by a collective."""
+        """Return, in a worker in its group, a function that sums a number over all ranks by a collective."""
         raise NotImplementedError
 
     @contextmanager
     def trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Iterator[Trainer]:
-        """One of this backend's, of which nothing is left in the cluster."""
-        with _nothing_is_left(), self._trainer(folder, num_workers, **settings) as made:
-            yield made
+        """Yield a Trainer with this backend, and check afterwards that nothing of it is left in the cluster."""
+        with _check_leaks(), self._trainer(folder, num_workers, **settings) as trainer:
+            yield trainer
 
     def _trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Trainer:
-        return Trainer(num_workers, self.make_config(), run=RunConfig(storage_path=str(folder)), **settings)
+        return Trainer(num_workers, self.make_config(), run_config=RunConfig(storage_path=str(folder)), **settings)
 
 
 class BackendSuite(_Suite):
     """Subclass it as ``Test...`` with `make_config` and `make_total`; pytest runs its tests."""
 
-    #: Whether members can add up numbers; without it `make_total` is not called.
+    #: Whether members can sum numbers; if False, `make_total` is not called.
     has_collectives: ClassVar[bool] = True
-    #: Seconds after which all members of a group have noticed that one was killed, and have left it.
+    #: The time for all members of a group to notice that one was killed, and to leave.
     notices_within_s: ClassVar[float] = 5.0
 
     @pytest.mark.parametrize("num_workers", [1, 2, 3])
-    def test_ranks_and_a_sum(self, tmp_path: Path, num_workers: int) -> None:
+    def test_ranks_and_sums_are_right(self, tmp_path: Path, num_workers: int) -> None:
         with self.trainer(tmp_path, num_workers) as trainer:
-            seen = _run(trainer, self._look())
+            seen = _run(trainer, self._sum_and_describe())
         assert [each["rank"] for each in seen] == list(range(num_workers))
         assert {each["size"] for each in seen} == {num_workers}
         self._check_sums(seen)
 
-    def test_a_second_run(self, tmp_path: Path) -> None:
-        """In the same processes where these can join a second group, in others where not."""
+    def test_trainer_can_run_again(self, tmp_path: Path) -> None:
+        """In the same processes if they can join a second group, else in new ones."""
         with self.trainer(tmp_path, 2) as trainer:
-            first, second = (_run(trainer, self._look()) for _ in range(2))
+            first, second = (_run(trainer, self._sum_and_describe()) for _ in range(2))
         self._check_sums(second)
         self._check_kept([each["pid"] for each in first], [each["pid"] for each in second])
 
     @pytest.mark.parametrize("victim", [0, 2])
-    def test_a_killed_rank_is_noticed_and_replaced(self, tmp_path: Path, victim: int) -> None:
-        train_func = self._until_one_is_killed(victim, tmp_path)
-        with self.trainer(tmp_path, 3, failure=FailureConfig(abort_grace_s=30)) as trainer:
+    def test_killed_rank_is_noticed_and_replaced(self, tmp_path: Path, victim: int) -> None:
+        train_func = self._sum_until_killed(victim, tmp_path)
+        with self.trainer(tmp_path, 3, failure_config=FailureConfig(abort_grace_s=30)) as trainer:
             seen = _run(trainer, train_func)
         self._check_sums(seen)
         others = [rank for rank in range(3) if rank != victim]
         left_at = {rank: float((tmp_path / f"left_{rank}").read_text()) for rank in others}
         killed_at = float((tmp_path / "killed").read_text())
         late = {rank: at - killed_at for rank, at in left_at.items() if at - killed_at > self.notices_within_s}
-        assert not late, f"seconds until these noticed it: {late}"
+        assert not late, f"seconds until these ranks noticed the death: {late}"
         before = [int((tmp_path / f"pid_{rank}").read_text()) for rank in others]
         self._check_kept(before, [seen[rank]["pid"] for rank in others])
 
-    def test_a_smaller_group_and_a_larger_one(self, tmp_path: Path) -> None:
-        """Two go on where one of three was killed, and three when there is another one."""
-        train_func = self._through_sizes(tmp_path)
+    def test_group_shrinks_and_grows(self, tmp_path: Path) -> None:
+        """Two of three ranks continue after a kill, and three again when a worker has joined."""
+        train_func = self._sum_in_all_sizes(tmp_path)
         with self.trainer(tmp_path, (2, 3)) as trainer:
             seen = _run(trainer, train_func)
-        groups = seen[0]["groups"][-3:]  # it may have begun with two
+        groups = seen[0]["groups"][-3:]  # the run may have begun with two workers
         assert [len(pids) for pids in groups] == [3, 2, 3]
         self._check_sums(seen)
         for before, after in pairwise(groups):
-            if self.make_config().reforms_in_process:
+            if self.make_config().can_rejoin:
                 assert set(before) <= set(after) or set(after) <= set(before), "a survivor was replaced"
             else:
                 self._check_kept(before, after)
 
-    def test_the_error_of_one_rank_is_told(self, tmp_path: Path) -> None:
-        """Not what followed from it in the others, which wait for that rank."""
+    def test_error_of_one_rank_is_raised(self, tmp_path: Path) -> None:
+        """Not the collective errors of the ranks that wait for it."""
         with self.trainer(tmp_path, 3) as trainer:
             with pytest.raises(LookupError, match="the cause"):
-                _run(trainer, self._raises_in(1))
-            self._check_sums(_run(trainer, self._look()))
+                _run(trainer, self._raise_in_rank(1))
+            self._check_sums(_run(trainer, self._sum_and_describe()))
 
-    def test_two_trainers_at_once(self, tmp_path: Path) -> None:
-        with _nothing_is_left(), self._trainer(tmp_path / "a", 2) as one, self._trainer(tmp_path / "b", 2) as other:
-            marks = [tmp_path / "a_has_begun", tmp_path / "b_has_begun"]
-            train_funcs = [self._until_both_do(marks), self._until_both_do(marks[::-1])]
+    def test_two_trainers_run_at_the_same_time(self, tmp_path: Path) -> None:
+        with _check_leaks(), self._trainer(tmp_path / "a", 2) as one, self._trainer(tmp_path / "b", 2) as other:
+            files = [tmp_path / "a_has_begun", tmp_path / "b_has_begun"]
+            train_funcs = [self._sum_until_both_run(files), self._sum_until_both_run(files[::-1])]
             streams = [
                 trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
                 for trainer, train_func in zip((one, other), train_funcs, strict=True)
@@ -142,35 +142,33 @@ class BackendSuite(_Suite):
             self._check_sums(seen)
         assert len({each["pid"] for seen in both for each in seen}) == 4
 
-    def test_a_group_that_was_left_leaves_nothing(self, tmp_path: Path) -> None:
-        """Neither listening ports nor threads grow with the number of groups that a process was in."""
+    def test_former_groups_leave_nothing_behind(self, tmp_path: Path) -> None:
+        """Listening ports and threads do not grow with the number of groups that a process was in."""
         num_groups = 8
         with self.trainer(tmp_path, 2) as trainer:
-            first = self._remains_of(trainer, 2)
-            last = self._remains_of(trainer, num_groups)
+            first = self._remains_after(trainer, 2)
+            last = self._remains_after(trainer, num_groups)
             pids = [each["pid"] for each in last]
-        is_kept = self.make_config().reforms_in_process
+        is_kept = self.make_config().can_rejoin
         for before, after in zip(first, last, strict=True):
             if not is_kept and before["pid"] != after["pid"]:
                 continue
             grown = {name: after[name] - before[name] for name in ("ports", "threads")}
-            # One or two may be of Ray's own making, or a pool's that is filled by and by. Where each group leaves
-            # something for good, a process is to be replaced in time (`Backend.is_worn_out`).
+            # One or two may come from Ray or from a pool that fills slowly. If each group leaves something behind for good,
+            # the process must be replaced in time (`Backend.should_replace_process`).
             assert max(grown.values()) < num_groups / 2, f"{after['who']}: {grown} in {num_groups} groups"
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _remains_of(self, trainer: Trainer, num_groups: int) -> list[dict[str, Any]]:
-        """Of each worker, and last of the coordinator, where there is one."""
+    def _remains_after(self, trainer: Trainer, num_groups: int) -> list[dict[str, Any]]:
+        """Run ``num_groups`` times; return the ports and threads of each worker, then of the coordinator if there is one."""
         for _ in range(num_groups):
-            self._check_sums(_run(trainer, self._look()))
+            self._check_sums(_run(trainer, self._sum_and_describe()))
         found = list(trainer.execute(_remains))
         coordinators = [_of_process(process, "the coordinator") for process in _coordinators()]
-        assert len(coordinators) == self.make_config().is_coordinated
+        assert len(coordinators) == self.make_config().has_coordinator
         return found + coordinators
 
     def _check_sums(self, seen: list[dict[str, Any]]) -> None:
@@ -178,7 +176,7 @@ class BackendSuite(_Suite):
         assert [each["total"] for each in seen] == [expected] * len(seen)
 
     def _check_kept(self, before: list[int], after: list[int]) -> None:
-        if self.make_config().reforms_in_process:
+        if self.make_config().can_rejoin:
             assert after == before
         else:
             assert not set(before) & set(after)
@@ -186,7 +184,7 @@ class BackendSuite(_Suite):
     def _total(self) -> Callable[[], Total]:
         return self.make_total if self.has_collectives else _no_total
 
-    def _look(self, num_steps: int = 2) -> Callable[[], dict[str, Any]]:
+    def _sum_and_describe(self, num_steps: int = 2) -> Callable[[], dict[str, Any]]:
         make_total = self._total()
 
         def train_func() -> dict[str, Any]:
@@ -197,25 +195,25 @@ class BackendSuite(_Suite):
 
         return train_func
 
-    def _until_both_do(self, marks: list[Path]) -> Callable[[], dict[str, Any]]:
-        """Sums until the other Trainer's workers, which leave the second mark, are in theirs."""
-        own, others = marks
+    def _sum_until_both_run(self, files: list[Path]) -> Callable[[], dict[str, Any]]:
+        """Sum until the other Trainer's workers run, too: they create the second file."""
+        own, others = files
         make_total = self._total()
 
         def train_func() -> dict[str, Any]:
             rank, size, total = session.world_rank(), session.world_size(), make_total()
-            for _ in range(int(_PATIENCE_S / _STEP_S)):
+            for _ in range(int(_TIMEOUT_S / _STEP_S)):
                 found = total(rank + 1)
                 own.touch()
-                are_there = others.exists()
-                if total(float(are_there)) in (None, size) and are_there:  # all ranks leave with the same step
+                has_other = others.exists()
+                if total(float(has_other)) in (None, size) and has_other:  # all ranks leave at the same step
                     return {"total": found, "pid": os.getpid()}
                 time.sleep(_STEP_S)
             raise TimeoutError("the other Trainer's workers have not begun")
 
         return train_func
 
-    def _until_one_is_killed(self, victim: int, folder: Path) -> Callable[[], dict[str, Any]]:
+    def _sum_until_killed(self, victim: int, folder: Path) -> Callable[[], dict[str, Any]]:
         make_total = self._total()
 
         def train_func() -> dict[str, Any]:
@@ -234,11 +232,11 @@ class BackendSuite(_Suite):
                     time.sleep(_STEP_S)
             finally:
                 (folder / f"left_{rank}").write_text(str(time.time()))
-            raise AssertionError("nobody was killed")
+            raise AssertionError("no rank was killed")
 
         return train_func
 
-    def _through_sizes(self, folder: Path) -> Callable[[], dict[str, Any]]:
+    def _sum_in_all_sizes(self, folder: Path) -> Callable[[], dict[str, Any]]:
         make_total = self._total()
 
         def train_func() -> dict[str, Any]:
@@ -249,7 +247,7 @@ class BackendSuite(_Suite):
             session.barrier()
             pids = [int((folder / f"pid_{attempt}_{each}").read_text()) for each in range(size)]
             groups = [*session.broadcast(saved["groups"]), pids]
-            for step in range(int(_PATIENCE_S / _SLOW_STEP_S)):
+            for step in range(int(_TIMEOUT_S / _SLOW_STEP_S)):
                 found = total(rank + 1)
                 if [len(each) for each in groups][-3:] == [3, 2, 3]:
                     return {"total": found, "groups": groups}
@@ -262,7 +260,7 @@ class BackendSuite(_Suite):
 
         return train_func
 
-    def _raises_in(self, rank: int) -> Callable[[], None]:
+    def _raise_in_rank(self, rank: int) -> Callable[[], None]:
         make_total = self._total()
 
         def train_func() -> None:
@@ -280,21 +278,21 @@ class BackendSuite(_Suite):
 class BackendOnNodesSuite(_Suite):
     """Subclass it as ``Test...``, with a fixture ``cluster``: a `ray.cluster_utils.Cluster` of two nodes with two CPUs each."""
 
-    def test_two_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
+    def test_two_workers_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
         seen = self._run(tmp_path, 4, "PACK")
         assert [each["node_rank"] for each in seen] == [0, 0, 1, 1]
         assert [each["local_rank"] for each in seen] == [0, 1, 0, 1]
 
-    def test_one_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
+    def test_one_worker_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
         seen = self._run(tmp_path, 2, "STRICT_SPREAD")
         assert [each["node_rank"] for each in seen] == [0, 1]
         assert [each["local_rank"] for each in seen] == [0, 0]
 
-    def test_a_node_is_lost(self, cluster: Any, tmp_path: Path) -> None:
-        """One of three, with a worker on each: the other two go on."""
-        train_func = self._until_there_are_two(tmp_path)
+    def test_group_survives_the_loss_of_a_node(self, cluster: Any, tmp_path: Path) -> None:
+        """The other two of three nodes continue."""
+        train_func = self._sum_until_two_are_left(tmp_path)
         # Each worker takes all of a node's CPUs.
-        with self.trainer(tmp_path, (2, 3), cpus_per_worker=2) as trainer, _a_node_more(cluster) as lose:
+        with self.trainer(tmp_path, (2, 3), cpus_per_worker=2) as trainer, _additional_node(cluster) as lose:
             stream = trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
             for result in stream:
                 if result["size"] == 3 and result["step"] == 3:
@@ -305,13 +303,13 @@ class BackendOnNodesSuite(_Suite):
         assert [each["total"] for each in seen] == [3, 3]
         assert len({each["node"] for each in seen}) == 2
 
-    def _until_there_are_two(self, folder: Path) -> Callable[[], dict[str, Any]]:
+    def _sum_until_two_are_left(self, folder: Path) -> Callable[[], dict[str, Any]]:
         make_total = self.make_total
 
         def train_func() -> dict[str, Any]:
             rank, size, total = session.world_rank(), session.world_size(), make_total()
-            is_after = (folder / "lost").exists() and size == 2  # it may have begun with two
-            for step in range(int(_PATIENCE_S / _SLOW_STEP_S)):
+            is_after = (folder / "lost").exists() and size == 2  # the run may have begun with two workers
+            for step in range(int(_TIMEOUT_S / _SLOW_STEP_S)):
                 found = total(rank + 1)
                 if is_after:
                     return {"total": found, "node": ray.get_runtime_context().get_node_id()}
@@ -336,8 +334,8 @@ class BackendOnNodesSuite(_Suite):
 
 
 @contextmanager
-def _a_node_more(cluster: Any) -> Iterator[Callable[[], None]]:
-    """One with two CPUs, where neither the driver nor a controller is; what is yielded kills all its processes."""
+def _additional_node(cluster: Any) -> Iterator[Callable[[], None]]:
+    """Add a node with two CPUs, without the driver and the TrainerActor; yield a function that kills all its processes."""
     node = cluster.add_node(num_cpus=2)
     cluster.wait_for_nodes()
 
@@ -349,13 +347,13 @@ def _a_node_more(cluster: Any) -> Iterator[Callable[[], None]]:
     finally:
         if node in cluster.worker_nodes:
             lose()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while node.node_id in {each["NodeID"] for each in ray.nodes() if each["Alive"]} and time.monotonic() < deadline:
-            time.sleep(0.1)  # until then Ray counts what it had as in use
+            time.sleep(0.1)  # until then Ray counts its resources as in use
 
 
 @contextmanager
-def _nothing_is_left() -> Iterator[None]:
+def _check_leaks() -> Iterator[None]:
     before = ClusterState.now()
     yield
     left = before.leftovers()
@@ -379,7 +377,7 @@ def _nothing(value: float) -> None:
 
 
 def _remains() -> dict[str, Any]:
-    """What of a group could be left in this process."""
+    """Return what a former group may have left in this process."""
     return _of_process(psutil.Process(), f"rank {session.world_rank()}")
 
 
@@ -389,10 +387,10 @@ def _of_process(process: psutil.Process, who: str) -> dict[str, Any]:
 
 
 def _coordinators() -> list[psutil.Process]:
-    """Processes of coordinators in this process's own cluster."""
+    """Return the processes of coordinators in the cluster that this process has started."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # it has just exited
             if "ray::CoordinatorActor" in " ".join(process.cmdline()):
                 found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""A conformance suite for callbacks: what every one must bear, third-party ones too. Runs anywhere, without Ray.
+"""A conformance suite for callbacks, third-party ones included. Needs no Ray.
 
 In a test module of your own::
 
@@ -6,7 +6,7 @@ In a test module of your own::
         def make_callback(self) -> Callback:
             return MyCallback()
 
-It calls the hooks as raysgd does. What your callback writes, and where, is for tests of your own.
+It calls the hooks as raysgd does. Test in your own tests what your callback writes, and where.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.checks import check_callbacks
+from raysgd.callbacks.base import Callback, check_callbacks
 from raysgd.callbacks.runner import CallbackRunner
-from raysgd.checkpoint import Checkpoint
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.result import Event, Result, RunInfo
 
 CONFIG = {"lr": 1e-3, "optimizer": "adam", "layers": [64, 64], "nested": {"dropout": None}, "half": False}
 
 
 def make_info(run_dir: Path) -> RunInfo:
-    """A run of two workers."""
+    """Return the description of a run of two workers."""
     rows = [{"rank": rank, "CPU": 1} for rank in range(2)]
     return RunInfo(run_dir.name, str(run_dir), CONFIG, num_workers=2, backend="none", resources=rows)
 
 
 def make_result(iteration: int, attempt: int = 1, **metrics: Any) -> Result:
-    """A round of two workers with the automatic keys."""
+    """Return the result of a round of two workers, with the automatic keys."""
     metrics = {"loss": 1.0 / iteration, **metrics}
     automatic = {
         "training_iteration": iteration,
@@ -51,7 +50,7 @@ def make_result(iteration: int, attempt: int = 1, **metrics: Any) -> Result:
 
 
 def make_events() -> list[Event]:
-    """One event of each kind that callbacks may see."""
+    """Return one event of each kind that callbacks may get."""
     sample = {"rank": 0, "node": "host (10.0.0.1)", "pid": 1, "cpu_percent": 98.0, "rss_bytes": 10**9}
     idle = {"gpu_memory_bytes": None, "gpu_percent": None, "reports_per_s": 0.0, "time_per_report_s": None}
     kinds: dict[str, dict[str, Any]] = {
@@ -86,18 +85,18 @@ ODD_METRICS: dict[str, Any] = {
 class CallbackSuite:
     """Subclass it as ``Test...`` with `make_callback`; pytest runs its tests."""
 
-    #: Results of the test that growth is linear; fewer for a callback whose results take milliseconds each.
+    #: The number of results in the test of linear cost; give fewer for a callback that needs milliseconds per result.
     num_results = 5000
 
     def make_callback(self) -> Callback:
-        """A new callback, as a user would make it."""
+        """Return a new callback, as a user would create it."""
         raise NotImplementedError
 
     def files_of(self, run_dir: Path) -> dict[str, str]:
-        """A digest of each file of a run that another run must leave as it is."""
+        """Return a digest of each file of a run that a later run must not change."""
         return digests(run_dir)
 
-    def test_is_accepted(self) -> None:
+    def test_callback_is_accepted(self) -> None:
         callback = self.make_callback()
         assert check_callbacks([callback]) == [callback]
 
@@ -105,18 +104,18 @@ class CallbackSuite:
         self.make_callback()
         assert not list(tmp_path.iterdir())
 
-    def test_survives_a_run_with_everything(self, tmp_path: Path) -> None:
+    def test_accepts_events_checkpoints_and_unusual_metrics(self, tmp_path: Path) -> None:
         drive(self.make_callback(), tmp_path / "run", odd=True)
 
-    def test_survives_a_run_without_results(self, tmp_path: Path) -> None:
+    def test_accepts_a_run_without_results(self, tmp_path: Path) -> None:
         drive(self.make_callback(), tmp_path / "run", num_results=0)
 
-    def test_survives_errors_of_the_run(self, tmp_path: Path) -> None:
+    def test_accepts_errors_of_the_run(self, tmp_path: Path) -> None:
         for number, error in enumerate((ValueError("two\nlines"), KeyboardInterrupt(), SystemExit(3), Exception())):
             drive(self.make_callback(), tmp_path / f"run_{number}", error=error)
 
-    def test_an_end_without_a_start_is_no_error(self) -> None:
-        # What it amounts to when on_run_start raised in its first line.
+    def test_accepts_an_end_without_a_start(self) -> None:
+        # This happens if on_run_start raises in its first line.
         callback = self.make_callback()
         callback.on_run_end(None)
         callback.on_run_end(ValueError("never started"))
@@ -130,42 +129,42 @@ class CallbackSuite:
         drive(callback, tmp_path / "run_1")
         drive(cloudpickle.loads(cloudpickle.dumps(callback)), tmp_path / "run_2")
 
-    def test_serves_two_runs_and_leaves_the_first_alone(self, tmp_path: Path) -> None:
+    def test_second_run_does_not_change_files_of_the_first(self, tmp_path: Path) -> None:
         callback = self.make_callback()
         drive(callback, tmp_path / "run_1", num_results=8)
         before = self.files_of(tmp_path / "run_1")
         drive(callback, tmp_path / "run_2", num_results=8)
         assert self.files_of(tmp_path / "run_1") == before
 
-    def test_serves_a_run_after_one_that_failed_to_start(self, tmp_path: Path) -> None:
+    def test_works_after_a_run_that_failed_to_start(self, tmp_path: Path) -> None:
         callback = self.make_callback()
         file = tmp_path / "file"
         file.write_text("a file where a folder is wanted")
-        runner = CallbackRunner([callback], on_problem=lambda text: None, rank=0)
+        runner = CallbackRunner([callback], on_failure=lambda text: None, rank=0)
         runner.start(make_info(file / "run"))
         runner.end(None)
         drive(callback, tmp_path / "run")
 
-    def test_takes_rounds_that_are_made_again(self, tmp_path: Path) -> None:
+    def test_accepts_repeated_rounds(self, tmp_path: Path) -> None:
         with running(self.make_callback(), tmp_path / "run") as runner:
             for attempt, iterations in ((1, range(1, 6)), (2, range(3, 9))):
                 for iteration in iterations:
                     runner.result(make_result(iteration, attempt))
 
-    def test_changes_no_result(self, tmp_path: Path) -> None:
+    def test_does_not_change_results(self, tmp_path: Path) -> None:
         result, untouched = make_result(1, **ODD_METRICS), make_result(1, **ODD_METRICS)
         with running(self.make_callback(), tmp_path / "run") as runner:
             runner.result(result)
         assert repr(result) == repr(untouched)
         assert repr(result.workers) == repr(untouched.workers)
 
-    def test_restores_the_standard_streams_and_ends_its_threads(self, tmp_path: Path) -> None:
+    def test_restores_standard_streams_and_ends_its_threads(self, tmp_path: Path) -> None:
         streams, threads = (sys.stdout, sys.stderr), set(threading.enumerate())
         drive(self.make_callback(), tmp_path / "run", error=RuntimeError("failed"))
         assert (sys.stdout, sys.stderr) == streams
         assert not [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
 
-    def test_work_grows_no_faster_than_the_results(self, tmp_path: Path) -> None:
+    def test_cost_is_linear_in_the_number_of_results(self, tmp_path: Path) -> None:
         few, many = self.num_results // 5, self.num_results
         drive(self.make_callback(), tmp_path / "warm", num_results=2)  # imports and caches
         small = self._cost(tmp_path / "few", few)
@@ -174,7 +173,7 @@ class CallbackSuite:
             assert large[what] <= 5 * 1.2 * at_few + 10_000, f"{what}: {at_few} for {few}, {large[what]} for {many}"
 
     def _cost(self, folder: Path, num_results: int) -> dict[str, int]:
-        """Calls made and bytes written: unlike seconds, the same on every machine."""
+        """Return calls made and bytes written, which unlike seconds are the same on every machine."""
         callback = self.make_callback()
         written = bytes_written()
         calls = count_calls(lambda: drive(callback, folder, num_results=num_results))
@@ -182,7 +181,7 @@ class CallbackSuite:
 
 
 class running:  # noqa: N801 - reads as a statement
-    """A run around its block: ``with running(callback, run_dir) as runner``. Any problem of the callback is an error."""
+    """A run as a context manager; a problem of the callback is an error: ``with running(callback, run_dir) as runner``."""
 
     def __init__(self, callback: Callback, run_dir: Path, error: BaseException | None = None) -> None:
         self._problems: list[str] = []
@@ -203,7 +202,7 @@ class running:  # noqa: N801 - reads as a statement
 def drive(
     callback: Callback, run_dir: Path, *, num_results: int = 5, odd: bool = False, error: BaseException | None = None
 ) -> None:
-    """One whole run: results, with ``odd`` also events, a checkpoint and odd metrics."""
+    """Drive a callback through one run; with ``odd`` also with events, a checkpoint and unusual metrics."""
     with running(callback, run_dir, error) as runner:
         for event in make_events() if odd else ():
             runner.event(event)
@@ -215,12 +214,12 @@ def drive(
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """A digest of each file below the folder."""
+    """Return a digest of each file below the folder."""
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in _files(folder)}
 
 
 def count_calls(function: Callable[[], object]) -> int:
-    """Calls of Python and C functions that the function makes in this thread."""
+    """Return the number of Python and C calls that the function makes in this thread."""
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:
@@ -238,7 +237,7 @@ def count_calls(function: Callable[[], object]) -> int:
 
 
 def bytes_written() -> int:
-    """Bytes this process has written to files so far; 0 where the system does not tell."""
+    """Return the bytes that this process has written to files so far; 0 if the system does not say."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

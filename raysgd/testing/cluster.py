@@ -1,6 +1,6 @@
-"""`check_cluster`: what a run, or a Trainer, could leave behind in the Ray cluster. Driver side.
+"""`check_cluster`: checks what a run or a Trainer left behind in the Ray cluster. Runs in the driver.
 
-Ray is imported when it is asked: the rest of this package is of use without it.
+Ray is imported in functions, because the rest of this package works without Ray.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-# Not given out to workers, or not given back at once by design.
+# Resources that workers do not reserve, or that are not returned at once by design.
 _UNCOUNTED = ("memory", "object_store_memory", "node:", "accelerator_type:")
 _INTERVAL_S = 0.05
 
 
 class LeakError(AssertionError):
-    """Something was left behind.
+    """Actors, placement groups or resources were left behind.
 
     Attributes:
         leaks: One sentence each.
@@ -28,18 +28,18 @@ class LeakError(AssertionError):
         return "left behind on the cluster: " + "; ".join(self.leaks)
 
 
-#: Namespaces of actors that Ray Data starts for itself and keeps as long as the cluster lives.
-OF_RAY_DATA = frozenset({"AutoscalingCoordinator", "_dataset_stats_actor"})
+#: Namespaces of actors that Ray Data starts and keeps as long as the cluster lives.
+RAY_DATA_NAMESPACES = frozenset({"AutoscalingCoordinator", "_dataset_stats_actor"})
 
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What holds resources of a cluster.
+    """The placement groups, actors and free resources of a cluster at one moment.
 
     Attributes:
-        groups: Placement groups that are there, with their states.
-        actors: Named actors, ``namespace/name``.
-        free: Free resources, by name.
+        groups: The placement groups, with their states.
+        actors: The named actors, as ``namespace/name``.
+        free: The free resources, by name.
     """
 
     groups: frozenset[str]
@@ -48,7 +48,7 @@ class ClusterState:
 
     @classmethod
     def now(cls) -> ClusterState:
-        """The state of the cluster that this process is connected to."""
+        """Return the state of the cluster that this process is connected to."""
         import ray
         from ray.util import list_named_actors, placement_group_table
 
@@ -61,23 +61,23 @@ class ClusterState:
             actors=frozenset(
                 f"{actor['namespace']}/{actor['name']}"
                 for actor in list_named_actors(all_namespaces=True)
-                if actor["namespace"] not in OF_RAY_DATA
+                if actor["namespace"] not in RAY_DATA_NAMESPACES
             ),
             free=_countable(ray.available_resources()),
         )
 
     @classmethod
     def empty(cls) -> ClusterState:
-        """The state of the cluster with nothing running on it."""
+        """Return the state of the cluster with nothing running on it."""
         import ray
 
         return cls(groups=frozenset(), actors=frozenset(), free=_countable(ray.cluster_resources()))
 
     def leftovers(self, timeout_s: float = 60) -> list[str]:
-        """Wait until the cluster is as it was here, and say in words what is not.
+        """Wait until the cluster is in this state again; return a sentence for each difference that remains.
 
-        The time is for what Ray Data starts for itself: an actor that needs no CPU holds one until it is up, which takes a
-        loaded machine more than ten seconds.
+        The timeout allows for Ray Data's actors: an actor that needs no CPU reserves one until it has started, which takes
+        more than ten seconds on a loaded machine.
         """
         deadline = time.monotonic() + timeout_s
         while (left := self._differences()) and time.monotonic() < deadline:
@@ -97,14 +97,14 @@ class ClusterState:
 
 
 def check_cluster(before: ClusterState, timeout_s: float = 10) -> None:
-    """Check that the cluster is as it was: no actor, no placement group and no resource is held that was free.
+    """Check that the cluster is as before: no new actor or placement group, and all resources that were free are free.
 
     Args:
-        before: What `ClusterState.now` gave before the Trainer was made.
-        timeout_s: Ray gives things back a moment after it was told to; so many seconds are waited for it.
+        before: The result of `ClusterState.now` before the Trainer was created.
+        timeout_s: The time to wait, because Ray returns resources a moment later.
 
     Raises:
-        LeakError: With all that was left.
+        LeakError: The error lists everything that was left.
     """
     if left := before.leftovers(timeout_s):
         raise LeakError(tuple(left))

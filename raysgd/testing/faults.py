@@ -1,7 +1,6 @@
-"""The kinds of faults that a `FaultPlan` can make happen, and what each does.
+"""The faults that a `FaultPlan` can make happen, and what each one does.
 
-`Fault.act` runs in the process that breaks, through the `Scene` it is given; when it is time is decided in
-`raysgd.testing.injection`.
+`Fault.inject` runs in the affected process, with the `FaultContext` that it is given. `raysgd.testing.injection` decides when.
 """
 
 from __future__ import annotations
@@ -17,52 +16,170 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from random import Random
+from typing import Any, ClassVar, NoReturn, Protocol
 
-from raysgd.config.checks import check_amount, check_count
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError
-from raysgd.testing.fault import IN_TRAINING, IN_WRITER, PHASES, Fault, Scene
 
-PLANNED_ERROR = RuntimeError("a fault that was planned")
+#: The phases in which a fault can happen; see `Fault`.
+PHASES = ("start", "report", "collective", "save", "write", "half_written", "written", "committed", "load")
+#: The phases of the thread that writes checkpoints.
+WRITER_PHASES = frozenset({"write", "half_written", "written"})
+#: The phases that belong to one checkpoint.
+CHECKPOINT_PHASES = WRITER_PHASES | {"save", "committed"}
+#: The phases of train_func's own thread.
+TRAINING_PHASES = frozenset(PHASES) - WRITER_PHASES
+
+PLANNED_ERROR = RuntimeError("a planned fault")
 _CHUNK_BYTES = 16 << 20
 _FOR_EVER_S = 3600
 
-# -- what happens to the process ---------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Moment:
+    """A place that a rank has reached.
+
+    Attributes:
+        step: The number of its reports so far, including those of the run before its attempt.
+        checkpoint: The number of the checkpoint that the phase belongs to; 0 for other phases.
+        files: In the phase ``"written"``, the names of the files.
+    """
+
+    phase: str
+    step: int
+    checkpoint: int = 0
+    files: tuple[str, ...] = ()
+
+
+class FaultContext(Protocol):
+    """The access of a fault to the process in which it happens."""
+
+    moment: Moment
+    store: CheckpointStore
+    random: Random
+
+    @property
+    def controller(self) -> str:
+        """The name of the TrainerActor."""
+
+    def slow_down(self, delay_s: float, steps: int) -> None:
+        """Delay this report and the following ones."""
+
+    def slow_writes(self, delay_s: float, times: int) -> None:
+        """Delay this write and the following ones."""
+
+    def fail_writes(self, error: int, times: int, for_s: float | None) -> None:
+        """Make this write and the following ones fail with an errno."""
+
+    def hold(self, memory: object) -> None:
+        """Keep an object until the attempt ends."""
+
+    def cut_group(self) -> int:
+        """Shut down the connections of the process group; return how many there were."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fault:
+    """A fault that happens once, as soon as its rank has reached the planned place.
+
+    Attributes:
+        rank: The rank in whose process it happens.
+        step: The least number of reports of that rank, counted over the whole run like ``training_iteration``; 0: any.
+        phase: Where it happens. ``"start"``: train_func is entered. ``"report"``: right after a report. ``"collective"``:
+            before a `barrier`, a `broadcast`, a function of ``torch.distributed``, or a backward pass that reduces
+            gradients. ``"save"``, ``"load"``: at the call. ``"write"``, ``"half_written"``, ``"written"``: in the thread that
+            writes this rank's part, before the first byte, in the middle of a file, and before the part is announced as
+            safe; only on ranks that give a state. ``"committed"``: at the first call of the rank's session that finds the
+            checkpoint committed. None: the fault's default phase.
+        checkpoint: In the phases of a checkpoint, the lowest number of the checkpoint; 0: any.
+
+    Raises:
+        ConfigError: The place does not exist.
+    """
+
+    rank: int = 0
+    step: int = 0
+    phase: str | None = None
+    checkpoint: int = 0
+
+    default_phase: ClassVar[str] = "report"
+    phases: ClassVar[frozenset[str]] = frozenset(PHASES)
+    needs_state: ClassVar[bool] = False  # it happens only on ranks that give a state to checkpoints
+    in_driver: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for name in ("rank", "step", "checkpoint"):
+            check_count(f"{kind}({name})", getattr(self, name), minimum=0)
+        if self.phase is not None:
+            check_choice(f"{kind}(phase)", self.phase, [phase for phase in PHASES if phase in self.phases])
+        if self.checkpoint and self.planned_phase not in CHECKPOINT_PHASES:
+            allowed = ", ".join(repr(phase) for phase in PHASES if phase in CHECKPOINT_PHASES & self.phases)
+            raise ConfigError(
+                f"{kind}(checkpoint={self.checkpoint}) happens in the phase {self.planned_phase!r}, which belongs to no "
+                f"checkpoint; give a phase of {allowed or 'another kind of fault'}."
+            )
+
+    @property
+    def planned_phase(self) -> str:
+        """The phase in which it happens."""
+        return self.phase or self.default_phase
+
+    def is_due(self, moment: Moment) -> bool:
+        """Return True if it happens at this place."""
+        return self.planned_phase == moment.phase and self.step <= moment.step and self.checkpoint <= moment.checkpoint
+
+    def inject(self, context: FaultContext) -> None:
+        """Make the fault happen."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if not self._is_default(f)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _is_default(self, spec: dataclasses.Field[Any]) -> bool:
+        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+        return bool(getattr(self, spec.name) == default)
+
+
+# -- faults of the process ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Kill(Fault):
-    """SIGKILL. What the process had reported in its last milliseconds may not have left it."""
+    """The process is killed by SIGKILL; reports of its last milliseconds may be lost."""
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         _wait_for_ever()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Stop(Fault):
-    """SIGSTOP: the process stays and does nothing more. After a SIGCONT it goes on."""
+    """The process is stopped by SIGSTOP, and continues after SIGCONT."""
 
-    def act(self, scene: Scene) -> None:
-        # To this thread: a signal to the process is taken by any, and this one might go on until that one gets a processor.
+    def inject(self, context: FaultContext) -> None:
+        # To this thread: another thread might handle a signal to the process, while this one continues.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Preempt(Fault):
-    """SIGTERM, as from a platform that takes its machine back: the rank is to leave, and the run to go on without it."""
+    """The process gets SIGTERM, as from a platform that takes back its machine: the rank leaves, and the run continues."""
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Exit(Fault):
-    """The process ends itself.
+    """The process exits by itself.
 
     Attributes:
-        code: Its exit code.
-        hard: By ``os._exit``; otherwise by ``sys.exit``, which is an exception of train_func.
+        code: The exit code.
+        hard: It exits by ``os._exit``; otherwise by ``sys.exit``, which raises an exception in train_func.
     """
 
     code: int = 1
@@ -70,10 +187,10 @@ class Exit(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.hard and self.where in IN_WRITER:
+        if not self.hard and self.planned_phase in WRITER_PHASES:
             raise _only_in_training(self)
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         if self.hard:
             os._exit(self.code)
         sys.exit(self.code)
@@ -81,15 +198,15 @@ class Exit(Fault):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Hang(Fault):
-    """The thread never goes on.
+    """The thread hangs for ever.
 
     Attributes:
-        holds_lock: It hangs in a C call that holds the interpreter's lock, so that no other thread goes on either.
+        holds_lock: It hangs in a C call that holds the interpreter's lock, so that all other threads hang, too.
     """
 
     holds_lock: bool = False
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         if self.holds_lock:
             sleep = ctypes.PyDLL(None).sleep
             while True:
@@ -97,12 +214,12 @@ class Hang(Fault):
         _wait_for_ever()
 
 
-# -- what happens in train_func ----------------------------------------------------------------------------------------
+# -- faults in train_func ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Raise(Fault):
-    """An exception in train_func.
+    """An exception is raised in train_func.
 
     Attributes:
         error: The exception; a copy is raised.
@@ -110,9 +227,9 @@ class Raise(Fault):
 
     error: BaseException = PLANNED_ERROR
 
-    phases = IN_TRAINING
+    phases = TRAINING_PHASES
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         raise copy.copy(self.error)
 
     def _is_default(self, spec: dataclasses.Field[Any]) -> bool:
@@ -124,32 +241,31 @@ class OutOfMemory(Fault):
     """Memory runs out.
 
     Attributes:
-        num_bytes: The process takes so many, and holds them until the attempt is over; whether that is survived is the
-            machine's affair. None: it takes none, and train_func gets a ``MemoryError``.
+        num_bytes: The memory that the process allocates and keeps until the attempt ends; whether it survives depends on the
+            machine. None: no memory is allocated, and a ``MemoryError`` is raised in train_func.
     """
 
     num_bytes: int | None = None
 
-    phases = IN_TRAINING
+    phases = TRAINING_PHASES
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         if self.num_bytes is None:
-            raise MemoryError("a fault that was planned")
+            raise MemoryError("a planned fault")
         held: list[bytearray] = []
-        scene.hold(held)
+        context.hold(held)
         for start in range(0, self.num_bytes, _CHUNK_BYTES):
-            held.append(
-                bytearray(b"\x01") * min(_CHUNK_BYTES, self.num_bytes - start)
-            )  # written to: the pages are taken
+            # Not zeros: the pages must be written to be allocated.
+            held.append(bytearray(b"\x01") * min(_CHUNK_BYTES, self.num_bytes - start))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Slow(Fault):
-    """Each step of the rank lasts longer; in the phase ``"write"`` instead each file of a checkpoint that it writes.
+    """Some steps of the rank take longer; in the phase ``"write"``, some of the checkpoint files that it writes.
 
     Attributes:
-        delay_s: Seconds that are added to a step, or to a file.
-        steps: How many of them are slow.
+        delay_s: The seconds added to each step, or file.
+        steps: The number of slow steps, or files.
     """
 
     delay_s: float = 1.0
@@ -162,46 +278,46 @@ class Slow(Fault):
         check_amount("Slow(delay_s)", self.delay_s)
         check_count("Slow(steps)", self.steps, minimum=1)
 
-    def act(self, scene: Scene) -> None:
-        if self.where in IN_WRITER:
-            scene.slow_writes(self.delay_s, self.steps)
+    def inject(self, context: FaultContext) -> None:
+        if self.planned_phase in WRITER_PHASES:
+            context.slow_writes(self.delay_s, self.steps)
         else:
-            scene.slow_down(self.delay_s, self.steps)
+            context.slow_down(self.delay_s, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NetworkCut(Fault):
-    """The rank's connections to the other ranks are shut down, in both directions.
+    """The rank's connections to the other ranks are shut down in both directions.
 
-    These are the TCP connections that came to be while the process group was formed; Ray's and raysgd's own, which were
-    there before, stay. Linux only; where the backend connects ranks at their first collective there is nothing to cut.
+    These are the TCP connections that were opened while the process group formed; earlier ones, of Ray and raysgd, stay.
+    Linux only. If the backend connects ranks only at their first collective, there is nothing to shut down.
     """
 
-    phases = IN_TRAINING
+    phases = TRAINING_PHASES
 
-    def act(self, scene: Scene) -> None:
-        if not scene.cut_group():
-            raise ConfigError(f"{self!r} found no connection between ranks; use a backend that makes some.")
+    def inject(self, context: FaultContext) -> None:
+        if not context.cut_group():
+            raise ConfigError(f"{self!r} found no connection between ranks; use a backend that connects ranks.")
 
 
-# -- what happens to storage -------------------------------------------------------------------------------------------
+# -- faults of storage -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StorageFault(Fault):
-    """The rank's writes of checkpoints fail.
+    """The rank's writes of checkpoint files fail.
 
     Attributes:
-        times: So many writes of a file fail; a write that is tried again is another one.
-        for_s: Instead: all of them, for so many seconds.
-        error: The errno. One that passes, such as ``EIO``, is tried again; ``ENOSPC`` is not.
+        times: The number of writes that fail; each retry counts.
+        for_s: If given, all writes within this time fail instead.
+        error: The errno. raysgd retries after a transient one, such as ``EIO``, but not after ``ENOSPC``.
     """
 
     times: int = 1
     for_s: float | None = None
     error: int = errno.EIO
 
-    usual_phase = "write"
+    default_phase = "write"
     phases = frozenset({"write"})
     needs_state = True
 
@@ -211,94 +327,94 @@ class StorageFault(Fault):
         if self.for_s is not None:
             check_amount(f"{type(self).__name__}(for_s)", self.for_s, positive=True)
 
-    def act(self, scene: Scene) -> None:
-        scene.fail_writes(self.error, self.times, self.for_s)
+    def inject(self, context: FaultContext) -> None:
+        context.fail_writes(self.error, self.times, self.for_s)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DiskFull(StorageFault):
-    """The disk that the rank writes checkpoints to is full, as in `StorageFault`."""
+    """The disk to which the rank writes checkpoints is full; the attributes are those of `StorageFault`."""
 
     error: int = errno.ENOSPC
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TornWrite(Fault):
-    """Half of a file of a checkpoint is lost, as by a disk that promised more than it did.
+    """Half of a checkpoint file is lost, as by a disk that confirmed a write too early.
 
-    In the phase ``"written"`` before the checkpoint is committed, and of the rank's own part; in ``"committed"`` after it.
+    In the phase ``"written"`` it is a file of the rank's own part, before the commit; in ``"committed"`` any file, after it.
     """
 
-    usual_phase = "written"
+    default_phase = "written"
     phases = frozenset({"written", "committed"})
     needs_state = True
 
-    def act(self, scene: Scene) -> None:
-        _change_file(scene, lambda data: data[: len(data) // 2])
+    def inject(self, context: FaultContext) -> None:
+        _change_file(context, lambda data: data[: len(data) // 2])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BitFlip(Fault):
-    """One bit of a file of a committed checkpoint changes, chosen by the plan's seed."""
+    """One bit of a checkpoint file flips, chosen by the plan's seed."""
 
-    usual_phase = "committed"
+    default_phase = "committed"
     phases = frozenset({"written", "committed"})
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         def flip(data: bytes) -> bytes:
-            bit = scene.random.randrange(8 * len(data))
+            bit = context.random.randrange(8 * len(data))
             changed = bytearray(data)
             changed[bit // 8] ^= 1 << bit % 8
             return bytes(changed)
 
-        _change_file(scene, flip)
+        _change_file(context, flip)
 
 
-def _change_file(scene: Scene, change: Callable[[bytes], bytes]) -> None:
-    number = scene.moment.checkpoint
-    names = list(scene.moment.files)
+def _change_file(context: FaultContext, change: Callable[[bytes], bytes]) -> None:
+    number = context.moment.checkpoint
+    names = list(context.moment.files)
     if not names:
-        manifest = scene.store.read(number)
+        manifest = context.store.read(number)
         names = [entry.name for rank in sorted(manifest.parts) for entry in manifest.parts[rank]]
-    folder, name = scene.store.directory(number), scene.random.choice(names)
+    folder, name = context.store.directory(number), context.random.choice(names)
     folder.write_bytes(name, change(folder.read_bytes(name)))
 
 
-# -- what happens to others --------------------------------------------------------------------------------------------
+# -- faults of other processes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class KillTrainerActor(Fault):
-    """The Trainer's controller process is killed, by a worker."""
+    """A worker kills the process of the TrainerActor."""
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         from raysgd.testing.processes import kill_actor
 
-        kill_actor(scene.controller)
+        kill_actor(context.controller)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class KillDriver(Fault):
-    """The driver is killed, by a worker on the same node.
+    """A worker on the same node kills the driver.
 
     Attributes:
-        pid: Its process; the one that the fault was made in, if not given.
+        pid: The driver's process; by default the process that created the fault.
     """
 
     pid: int = field(default_factory=os.getpid)
 
-    def act(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RemoveNode(Fault):
-    """A node is lost, or whatever else a test can do from outside, when the driver gets the result of ``step``.
+    """A function in the driver removes a node, or breaks anything else, when the driver gets the result of ``step``.
 
     It needs ``callbacks=[plan.driver_callback()]``.
 
     Attributes:
-        remove: What takes the node away; called in the driver, in the thread that reads the run.
+        remove: The function; called in the driver, in the thread that reads the run.
     """
 
     remove: Callable[[], object]
@@ -306,15 +422,13 @@ class RemoveNode(Fault):
     phases = frozenset({"report"})
     in_driver = True
 
-    def act(self, scene: Scene | None) -> None:
+    def inject(self, context: FaultContext | None) -> None:
         self.remove()
 
 
 def _only_in_training(fault: Fault) -> ConfigError:
-    allowed = ", ".join(repr(phase) for phase in PHASES if phase in IN_TRAINING)
-    return ConfigError(
-        f"{fault!r}: the thread that writes checkpoints is none of train_func's; give a phase of {allowed}."
-    )
+    allowed = ", ".join(repr(phase) for phase in PHASES if phase in TRAINING_PHASES)
+    return ConfigError(f"{fault!r} cannot happen in the thread that writes checkpoints; give a phase of {allowed}.")
 
 
 def _wait_for_ever() -> NoReturn:

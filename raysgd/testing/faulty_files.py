@@ -1,4 +1,4 @@
-"""Storage that breaks while a checkpoint is written. Worker side, in the thread that writes."""
+"""Storage that fails while a checkpoint is written. Runs in workers, in the thread that writes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, final
 
-from raysgd.checkpoint.checksum import Chunk
-from raysgd.checkpoint.files import FileInfo, Files
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.files import Chunk, FileInfo, Files
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 
 
 class FaultyStore:
-    """What a writer needs of a `CheckpointStore`: the folder of a checkpoint, in which writing can fail.
+    """A `CheckpointStore` for a writer, whose folders fail or delay writes on demand.
 
     Args:
-        reach: Told of ``"write"`` and ``"half_written"`` and the number of the checkpoint.
+        reach: Called with the phase, ``"write"`` or ``"half_written"``, and the number of the checkpoint.
     """
 
     def __init__(self, store: CheckpointStore, reach: Callable[[str, int], None]) -> None:
@@ -36,19 +35,19 @@ class FaultyStore:
         return folder
 
     def fail(self, error: int, times: int, for_s: float | None) -> None:
-        """Let writes fail with an errno: so many, or for so many seconds."""
+        """Make the next ``times`` writes fail with an errno, or all writes within ``for_s`` seconds."""
         with self._lock:
             self._error = error
             self._times = 0 if for_s is not None else times
             self._until = time.monotonic() + (for_s or 0)
 
     def slow_down(self, delay_s: float, times: int) -> None:
-        """Let so many writes last longer by ``delay_s`` seconds."""
+        """Delay the next ``times`` writes by ``delay_s`` seconds each."""
         with self._lock:
             self._delays += [delay_s] * times
 
     def check(self) -> None:
-        """Wait, and fail, if it is time to."""
+        """Delay the current write, and raise its planned error."""
         with self._lock:
             delay_s = self._delays.pop() if self._delays else 0.0
         time.sleep(delay_s)
@@ -56,16 +55,16 @@ class FaultyStore:
             if self._times == 0 and time.monotonic() >= self._until:
                 return
             self._times = max(0, self._times - 1)
-        raise OSError(self._error, f"{os.strerror(self._error)} (a fault that was planned)")
+        raise OSError(self._error, f"{os.strerror(self._error)} (a planned fault)")
 
 
 @final
 class FaultyFiles(Files):
-    """Files whose writing tells where it is, and may fail.
+    """Files whose writes report their progress and may fail.
 
     Args:
-        reach: Told of ``"write"`` before the first byte of a file, and of ``"half_written"``.
-        check: Raises what is to go wrong.
+        reach: Called with ``"write"`` before the first byte of a file, and with ``"half_written"``.
+        check: Raises the planned error of a write.
     """
 
     def __init__(self, files: Files, reach: Callable[[str], None], check: Callable[[], None]) -> None:
@@ -77,10 +76,10 @@ class FaultyFiles(Files):
     def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
         self._reach("write")
         self._check()
-        return self._files.write(name, self._in_two(chunks), atomic=atomic)
+        return self._files.write(name, self._split_first(chunks), atomic=atomic)
 
-    def _in_two(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The same bytes; in the middle of the first chunk the file is half-written."""
+    def _split_first(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Yield the same bytes, with the phase ``"half_written"`` in the middle of the first chunk."""
         for number, chunk in enumerate(chunks):
             if number:
                 yield chunk

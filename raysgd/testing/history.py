@@ -1,6 +1,6 @@
-"""`check_history`: whether what a run left behind keeps raysgd's promises. Driver side, or anywhere; needs no Ray.
+"""`check_history`: checks that the files of a run keep raysgd's promises. Needs no Ray.
 
-The rules are in `raysgd.testing.invariants` and `raysgd.testing.stored`; both are pure, and get a `History`.
+The rules are pure functions of a `History` in `raysgd.testing.invariants` and `raysgd.testing.record`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller import frames as f
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal import stored_frames
-from raysgd.testing import invariants, stored
+from raysgd.controller.journal.journal import stored_frames
+from raysgd.testing import invariants
+from raysgd.testing import record as stored
 from raysgd.testing.record import History
 
-#: Seconds that a run whose outcome is known may take to be closed: an error is raised first and cleaned up after.
-CLOSING_S = 30.0
-_LOOK_S = 0.05
+#: The time for a run with a known outcome to close: an error is raised first, cleaning up follows.
+CLOSING_TIMEOUT_S = 30.0
+_POLL_S = 0.05
 
 _RULES: tuple[Callable[[History], Iterable[str]], ...] = (
-    invariants.frames_are_whole,
-    invariants.ends_once,
+    invariants.journal_is_complete,
+    invariants.run_ends_once,
     invariants.attempts_follow_each_other,
-    invariants.one_group_lives,
-    invariants.reports_are_whole,
-    invariants.rounds_are_whole,
-    invariants.attempts_start_where_they_should,
+    invariants.only_one_group_lives,
+    invariants.reports_are_complete,
+    invariants.rounds_are_complete,
+    invariants.attempts_start_from_newest_checkpoint,
     invariants.retries_are_counted,
-    invariants.the_error_is_named,
-    invariants.it_never_stands_still,
-    stored.what_counts_can_be_loaded,
-    stored.nothing_else_is_there,
+    invariants.error_names_the_cause,
+    invariants.run_never_stalls,
+    stored.committed_checkpoints_can_be_loaded,
+    stored.no_other_files_exist,
 )
 
 
@@ -42,7 +43,7 @@ class HistoryError(AssertionError):
     """A run broke promises.
 
     Attributes:
-        violations: One sentence each.
+        violations: A sentence for each broken promise.
     """
 
     def __init__(self, run_dir: str, violations: tuple[str, ...]) -> None:
@@ -57,28 +58,27 @@ class HistoryError(AssertionError):
 def check_history(
     run_dir: str | os.PathLike[str], *, max_failures: int | None = None, within_s: float | None = None
 ) -> None:
-    """Check the files of a run that is over: its journal, its metrics, its checkpoints.
+    """Check the files of a run that has ended: its journal, its metrics and its checkpoints.
 
-    It may be called as soon as the run has returned or raised; it waits until the last file is written. Of a run that was
-    lost, with its controller, only what its journal still has is judged, and that it has no end.
+    It may be called as soon as the run has returned or raised, and waits until the last file is written. A run that was lost
+    with its TrainerActor is checked as far as its journal goes; its missing end is a violation.
 
-    - Nothing of the journal is missing, and the run has exactly one end.
-    - Attempts are numbered without gaps and follow each other: one group lives at a time.
-    - Iterations have no gaps; one that was made again has a higher attempt; none up to a checkpoint is lost.
-    - An attempt starts from the newest checkpoint committed before it, unless an event says that it was passed over.
-    - There is a re-entry for each retry and a retry for each re-entry, as many as are allowed.
-    - Every checkpoint that was told of and not deleted is there, complete, and loads; nothing else is there.
-    - The error of a run that failed names what failed first.
+    - The journal is complete, and the run has exactly one end.
+    - Attempts are numbered without gaps and follow each other: only one group lives at a time.
+    - Iterations have no gaps; a repeated one has a higher attempt; none up to a checkpoint is lost.
+    - An attempt starts from the newest checkpoint committed before it, unless an event says that it was skipped.
+    - Retries and re-entries of train_func match, and are no more than allowed.
+    - Every checkpoint that was reported and not deleted exists, is complete, and loads; no other files exist.
+    - The error of a failed run names what failed first.
 
     Args:
         run_dir: The run's folder, path or URI.
-        max_failures: What `FailureConfig` allows; None: as the run's description says.
-        within_s: The longest time that the run may go without a report or an event (samples of the load are none);
-            None: any.
+        max_failures: The limit in `FailureConfig`; None: the limit in the run's description.
+        within_s: The longest time without a report or an event, not counting samples of the load; None: any.
 
     Raises:
-        HistoryError: With all that is wrong.
-        CheckpointNotFoundError: The folder is no run's.
+        HistoryError: The error lists all violations.
+        CheckpointNotFoundError: The folder is not a run's.
     """
     storage = Storage.from_uri(run_dir)
     history = _read(storage, max_failures, within_s)
@@ -87,21 +87,21 @@ def check_history(
 
 
 def find_violations(history: History) -> list[str]:
-    """What is wrong with a history, in sentences."""
+    """Return a sentence for each broken promise."""
     return [violation for rule in _RULES for violation in rule(history)]
 
 
 def _read(storage: Storage, max_failures: int | None, within_s: float | None) -> History:
     frames = _frames(storage)
     if max_failures is None and storage.exists("run.json"):
-        max_failures = json.loads(storage.read_bytes("run.json")).get("failure", {}).get("max_failures")
+        max_failures = json.loads(storage.read_bytes("run.json")).get("failure_config", {}).get("max_failures")
     found = stored.read_stored(CheckpointStore(storage.child("checkpoints")))
     return History(tuple(frames), found, max_failures, within_s)
 
 
 def _frames(storage: Storage) -> list[Frame]:
-    """The journal; of a lost run up to the first gap, since its files were flushed one after the other."""
-    deadline = time.monotonic() + CLOSING_S
+    """Read the journal; that of a lost run up to the first gap, because its files were flushed one after the other."""
+    deadline = time.monotonic() + CLOSING_TIMEOUT_S
     while True:
         frames = stored_frames(storage)
         kinds = {frame.kind for frame in frames}
@@ -109,4 +109,4 @@ def _frames(storage: Storage) -> list[Frame]:
             return frames
         if f.RUN_END not in kinds or time.monotonic() > deadline:
             return [frame for place, frame in enumerate(frames) if frame.seq <= place]
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The promises a run's journal is checked by. Pure: each rule takes a `History` and tells what is wrong, in sentences."""
+"""The promises that a run's journal must keep. Each rule is a pure function: it takes a `History` and yields violations."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from raysgd._util.fast_json import decode
+from raysgd._util.json import decode
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.past import SEQ_GAP
 from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.run_plan import SEQ_GAP
 from raysgd.result import Result
 from raysgd.testing.record import History, Span, committed, events, spans
 
 _SUCCESSES = ("done", "stopped")
 _GIVE_UP = "give up"
 _RETRY = re.compile(r"retry (\d+)")
-_OF_A_PROCESS = "the worker process"  # how the text of a failure begins that is a death or a hang
-_PASSED_OVER = re.compile(r"checkpoint[_ ]0*(\d+)")
+_PROCESS_FAILURE = "the worker process"  # the prefix of the error text of a death or a hang
+_SKIPPED = re.compile(r"checkpoint[_ ]0*(\d+)")
 
 
-def frames_are_whole(history: History) -> Iterator[str]:
-    """Each frame is there once; of a run that was lost the last ones may be missing."""
+def journal_is_complete(history: History) -> Iterator[str]:
+    """Each frame exists once; the last frames of a lost run may be missing."""
     for before, frame in pairwise(history.frames):
         if frame.seq == before.seq:
             yield f"frame {frame.seq} is in the journal twice"
         elif frame.seq - before.seq >= SEQ_GAP:
-            continue  # of another process of the controller
+            continue  # written by a restarted TrainerActor
         elif frame.seq > before.seq + 1 and history.is_closed:
             yield f"frames {before.seq + 1} to {frame.seq - 1} are missing in the journal"
     if history.frames and history.frames[0].seq != 0:
         yield f"the journal begins with frame {history.frames[0].seq}"
 
 
-def ends_once(history: History) -> Iterator[str]:
-    """The run has one outcome and is closed once, after all else; a success is one of all ranks."""
+def run_ends_once(history: History) -> Iterator[str]:
+    """The run has one outcome and is closed once, at the end; it succeeds only if all ranks have returned."""
     kinds = [frame.kind for frame in history.frames]
     if kinds.count(frames.RUN_CLOSED) != 1:
         num_closed = kinds.count(frames.RUN_CLOSED)
         yield "the run has no end" if not num_closed else f"the run was closed {num_closed} times"
         return
     if kinds[-1] != frames.RUN_CLOSED:
-        yield f"the run went on after it was closed, with {kinds[-1]}"
+        yield f"the run continued after it was closed, with {kinds[-1]}"
     ends = [frame.data["kind"] for frame in history.frames if frame.kind == frames.RUN_END]
-    # A callback of the controller's side may make an error of a success when it gets its end.
+    # A callback that runs in the controller may fail at the end of a successful run.
     if len(ends) != 1 and not (len(ends) == 2 and ends[0] in _SUCCESSES and ends[1] == "error"):
         yield f"the run has {len(ends)} outcomes: {', '.join(ends) or 'none'}"
     last = spans(history.frames)[-1]
@@ -57,7 +57,10 @@ def ends_once(history: History) -> Iterator[str]:
 
 
 def attempts_follow_each_other(history: History) -> Iterator[str]:
-    """Attempts are numbered from 1; one that nobody entered gives its number to the next; none begins before the end."""
+    """Attempts are numbered from 1 without gaps, and begin after the previous one has ended.
+
+    An attempt that no rank entered passes its number on to the next one.
+    """
     found = spans(history.frames)
     for before, span in pairwise(found):
         if span.attempt != before.next_attempt:
@@ -71,8 +74,8 @@ def attempts_follow_each_other(history: History) -> Iterator[str]:
         yield f"attempt {found[-1].attempt} never ended"
 
 
-def one_group_lives(history: History) -> Iterator[str]:
-    """Nothing of an older attempt counts; each rank is one process, and one that died or was preempted does not come back."""
+def only_one_group_lives(history: History) -> Iterator[str]:
+    """Nothing of an older attempt counts; each rank is one process; dead or preempted processes do not come back."""
     found = spans(history.frames)
     yield from _processes(found)
     for span in found:
@@ -90,7 +93,7 @@ def one_group_lives(history: History) -> Iterator[str]:
 
 
 def _processes(found: list[Span]) -> Iterator[str]:
-    """The processes of each attempt, which are told of before it begins."""
+    """Check the processes of each attempt, which are reported before it begins."""
     last: dict[int, tuple[str, int]] = {}
     for before, span in pairwise(found):
         up = {data["rank"]: (data["node"], data["pid"]) for data in events(before.frames, "worker_up")}
@@ -107,16 +110,16 @@ def _processes(found: list[Span]) -> Iterator[str]:
 
 
 def _lost_ranks(span: Span) -> dict[int, str]:
-    """Ranks whose processes are not in the next attempt, and what happened to them."""
+    """Return the ranks whose processes must not be in the next attempt, and what happened to them."""
     lost = {data["rank"]: "was preempted" for data in events(span.inside, "preemption")}
     for data in events(span.inside, "failure"):
-        if data["error"].startswith(_OF_A_PROCESS):
+        if data["error"].startswith(_PROCESS_FAILURE):
             lost |= dict.fromkeys(data["ranks"], "had died")
     return lost
 
 
-def reports_are_whole(history: History) -> Iterator[str]:
-    """Each rank's reports are there in order, each once."""
+def reports_are_complete(history: History) -> Iterator[str]:
+    """Each report of each rank exists once, in order."""
     for span in spans(history.frames):
         counts: Counter[int] = Counter()
         for frame in span.frames:
@@ -133,8 +136,8 @@ def reports_are_whole(history: History) -> Iterator[str]:
             counts[frame.rank] = first + count
 
 
-def rounds_are_whole(history: History) -> Iterator[str]:
-    """Iterations have no gaps, those made again have a higher attempt, and none up to a checkpoint of before the end is lost."""
+def rounds_are_complete(history: History) -> Iterator[str]:
+    """Iterations have no gaps, repeated ones have a higher attempt, and none up to a committed checkpoint is lost."""
     found = spans(history.frames)
     if len(found) == 1 or found[1].start is None:
         return
@@ -148,7 +151,7 @@ def rounds_are_whole(history: History) -> Iterator[str]:
             yield f"iteration {iteration} of attempt {made_by[iteration]} was made again by attempt {attempt}"
         last = max(last, iteration)
         made_by[iteration] = attempt
-    # What was under way when the last attempt's end was told may be committed after it, for reports that came too late.
+    # A checkpoint that was being written when the last attempt ended may be committed later; its reports may be too late.
     end = max((place for place, frame in enumerate(history.frames) if frame.kind == frames.ATTEMPT_END), default=0)
     needed = max([start, *(data["iteration"] for data in committed(history.frames[:end]).values())])
     if history.is_closed and needed > last:
@@ -163,23 +166,24 @@ def _rounds(history: History) -> Iterator[Result]:
             yield from merger.feed(frame)
 
 
-def attempts_start_where_they_should(history: History) -> Iterator[str]:
-    """Each attempt goes on from the newest checkpoint committed before it, or from a newer one that is in memory.
+def attempts_start_from_newest_checkpoint(history: History) -> Iterator[str]:
+    """Each attempt resumes from the newest checkpoint committed before it, or from a newer one in memory.
 
-    Without one it goes on from where the run began.
+    Without a checkpoint it starts where the run began.
     """
     began: tuple[str | None, int] | None = None
-    passed_over: set[int] = set()
+    skipped: set[int] = set()
     for place, frame in enumerate(history.frames):
         if frame.kind != frames.EVENT:
             continue
-        passed_over |= _passed_over(frame)
+        skipped |= _skipped(frame)
         if frame.data["kind"] != "attempt_start":
             continue
         data = frame.data["data"]
         start = data["checkpoint"], data["iterations_before"]
         began = start if began is None else began
-        known = {n: told for n, told in committed(history.frames[:place]).items() if n not in passed_over}
+        checkpoints = committed(history.frames[:place])
+        known = {number: data for number, data in checkpoints.items() if number not in skipped}
         newest = known[max(known)] if known else None
         expected = began if newest is None else (newest["uri"], newest["iteration"])
         held = data.get("memory")
@@ -192,16 +196,16 @@ def attempts_start_where_they_should(history: History) -> Iterator[str]:
             )
 
 
-def _passed_over(frame: Frame) -> set[int]:
+def _skipped(frame: Frame) -> set[int]:
     text = json.dumps(frame.data["data"], default=str)
-    if "passed over" not in text and "passed_over" not in frame.data["kind"]:
+    if " skipped: " not in text and "skipped" not in frame.data["kind"]:
         return set()
     number = frame.data["data"].get("number")
-    return {number} if isinstance(number, int) else {int(found) for found in _PASSED_OVER.findall(text)}
+    return {number} if isinstance(number, int) else {int(found) for found in _SKIPPED.findall(text)}
 
 
 def retries_are_counted(history: History) -> Iterator[str]:
-    """Retries are numbered, each is a re-entry and each re-entry is one (but for a change of the group); as many as allowed."""
+    """Retries are numbered and within the limit; each one is a re-entry, and each re-entry is one or a change of the group."""
     found = spans(history.frames)
     yield from _numbers(history)
     for span in found[1:]:
@@ -233,8 +237,8 @@ def _numbers(history: History) -> Iterator[str]:
         yield f"the actions were {actions}, and the outcome is {history.outcome.get('error_type')}"
 
 
-def the_error_is_named(history: History) -> Iterator[str]:
-    """What a failed run raises names the rank and exception that came first, or the failure that was one too many."""
+def error_names_the_cause(history: History) -> Iterator[str]:
+    """The error of a failed run names the rank and exception that came first, or the failure beyond the limit."""
     outcome = history.outcome
     if outcome.get("kind") != "error":
         return
@@ -251,14 +255,14 @@ def the_error_is_named(history: History) -> Iterator[str]:
     else:
         needed = [outcome.get("message", "")]
     if not any(needed):
-        yield "the run failed without a word"
+        yield "the run failed without a message"
     for text in needed:
         if text not in message:
             yield f"the error does not name {text!r}: {message!r}"
 
 
-def it_never_stands_still(history: History) -> Iterator[str]:
-    """No longer than it may the run goes without an event or a report."""
+def run_never_stalls(history: History) -> Iterator[str]:
+    """The run has an event or a report within each period of ``within_s`` seconds."""
     if history.within_s is None:
         return
     signs = sorted(sign for frame in history.frames for sign in _signs(frame))
@@ -268,7 +272,7 @@ def it_never_stands_still(history: History) -> Iterator[str]:
 
 
 def _signs(frame: Frame) -> Iterator[tuple[float, str]]:
-    """When something happened, and what; a look at a worker's load is no progress."""
+    """Yield when something happened, and what; a sample of a worker's load is not progress."""
     if frame.kind == frames.EVENT and frame.data["kind"] != "sample":
         yield frame.data["timestamp"], frame.data["kind"]
     elif frame.kind == frames.REPORTS:

@@ -1,4 +1,4 @@
-"""`FaultPlan`: which faults are to happen in a run, and which have. Driver side."""
+"""`FaultPlan`: the faults that are planned for a run, and those that have happened. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from raysgd.callbacks.base import Callback
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError
 from raysgd.result import Result
-from raysgd.testing.fault import Fault
-from raysgd.testing.faults import Exit, Kill, RemoveNode, Stop
-from raysgd.testing.injection import FaultyFunction, WorkerPlan
-from raysgd.testing.marks import claim, read_marks
+from raysgd.testing.faults import Exit, Fault, Kill, RemoveNode, Stop
+from raysgd.testing.injection import FaultyFunction, WorkerPlan, claim, read_records
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,9 @@ class Fired:
     """A fault that has happened.
 
     Attributes:
-        attempt: Of the run, in which it happened.
-        timestamp: When, seconds since the epoch.
-        pid: In which process.
+        attempt: The attempt of the run.
+        timestamp: Seconds since the epoch.
+        pid: The process in which the fault happened.
     """
 
     fault: Fault
@@ -37,7 +35,7 @@ class Fired:
 
 @final
 class FaultPlan:
-    """Faults that happen in a run, each once, at a place that is told beforehand.
+    """Faults that happen in a run, each once, at planned places.
 
     ::
 
@@ -45,17 +43,17 @@ class FaultPlan:
         trainer.run(plan.wrap(train_func), config)
         plan.assert_all_fired()
 
-    A fault happens at the first moment that is not before its place, so that one planned for a step that the run skips,
-    since another fault sent it elsewhere, still happens. One plan is for one run: what has happened does not again.
+    A fault happens as soon as its place is reached or passed. So it also happens if the run skips the planned step because
+    of another fault. A plan is for one run: a fault that has happened does not happen again.
 
     Args:
-        faults: Several at one place happen in this order.
-        seed: Of what they choose by chance.
-        folder: Where it is written down what has happened; all nodes must see it. None: a folder of this machine that
-            goes with the plan.
+        faults: The faults; several faults at one place happen in this order.
+        seed: The seed of the faults' random choices.
+        folder: The folder of the fault records, which all nodes must see. None: a temporary folder of this machine, which is
+            removed with the plan.
 
     Raises:
-        ConfigError: ``faults`` holds something that is none.
+        ConfigError: ``faults`` contains an object that is not a fault.
     """
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0, folder: str | os.PathLike[str] | None = None) -> None:
@@ -79,60 +77,63 @@ class FaultPlan:
         count: int = 1,
         folder: str | os.PathLike[str] | None = None,
     ) -> FaultPlan:
-        """A plan made by chance, the same for the same arguments.
+        """Return a random plan, which is the same for the same arguments.
 
         Args:
-            seed: Shown by ``repr``, so that what a test found can be had again.
-            ranks: Number of ranks.
-            steps: Reports a rank makes; the faults are planned for steps 1 to ``steps``.
-            kinds: The kinds to choose from. Those that need a rank which gives a state to checkpoints happen on rank 0.
-            count: Number of faults, no two of which share rank and step.
-            folder: As for the plan itself.
+            seed: The seed; ``repr`` shows it, so that a failure can be reproduced.
+            ranks: The number of ranks.
+            steps: The number of reports of a rank; the faults are planned for steps 1 to ``steps``.
+            kinds: The classes to choose from. Faults that need a rank with a state for checkpoints happen on rank 0.
+            count: The number of faults; no two have the same rank and step.
+            folder: As for `FaultPlan`.
 
         Raises:
-            ConfigError: There are fewer places than faults, or a kind that cannot be chosen by chance.
+            ConfigError: There are fewer places than faults, or a class cannot be chosen randomly.
         """
         for name, value in (("ranks", ranks), ("steps", steps), ("count", count)):
             check_count(f"FaultPlan.random({name})", value, minimum=1)
         if count > ranks * steps:
-            raise ConfigError(f"{count} faults have no room in {ranks} ranks times {steps} steps; give fewer.")
+            raise ConfigError(f"FaultPlan.random(count={count}) exceeds {ranks} ranks times {steps} steps; give fewer.")
         if not kinds or any(kind.in_driver for kind in kinds):
-            raise ConfigError(f"FaultPlan.random(kinds={kinds!r}) needs kinds, of faults that happen in workers.")
-        chance = random.Random(seed)
-        places = sorted(chance.sample(range(ranks * steps), count), key=lambda place: place // ranks)
-        chosen = [(chance.choice(list(kinds)), place) for place in places]
+            raise ConfigError(
+                f"FaultPlan.random(kinds={kinds!r}) must be a sequence of fault classes that happen in workers."
+            )
+        generator = random.Random(seed)
+        places = sorted(generator.sample(range(ranks * steps), count), key=lambda place: place // ranks)
+        chosen = [(generator.choice(list(kinds)), place) for place in places]
         faults = [
             kind(rank=0 if kind.needs_state else place % ranks, step=place // ranks + 1) for kind, place in chosen
         ]
         return cls(faults, seed=seed, folder=folder)
 
     def wrap(self, train_func: Callable[..., Any]) -> Callable[..., Any]:
-        """The train_func to run; outside of workers it is as it was."""
+        """Return ``train_func`` with the plan's faults; outside of workers it behaves like the original."""
         faults = {index: fault for index, fault in enumerate(self.faults) if not fault.in_driver}
         return FaultyFunction(train_func, WorkerPlan(self._folder, self.seed, faults))
 
     def driver_callback(self) -> Callback:
-        """For ``callbacks=``: makes those faults happen that do in the driver."""
+        """Return the callback for ``callbacks=`` that makes the faults of the driver happen."""
         return DriverFaults(self._folder, [(i, f) for i, f in enumerate(self.faults) if isinstance(f, RemoveNode)])
 
     @property
     def fired(self) -> list[Fired]:
-        """What has happened so far, in the order of time."""
+        """The faults that have happened so far, in the order of time."""
         return [
-            Fired(self.faults[mark.index], mark.attempt, mark.timestamp, mark.pid) for mark in read_marks(self._folder)
+            Fired(self.faults[record.index], record.attempt, record.timestamp, record.pid)
+            for record in read_records(self._folder)
         ]
 
     @property
     def unfired(self) -> list[Fault]:
-        """What has not."""
-        happened = {mark.index for mark in read_marks(self._folder)}
+        """The faults that have not happened."""
+        happened = {record.index for record in read_records(self._folder)}
         return [fault for index, fault in enumerate(self.faults) if index not in happened]
 
     def assert_all_fired(self) -> None:
-        """Fail, if something that was planned did not happen: the run then proves nothing.
+        """Raise an error if a planned fault did not happen, because the run then proves nothing.
 
         Raises:
-            AssertionError: It names the faults.
+            AssertionError: The message lists the faults.
         """
         if left := self.unfired:
             raise AssertionError(f"{len(left)} of {len(self.faults)} faults did not happen: {left} of {self!r}")
@@ -145,7 +146,7 @@ class FaultPlan:
 
 
 class DriverFaults(Callback):
-    """Makes the faults happen whose place is the driver; an error of one ends the run."""
+    """Makes the faults of the driver happen; an error of a fault ends the run."""
 
     critical = True
 
@@ -158,7 +159,7 @@ class DriverFaults(Callback):
         self._pending = [item for item in self._pending if item not in due]
         for index, fault in due:
             if claim(self._folder, index, result["attempt"]):
-                fault.act(None)
+                fault.inject(None)
 
 
 def _open_plan(faults: Sequence[Fault], seed: int, folder: str) -> FaultPlan:

@@ -1,4 +1,4 @@
-"""Processes and connections that a fault breaks from inside a worker. Worker side."""
+"""Kills actors and shuts down connections from inside a worker, for faults. Runs in workers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _ESTABLISHED = "01"
 
 
 def kill_actor(name: str) -> None:
-    """SIGKILL the process of one of raysgd's actors, wherever it is.
+    """Send SIGKILL to the process of one of raysgd's actors, on any node.
 
     Raises:
-        ConfigError: There is no such actor.
+        ConfigError: The actor has no process.
     """
     import ray
-    from ray._private.state import state  # no public API tells an actor's process without Ray's dashboard
+    from ray._private.state import state  # without Ray's dashboard no public API has an actor's process id
 
-    from raysgd.workers.cluster import NAMESPACE
+    from raysgd.workers.placement.cluster import NAMESPACE
 
     handle = ray.get_actor(name, namespace=NAMESPACE)
     known = state.actor_table(handle._actor_id.hex())
     if not known.get("Pid"):
-        raise ConfigError(f"the actor {name} has no process that could be killed")
+        raise ConfigError(f"the actor {name} has no process to kill; it has not started, or is dead already")
     if known["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
         os.kill(known["Pid"], signal.SIGKILL)
     else:
-        ray.kill(handle, no_restart=False)  # the same to it: nothing of its own code runs
+        ray.kill(handle, no_restart=False)  # like SIGKILL, it runs none of the actor's code
 
 
-def connections() -> dict[int, int]:
-    """The established TCP connections of this process: descriptors by inode. Empty where there is no ``/proc``."""
+def list_connections() -> dict[int, int]:
+    """Return the descriptors of this process's established TCP connections, by inode; empty without ``/proc``."""
     try:
         established = {inode for table in ("tcp", "tcp6") for inode in _established(Path("/proc/self/net", table))}
     except OSError:
@@ -54,12 +54,12 @@ def connections() -> dict[int, int]:
 
 
 def shut_down(descriptors: Iterable[int]) -> None:
-    """Shut connections down in both directions, for all who hold them; they stay open."""
+    """Shut down connections in both directions; the descriptors stay open."""
     for descriptor in descriptors:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the peer was faster
+            except OSError:  # the peer has closed it already
                 continue
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run that is over, for the rules it is checked by. Pure."""
+"""The history of a run for checks, and the rules for its checkpoints on storage. Only `read_stored` reads files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.checkpoint import load_state
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, verify_files
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
+from raysgd.errors import CheckpointError, CheckpointNotFoundError, UnsafeStateError
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,9 @@ class Stored:
     """The folder of a checkpoint on storage.
 
     Attributes:
-        manifest: None where there is none, or none that is valid.
-        problem: Why it cannot be loaded.
-        unlisted: Names in the folder that the manifest does not have.
+        manifest: The manifest; None if it is missing or invalid.
+        problem: Why the checkpoint cannot be loaded; empty if it can.
+        unlisted: The names in the folder that the manifest does not list.
     """
 
     manifest: Manifest | None = None
@@ -28,13 +32,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class History:
-    """A run.
+    """What a run has left behind.
 
     Attributes:
-        frames: All that its journal has, in order.
-        stored: What is on storage, by the number of the checkpoint.
-        max_failures: How many retries were allowed; below 0: any number; None: not known.
-        within_s: The longest time it may go without a sign of progress.
+        frames: The frames of its journal, in order.
+        stored: The checkpoints on storage, by number.
+        max_failures: The number of allowed retries; below 0: any number; None: unknown.
+        within_s: The longest time that the run may go without progress.
     """
 
     frames: Sequence[Frame]
@@ -44,19 +48,19 @@ class History:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it came to its end; if not it was lost, and some of its journal may be."""
+        """Whether the run has ended; otherwise it was lost, perhaps with the end of its journal."""
         return any(frame.kind == frames.RUN_CLOSED for frame in self.frames)
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """The data of its end; empty without one."""
+        """The data of the run's end; empty if it has none."""
         ends = [frame.data for frame in self.frames if frame.kind == frames.RUN_END]
         return ends[-1] if ends else {}
 
 
 @dataclass
 class Span:
-    """An attempt, from its beginning to that of the next one; or, without ``start``, what came before the first."""
+    """The frames from the start of an attempt to the start of the next one; without ``start``, those before the first."""
 
     start: Frame | None
     frames: list[Frame] = field(default_factory=list)
@@ -71,29 +75,29 @@ class Span:
 
     @property
     def num_ends(self) -> int:
-        """How often its own end was told; a controller that is started again may tell that of an attempt it only knows of."""
+        """The number of frames with this attempt's end; a restarted controller may also write the end of an earlier one."""
         return sum(frame.kind == frames.ATTEMPT_END and frame.attempt == self.attempt for frame in self.frames)
 
     @property
     def inside(self) -> list[Frame]:
-        """What came before the attempt's end."""
+        """The frames before the attempt's end."""
         kinds = [frame.kind for frame in self.frames]
         return self.frames[: kinds.index(frames.ATTEMPT_END)] if frames.ATTEMPT_END in kinds else self.frames
 
     @property
     def is_entered(self) -> bool:
-        """Whether a rank entered train_func."""
+        """Whether a rank has entered train_func."""
         return any(data["attempt"] == self.attempt for data in events(self.frames, "entered"))
 
     @property
     def next_attempt(self) -> int:
-        """The number of the attempt after it; a controller that is started again gives no number a second time."""
+        """The number of the next attempt; a restarted controller does not use a number again."""
         restarts = [data["attempt"] + 1 for data in events(self.frames, "controller_restart")]
         return max(restarts) if restarts else max(1, self.attempt + self.is_entered)
 
 
 def spans(of: Iterable[Frame]) -> list[Span]:
-    """The attempts of a run; the first span is what came before them."""
+    """Split the frames into attempts; the first span has the frames before the first attempt."""
     found = [Span(None)]
     for frame in of:
         if frame.kind == frames.ATTEMPT:
@@ -104,14 +108,14 @@ def spans(of: Iterable[Frame]) -> list[Span]:
 
 
 def events(of: Iterable[Frame], kind: str) -> Iterator[dict[str, Any]]:
-    """The data of the events of a kind."""
+    """Yield the data of the events of a kind."""
     for frame in of:
         if frame.kind == frames.EVENT and frame.data["kind"] == kind:
             yield frame.data["data"]
 
 
 def committed(of: Iterable[Frame]) -> dict[int, dict[str, Any]]:
-    """The checkpoints that were told of, by number, as they were described last; deleted ones are left out."""
+    """Return the latest data of each committed checkpoint that was not deleted, by number."""
     known: dict[int, dict[str, Any]] = {}
     for frame in of:
         if frame.kind in (frames.CHECKPOINT, frames.CHECKPOINT_SCORED):
@@ -119,3 +123,84 @@ def committed(of: Iterable[Frame]) -> dict[int, dict[str, Any]]:
         elif frame.kind == frames.CHECKPOINT_DELETED:
             known.pop(frame.data["number"], None)
     return known
+
+
+def read_stored(store: CheckpointStore) -> dict[int, Stored]:
+    """Read all files of each checkpoint, and check whether it can be loaded."""
+    return {number: _read_one(store, number) for number in store.numbers()} if store.storage.exists() else {}
+
+
+def _read_one(store: CheckpointStore, number: int) -> Stored:
+    folder = store.directory(number)
+    try:
+        manifest = store.read(number)
+    except CheckpointNotFoundError:
+        return Stored(unlisted=tuple(folder.list_names()))
+    except CheckpointError as error:
+        return Stored(problem=str(error))
+    listed = {entry.name.partition("/")[0] for entries in manifest.parts.values() for entry in entries}
+    unlisted = tuple(name for name in folder.list_names() if name not in listed | {MANIFEST_NAME})
+    return Stored(manifest, _problem_of(folder, manifest), unlisted)
+
+
+def _problem_of(folder: Storage, manifest: Manifest) -> str:
+    try:
+        verify_files(folder, manifest, checksums=True)
+        for rank in manifest.parts if not manifest.is_files else ():
+            load_state(folder, manifest, rank, allow_pickle=False)
+    except UnsafeStateError:  # saved with allow_pickle: a check must not run its code
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def committed_checkpoints_can_be_loaded(history: History) -> Iterator[str]:
+    """A committed checkpoint that was not deleted is on storage as the journal describes it, complete, and loads."""
+    for number, described in sorted(committed(history.frames).items()):
+        found = history.stored.get(number)
+        if found is None and not history.is_closed and any(other > number for other in history.stored):
+            continue  # deleted for a newer one that the lost end of the journal had
+        if found is None:
+            yield f"checkpoint {number} was committed, and is not on storage"
+        elif found.problem:
+            yield f"checkpoint {number} was committed, and cannot be loaded: {found.problem}"
+        elif found.manifest is None:
+            yield f"checkpoint {number} was committed, and has no manifest"
+        else:
+            yield from _differences(number, described, found.manifest, is_closed=history.is_closed)
+
+
+def _differences(number: int, described: dict[str, Any], manifest: Manifest, *, is_closed: bool) -> Iterator[str]:
+    for name in ("iteration", "attempt"):
+        # In a loop that saves before it reports, the round changes the manifest later; the journal may have lost that frame.
+        is_late = not is_closed and name == "iteration" and manifest.iteration == described[name] + 1
+        if described[name] != getattr(manifest, name) and not is_late:
+            yield f"checkpoint {number} has {name} {described[name]} in the journal, {getattr(manifest, name)} in its manifest"
+    needed = set(range(manifest.world_size)) if manifest.all_ranks else set()
+    with_part = {rank for rank, entries in manifest.parts.items() if entries}
+    if missing := sorted(needed - with_part):
+        yield f"checkpoint {number} of {manifest.world_size} ranks has no part of ranks {missing}"
+    if not with_part:
+        yield f"checkpoint {number} holds no state"
+
+
+def no_other_files_exist(history: History) -> Iterator[str]:
+    """A closed run has left no deleted checkpoint, no incomplete one, and no other file."""
+    reported = {frame.data["number"] for frame in history.frames if frame.kind == frames.CHECKPOINT}
+    kept = committed(history.frames)
+    for number, found in sorted(history.stored.items()):
+        if number in kept:
+            if found.unlisted and history.is_closed:
+                yield f"checkpoint {number} has files that are not its own: {', '.join(found.unlisted)}"
+        elif not history.is_closed:  # the end of its journal may be lost
+            continue
+        elif number in reported:
+            yield f"checkpoint {number} was deleted, and is still there"
+        elif found.manifest is not None or found.problem:
+            yield f"checkpoint {number} is on storage, but not in the journal"
+        else:
+            yield f"parts of checkpoint {number}, which was never committed, are left: {', '.join(found.unlisted)}"

@@ -10,8 +10,7 @@ All of them also work outside a worker, as a world of one. The process group is 
 
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
-from raysgd.torch.model import prepare_model, unwrap
-from raysgd.torch.optimizer import prepare_optimizer
+from raysgd.torch.model import prepare_model, prepare_optimizer, unwrap
 
 __all__ = [
     "PreparedLoader",

@@ -1,49 +1,59 @@
-"""`prepare_model` and `unwrap`. Worker side; the process group is the backend's affair."""
+"""`prepare_model`, `unwrap`, `prepare_optimizer`: a model and its optimizer for training on all workers. Worker side.
+
+`DistributedModel` is a DistributedDataParallel that behaves like the model inside it: state dicts, parameter names,
+attributes, copies and pickles are those of the inner model, so that neither checkpoints nor user code notice the wrapper.
+The forward and backward passes are DDP's own. The torch backend makes the process group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._util.logs import get_logger
+from raysgd._util.text import with_article
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
-from raysgd.torch.devices import device
-from raysgd.torch.reduction import use_rank_order
-from raysgd.torch.waiting import time_waiting
-from raysgd.torch.wrapper import DistributedModel
+from raysgd.torch.devices import device, to_device
+from raysgd.torch.reduction import time_waiting, use_rank_order
 
-# By name, so that nobody who does not use them has to import them.
+_PREFIX = "module."
+# Class names, so that FSDP need not be imported to recognise it.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def prepare_model(
     model: nn.Module, *, move_to_device: bool = True, ddp_kwargs: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Make a model ready for training on all workers: on this worker's device, gradients averaged over all of them.
+    """Prepare a model for training on all workers: move it to this worker's device and average its gradients.
 
-    All ranks start with the weights and buffers of rank 0. The result is used as the model itself: its ``state_dict()``
-    has no ``module.`` prefix, ``load_state_dict`` takes state with and without it, the model's own attributes and
-    methods are there, and it is copied and pickled as the model; see `DistributedModel`. Parameters stay the same
-    objects, so an optimizer may be made before or after. Every rank must call it, in the same order for several models.
+    All ranks start with the weights and buffers of rank 0. The result behaves like the model itself: its ``state_dict()``
+    has no ``module.`` prefix, ``load_state_dict`` takes state with and without it, and the model's own attributes and
+    methods are available; see `DistributedModel`. Parameters stay the same objects, so an optimizer may be made before or
+    after. Every rank must call this function, in the same order for several models.
 
-    With ``Trainer(deterministic=True)`` and three or more workers gradients are added in rank order, so that a resumed
-    run is bit-identical to one that was not interrupted; see `raysgd.torch.reduction`.
+    With ``Trainer(deterministic=True)`` and three or more workers, gradients are added in rank order, so that a resumed
+    run is bit-identical to an uninterrupted one; see `raysgd.torch.reduction`.
 
     Args:
-        model: In a world of one it is moved and returned as it is, as is one without trainable parameters (its tensors
-            are then set to rank 0's once). A model that is wrapped already is returned untouched.
-        move_to_device: Move it to `device()`; False where the model places itself.
+        model: With one worker, or without trainable parameters, it is moved and returned without a wrapper (its tensors are
+            then set once to those of rank 0). A model that is wrapped already is returned unchanged.
+        move_to_device: Move the model to `device()`; False if the model places itself.
         ddp_kwargs: More arguments of ``torch.nn.parallel.DistributedDataParallel``, such as
             ``find_unused_parameters=True``.
 
     Raises:
         UsageError: There are several workers but no torch process group.
-        ConfigError: A setting of DDP that cannot go with ``deterministic=True``.
+        ConfigError: A DDP setting does not work with ``deterministic=True``.
     """
     if is_wrapped(model):
         return model
@@ -53,13 +63,13 @@ def prepare_model(
         return model
     _check_group()
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _take_from_rank_0(model)
+        _broadcast_from_rank_0(model)
         return model
     return _wrap(model, dict(ddp_kwargs or {}))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside what `prepare_model` or DistributedDataParallel made; any other model as it is."""
+    """Return the user's model inside the wrapper of `prepare_model` or DistributedDataParallel; other models unchanged."""
     while True:
         if callable(inner := getattr(model, "__raysgd_unwrap__", None)):
             model = inner()
@@ -70,7 +80,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether DDP or FSDP has the model already."""
+    """Whether the model is wrapped by DDP or FSDP."""
     return not _WRAPPERS.isdisjoint(base.__name__ for base in type(model).__mro__)
 
 
@@ -78,8 +88,8 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     deterministic = context.current().deterministic
     if deterministic and settings.get("skip_all_reduce_unused_params"):
         raise ConfigError(
-            "ddp_kwargs: skip_all_reduce_unused_params=True leaves out buckets, which adding gradients in rank order "
-            "cannot do; drop it, or deterministic=True."
+            "ddp_kwargs: skip_all_reduce_unused_params=True skips buckets, but deterministic=True adds the gradients of all "
+            "buckets in rank order: leave out one of the two."
         )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) == 1 and (only := devices.pop()).type == "cuda":
@@ -95,12 +105,186 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
 def _check_group() -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
-            f"prepare_model with {context.current().world_size} workers needs a torch process group, and there is none; "
+            f"prepare_model with {context.current().world_size} workers needs a torch process group, but there is none: "
             'use Trainer(backend="torch").'
         )
 
 
-def _take_from_rank_0(model: nn.Module) -> None:
-    """What DDP does when it is made: frozen random layers would differ from rank to rank otherwise."""
+def _broadcast_from_rank_0(model: nn.Module) -> None:
+    """Broadcast all tensors, as DDP does when it is made: frozen random layers would differ between ranks otherwise."""
     for tensor in chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Prepare an optimizer for training: move its state to the devices of its parameters.
+
+    The state is on another device if it was loaded before `prepare_model` moved the model. In all other cases nothing
+    changes: the model averages the gradients, so the optimizer works the same for any number of workers. Call it after
+    `prepare_model`.
+
+    Args:
+        optimizer: Any optimizer that keeps its state by parameter in ``state``, as those of torch do.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: It is not an optimizer.
+    """
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise ConfigError(f"prepare_optimizer takes a torch optimizer, not {with_article(type(optimizer).__name__)}.")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                _move_state(optimizer.state[parameter], group, parameter.device)
+    return optimizer
+
+
+def _move_state(state: Any, group: dict[str, Any], device: torch.device) -> None:
+    # torch keeps step counts on the CPU, unless a kernel reads them on the device (capturable, fused).
+    step_stays = not (group.get("capturable") or group.get("fused"))
+    for name, value in state.items():
+        if not (name == "step" and step_stays):
+            state[name] = to_device(value, device)
+
+
+class DistributedModel(DistributedDataParallel):
+    """A model whose gradients are averaged over all workers, and which otherwise behaves like the inner model.
+
+    - ``state_dict()``, ``named_parameters()`` and ``named_buffers()`` have no ``module.`` prefix; ``load_state_dict``
+      takes state with and without it.
+    - Attributes and methods of the inner model can be read, called and set. The few public names of DDP itself
+      (``join``, ``logger``, ``scatter``, ...) hide those of the inner model, which `unwrap` reaches.
+    - ``copy.deepcopy`` and pickle return the inner model; pickle moves its tensors to the CPU.
+
+    For functions that walk the module tree, such as those of ``torch.distributed.checkpoint``, `unwrap` it first.
+
+    Args:
+        waiting: Entered while buffers are set to those of rank 0, before a forward pass.
+        **settings: Arguments of DistributedDataParallel.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, waiting: AbstractContextManager[Any] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(module, **settings)
+        self._waiting = waiting or nullcontext()
+        if hasattr(module, "dim"):
+            self.__dict__.pop("dim", None)  # DDP uses its own only to scatter over several devices
+        self.__dict__["_is_built"] = True
+        if hidden := _hidden_names(self, module):
+            get_logger().warning(
+                "DistributedDataParallel hides %s of %s: use raysgd.torch.unwrap(model) to reach them.",
+                ", ".join(hidden),
+                type(module).__name__,
+            )
+
+    def __raysgd_unwrap__(self) -> nn.Module:
+        """Return the inner model, which is saved in a checkpoint and returned from train_func."""
+        return cast(nn.Module, self.module)
+
+    def _sync_buffers(self) -> None:
+        with self._waiting:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+        return getattr(inner, name)  # its error names the model's class, which the user knows
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Set names of the inner model there, since its methods read them. DDP keeps its own names.
+        if "_is_built" in self.__dict__ and not self._is_own_name(name) and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
+
+    def _is_own_name(self, name: str) -> bool:
+        return name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load into the inner model; keys may have the ``module.`` prefix of a plain DistributedDataParallel.
+
+        Raises:
+            UsageError: ``assign=True``, which would replace the parameters whose gradients DDP averages.
+        """
+        if assign:
+            raise UsageError(
+                "load_state_dict(assign=True) after prepare_model would replace parameters that DDP synchronizes: load before it."
+            )
+        return self.module.load_state_dict(without_prefix(state_dict, self.module.state_dict().keys()), strict=strict)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load as a part of a larger module: add the prefix that the module tree has but state_dict does not."""
+        mine = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        for key, value in without_prefix(mine, self.module.state_dict().keys()).items():
+            state_dict[prefix + _PREFIX + key] = value
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.__raysgd_unwrap__().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.__raysgd_unwrap__().named_buffers(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.__raysgd_unwrap__(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # `cast` returns its second argument: an identity that unpickles also where raysgd is not installed.
+        return cast, (None, copy_to(self.__raysgd_unwrap__(), torch.device("cpu")))
+
+
+def without_prefix(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """Remove DDP's ``module.`` prefix from a state dict, if it has one.
+
+    Args:
+        state: With the prefix or without.
+        names: The names of the model's own state. A model may itself have a part called ``module``: the variant that
+            matches more of these names is returned.
+    """
+    bare = OrderedDict((key.removeprefix(_PREFIX), value) for key, value in state.items())
+    if _num_known(bare, names) <= _num_known(state, names):
+        return state
+    metadata = getattr(state, "_metadata", None)  # versions of the modules, by their path
+    if metadata is not None:
+        inner = {path for path in metadata if path == "module" or path.startswith(_PREFIX)}
+        bare._metadata = OrderedDict((path[len(_PREFIX) :], metadata[path]) for path in metadata if path in inner)  # type: ignore[attr-defined]
+    return bare
+
+
+def _num_known(keys: Iterable[str], names: Collection[str]) -> int:
+    return sum(key in names for key in keys)
+
+
+def _hidden_names(wrapper: DistributedModel, inner: nn.Module) -> list[str]:
+    ddp_names = {*wrapper.__dict__, *vars(DistributedDataParallel)} - {*dir(nn.Module()), "device"}
+    return sorted(name for name in ddp_names if not name.startswith("_") and hasattr(inner, name))
+
+
+def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return the module if all its parameters and buffers are on a device, else a copy of it there.
+
+    The tensors of the copy are made on the target device, so that no second copy exists on the original device.
+    """
+    tensors = list(chain(module.parameters(), module.buffers()))
+    if all(tensor.device == device for tensor in tensors):
+        return module
+    memo: dict[int, Any] = {id(tensor): _tensor_to(tensor, device) for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
+def _tensor_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = tensor.detach().to(device)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

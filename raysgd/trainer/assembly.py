@@ -1,71 +1,59 @@
-"""The one place where the objects of a run are built and wired together. Driver side."""
+"""Build the objects of a run and connect them: the one place that does. Driver side."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import platform
 import re
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import ray
+from ray._private.worker import global_worker  # no public API says which resources of a bundle this process has
+from ray.util import get_current_placement_group
 
-from raysgd._util.imported import imported
-from raysgd._util.redact import plain, redact, redact_arguments, secret_values
-from raysgd.backends.base import BackendConfig
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.checks import check_callbacks
-from raysgd.callbacks.defaults import default_callbacks
-from raysgd.callbacks.print_ import PrintCallback
-from raysgd.callbacks.progress import ProgressCallback
+from raysgd._util.imports import imported
+from raysgd._util.logs import get_logger
+from raysgd._util.redact import plain, redact, secret_values
+from raysgd.callbacks.base import Callback, check_callbacks
+from raysgd.callbacks.progress.callback import ProgressCallback, default_callbacks
+from raysgd.callbacks.progress.lines import PrintCallback
 from raysgd.callbacks.runner import CallbackRunner
-from raysgd.checkpoint.storage import Storage
-from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.config import ScalingConfig
 from raysgd.config.run import DEFAULT_STORAGE_PATH
-from raysgd.controller.reader import CallbackReader
-from raysgd.controller.reducing import check_reduce
+from raysgd.controller.journal.callback_reader import CallbackReader
 from raysgd.controller.requests import RunRequest, TrainerSettings
-from raysgd.errors import UsageError
+from raysgd.controller.rounds import check_reduce
+from raysgd.errors import InfeasibleError, UsageError
 from raysgd.result import RunInfo
+from raysgd.trainer.arguments import check_config, check_returns, check_train_func, resolve_data, resolve_start
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.given import check_config, check_returns, check_train_func, resolve_data, resolve_start
-from raysgd.trainer.restoring import describe_scaling
-from raysgd.trainer.room import find_room
+from raysgd.trainer.spec import TrainerSpec, describe_run
 from raysgd.trainer.stream import ResultStream
+from raysgd.workers.orders import WorkerTask
 from raysgd.workers.pickling import dumps_named
+from raysgd.workers.placement.capacity import describe_bundle, explain_full, list_slots, slot_bundle
+from raysgd.workers.placement.slots import ExistingPlacement
 
-#: Pickles above this go through the object store instead of travelling in a call.
+#: Pickles above this size go through the object store; smaller ones travel in the call.
 _INLINE_BYTES = 100 * 1024
-_PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
+#: How Ray names the resources of a bundle that a process has.
+_OF_BUNDLE = re.compile(r"(?P<name>.+)_group_(?P<index>\d+)_[0-9a-f]+")
 
 
-@dataclass(frozen=True)
-class TrainerSpec:
-    """All a Trainer was given, checked."""
-
-    scaling: ScalingConfig
-    backend: BackendConfig
-    run: RunConfig
-    failure: FailureConfig
-    checkpoint: CheckpointConfig
-    runtime_env: Mapping[str, Any] | None = None
-    seed: int | None = None
-    deterministic: bool = False
+# -- the cluster and the TrainerActor ----------------------------------------------------------------------------------
 
 
-def connect_ray(*, joins: bool = False) -> None:
-    """Bring Ray up if it is not.
+def connect_ray(*, must_exist: bool = False) -> None:
+    """Connect this process to Ray, if it is not connected yet.
 
     Args:
-        joins: A cluster must be there.
+        must_exist: Connect to a running cluster only; do not start one.
 
     Raises:
-        UsageError: The driver is connected through Ray Client, or there is no cluster to join.
+        UsageError: The driver is connected through Ray Client, or there is no cluster to connect to.
     """
     from ray.util.client import ray as client
 
@@ -77,43 +65,43 @@ def connect_ray(*, joins: bool = False) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address="auto" if joins else None)
+        ray.init(address="auto" if must_exist else None)
     except ConnectionError as error:
-        what = (
-            "there is no Ray cluster here to attach to" if joins else "the Ray cluster that is said to be here is not"
-        )
-        raise UsageError(f"{what}: {error}") from None
+        problem = "there is no Ray cluster here to attach to" if must_exist else "the Ray cluster cannot be reached"
+        raise UsageError(f"{problem}: {error}") from None
 
 
 def owns_cluster() -> bool:
-    """Whether the Ray cluster was started by this process, and ends with it."""
+    """Return whether this process started the Ray cluster, which then ends with the process."""
     node: Any = ray._private.worker._global_node
     return node is not None and bool(node.is_head())
 
 
 def make_settings(spec: TrainerSpec) -> TrainerSettings:
-    """The TrainerActor's settings.
+    """Make the settings of the TrainerActor.
 
     Raises:
-        InfeasibleError: The placement group that this process is in cannot hold the workers.
+        InfeasibleError: The workers do not fit into the placement group that this process is in.
     """
+    run_config, failure_config = spec.run_config, spec.failure_config
     return TrainerSettings(
-        name=f"{spec.run.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
+        name=f"{run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         scaling=spec.scaling,
         backend=spec.backend,
-        failure=dataclasses.replace(spec.failure, on_resize=None),  # a function of the user's: it goes to the workers
-        checkpoint=spec.checkpoint,
+        failure=dataclasses.replace(failure_config, on_resize=None),  # user code: the workers alone unpickle it
+        checkpoint=spec.checkpoint_config,
         runtime_env=spec.runtime_env,
-        alias=spec.run.name if spec.run.detached else None,
-        room=None if spec.run.detached else find_room(spec.scaling, spec.failure.spares),  # it outlives the group
-        run=spec.run,
+        alias=run_config.name if run_config.detached else None,
+        # A detached Trainer outlives the placement group of this process.
+        room=None if run_config.detached else find_room(spec.scaling, failure_config.num_spares),
+        run=run_config,
         seed=spec.seed,
         deterministic=spec.deterministic,
     )
 
 
-def spec_of(settings: TrainerSettings) -> TrainerSpec:
-    """What a Trainer was given, but for ``on_resize``, a function, which only its own driver has."""
+def spec_of_settings(settings: TrainerSettings) -> TrainerSpec:
+    """Return the spec of a Trainer from the settings of its TrainerActor. ``on_resize`` is left out: it is a function."""
     return TrainerSpec(
         settings.scaling,
         settings.backend,
@@ -126,33 +114,51 @@ def spec_of(settings: TrainerSettings) -> TrainerSpec:
     )
 
 
-def arguments_of(spec: TrainerSpec) -> dict[str, Any]:
-    """The arguments of a Trainer that make this one."""
-    scaling = spec.scaling
-    return {
-        "num_workers": scaling.num_workers,
-        "backend": spec.backend,
-        "backend_args": None,
-        "cpus_per_worker": scaling.cpus_per_worker,
-        "gpus_per_worker": scaling.gpus_per_worker,
-        "resources_per_worker": scaling.resources_per_worker,
-        "placement_strategy": scaling.placement_strategy,
-        "runtime_env": spec.runtime_env,
-        "seed": spec.seed,
-        "deterministic": spec.deterministic,
-        "run": spec.run,
-        "failure": spec.failure,
-        "checkpoint": spec.checkpoint,
-    }
+def find_room(scaling: ScalingConfig, num_spares: int) -> ExistingPlacement | None:
+    """Return the worker slots in this process's placement group, or None if children do not get its resources.
+
+    Raises:
+        InfeasibleError: The group is too small; the message has the numbers.
+    """
+    placement = get_current_placement_group()
+    if placement is None:
+        return None
+    taken = _taken_by_bundle(global_worker.core_worker.resource_ids())  # type: ignore[attr-defined]
+    free = [_subtract(bundle, taken.get(index, {})) for index, bundle in enumerate(placement.bundle_specs)]
+    if (why := explain_full(scaling, free, num_spares)) is not None:
+        bundle, count = describe_bundle(slot_bundle(scaling)), scaling.min_workers + num_spares
+        raise InfeasibleError(
+            f"this Trainer is made in a placement group, and its workers must fit into that group: it {why}. Give the group "
+            f"{count} bundles of {bundle} in addition to what this process has. For a Tune function: "
+            "tune.with_resources(function, "
+            f"raysgd.tune_integration.trial_resources(num_workers={scaling.num_workers}))."
+        )
+    return ExistingPlacement(placement, tuple(list_slots(free, slot_bundle(scaling))))
+
+
+def _taken_by_bundle(resource_ids: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Return the resources of each bundle that this process has, by the bundle's index."""
+    taken: dict[int, dict[str, float]] = {}
+    for key, ids in resource_ids.items():
+        if (found := _OF_BUNDLE.fullmatch(key)) is not None:
+            taken.setdefault(int(found["index"]), {})[found["name"]] = sum(amount for _, amount in ids)
+    return taken
+
+
+def _subtract(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount - taken.get(name, 0.0) for name, amount in bundle.items()}
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
-    """The folder for a Trainer's runs; named after its first train_func and the time if the user gave no name."""
-    name = spec.run.name
+    """Return the URI of the folder for a Trainer's runs: its name, or that of its first train_func and the time."""
+    name = spec.run_config.name
     if name is None:
         readable = re.sub(r"[^A-Za-z0-9_-]+", "_", getattr(train_func, "__name__", "run")).strip("_") or "run"
         name = f"{readable[:60]}_{datetime.now().strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:6]}"
-    return Storage.from_uri(spec.run.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
+    return Storage.from_uri(spec.run_config.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
 
 
 def begin_run(
@@ -164,69 +170,69 @@ def begin_run(
     runs_uri: str,
     dataset: Any,
     callbacks: Sequence[Callback],
-    checkpoint: Any,
+    resume_from: Any,
     reduce: Any,
     returns: Any,
-    on_problem: Callable[[str], None],
 ) -> ResultStream:
-    """Check everything, start the run, and give its stream."""
+    """Check the arguments of a run, start the run, and return the stream of its results."""
     function, config = check_train_func(train_func), check_config(config)
     reduce, returns = check_reduce(reduce), check_returns(returns)
     check_callbacks(callbacks)
-    start, state = resolve_start(checkpoint)
-    shown = redact(plain(config))
-    share = bytes if spec.run.detached else _share  # what this process puts into the object store ends with it
-    shown_callbacks = callbacks if _is_in_trial() else default_callbacks(callbacks)
-    by_place = _by_place(shown_callbacks, is_detached=spec.run.detached)
-    request = RunRequest(
+    start, state = resolve_start(resume_from)
+    shown_config = redact(plain(config))
+    is_detached = spec.run_config.detached
+    # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
+    share = bytes if is_detached else _share
+    by_process = _split_by_process(
+        callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=is_detached
+    )
+    on_resize = spec.failure_config.on_resize
+    task = WorkerTask(
         run_id=uuid.uuid4().hex,
-        runs_uri=runs_uri,
         code=share(_dump_code(function, config)),
-        config=shown,
-        start=start,
-        initial_state=None if state is None else _share(dumps_named(state, "checkpoint")),  # may be large
-        datasets=resolve_data(dataset, spec.scaling),
         returns=returns,
-        reduce=reduce,
         seed=spec.seed,
         deterministic=spec.deterministic,
-        worker_callbacks=_dump_callbacks(by_place["worker"]),
-        host_callbacks=_dump_callbacks(by_place["controller"]),
-        on_resize=_dump_on_resize(spec.failure.on_resize, share),
-        description=_describe(spec, function),
+        callbacks=_dump_callbacks(by_process["worker"]),
+        initial_state=None if state is None else _share(dumps_named(state, "resume_from")),  # may be large
+        datasets=resolve_data(dataset, spec.scaling),
+        on_resize=None if on_resize is None else share(dumps_named(on_resize, "on_resize")),
+    )
+    request = RunRequest(
+        task=task,
+        runs_uri=runs_uri,
+        config=shown_config,
+        start=start,
+        reduce=reduce,
+        host_callbacks=_dump_callbacks(by_process["controller"]),
+        description=describe_run(spec, function),
         secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
     )
-    info = RunInfo("", "", shown, spec.scaling.min_workers, spec.backend.name)
+    info = RunInfo("", "", shown_config, spec.scaling.min_workers, spec.backend.name)
 
     def make_reader(stream: ResultStream) -> CallbackReader | None:
-        if not by_place["driver"]:
+        if not by_process["driver"]:
             return None
-        runner = CallbackRunner(by_place["driver"], on_problem)
+        runner = CallbackRunner(by_process["driver"], get_logger().warning)
         return CallbackReader(runner, info, reduce, stream.stop, error_of=lambda _: stream.error)
 
     channel.begin(request)
-    return ResultStream(
-        channel,
-        request.run_id,
-        reduce=reduce,
-        returns=returns,
-        make_reader=make_reader,
-    )
+    return ResultStream(channel, request.run_id, reduce=reduce, returns=returns, make_reader=make_reader)
 
 
 def share_call(obj: Any, name: str) -> Any:
-    """A function or class of the user's for the workers."""
+    """Pickle a function or a class of the user for the workers."""
     return _share(dumps_named(obj, name))
 
 
 def _is_in_trial() -> bool:
-    """Whether this is a function that Ray Tune runs: Tune has a display of its own."""
+    """Return whether this process runs a function of Ray Tune, which has a display of its own."""
     sessions = imported("ray.train._internal.session")
     return sessions is not None and sessions.get_session() is not None
 
 
 def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:
-    dumps_named(config, "config")  # first by itself, so that the error names the key
+    dumps_named(config, "config")  # each by itself first, so that an error names the key
     dumps_named(function, "train_func")
     return dumps_named((function, config), "train_func and its config")
 
@@ -239,39 +245,13 @@ def _dump_callbacks(callbacks: list[Callback]) -> bytes | None:
     return dumps_named(callbacks, "callbacks") if callbacks else None
 
 
-def _dump_on_resize(function: Any, share: Callable[[bytes], Any]) -> Any:
-    return None if function is None else share(dumps_named(function, "on_resize"))
+def _split_by_process(callbacks: Sequence[Callback], *, is_detached: bool) -> dict[str, list[Callback]]:
+    """Split the callbacks by the process that calls them.
 
-
-def _by_place(callbacks: Sequence[Callback], *, is_detached: bool) -> dict[str, list[Callback]]:
-    """A detached run's go on when its driver is gone, but for what is displayed there."""
-    places: dict[str, list[Callback]] = {"driver": [], "controller": [], "worker": []}
+    The driver of a detached run may end first, so its callbacks move to the controller. What displays stays in the driver.
+    """
+    by_process: dict[str, list[Callback]] = {"driver": [], "controller": [], "worker": []}
     for callback in callbacks:
-        stays = (
-            callback.runs_in != "driver" or not is_detached or isinstance(callback, (ProgressCallback, PrintCallback))
-        )
-        places[callback.runs_in if stays else "controller"].append(callback)
-    return places
-
-
-def _describe(spec: TrainerSpec, function: Any) -> dict[str, Any]:
-    """What ``run.json`` says beside the config: enough to know what ran, and on what."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "versions": versions,
-        "train_func": getattr(function, "__qualname__", type(function).__name__),
-        "command": redact_arguments(sys.argv),
-        "seed": spec.seed,
-        "deterministic": spec.deterministic,
-        "runtime_env": plain(dict(spec.runtime_env or {})),
-        "failure": plain(vars(spec.failure)),
-        "checkpoint": plain(vars(spec.checkpoint)),
-        "backend_config": plain(vars(spec.backend)),
-        "scaling": describe_scaling(spec.scaling),
-        "run": plain(vars(spec.run)),
-    }
+        moves = callback.runs_in == "driver" and not isinstance(callback, (ProgressCallback, PrintCallback))
+        by_process["controller" if is_detached and moves else callback.runs_in].append(callback)
+    return by_process

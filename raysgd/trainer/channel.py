@@ -1,4 +1,4 @@
-"""The driver's line to the TrainerActor. Driver side; the one place that knows its methods."""
+"""The driver's connection to the TrainerActor. Driver side; the only module that calls its methods."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
-from raysgd.controller.belongings import (
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.frame_streams import follow_frames
+from raysgd.controller.journal.outcome import outcome_error
+from raysgd.controller.kv_store import (
     claim_alias,
+    data_holder_name,
     find_alias,
     forget,
     get_settings,
     is_new,
-    keeper_name,
     put_settings,
 )
-from raysgd.controller.downlink import follow_frames
-from raysgd.controller.frames import Frame
-from raysgd.controller.lifeline import ASK_AGAIN_S, comes_back
-from raysgd.controller.outcome import outcome_error
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings
+from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back
 from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
-from raysgd.workers.cluster import NAMESPACE
-from raysgd.workers.pickling import loads
-from raysgd.workers.returned import CallFailed
-from raysgd.workers.seats import remove_placements
+from raysgd.workers.pickling import CallFailed, loads
+from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.placement.slots import remove_placement_groups
 
-#: Seconds for the TrainerActor of a run that is over to tell so, when another Trainer wants its name.
-_TELL_S = 10.0
+#: Seconds in which an earlier Trainer of the same name must answer whether its run is over.
+_STATUS_TIMEOUT_S = 10.0
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
 
 
 class Channel:
-    """A TrainerActor.
+    """Calls a TrainerActor.
 
     Args:
         settings: Its settings.
@@ -57,7 +56,7 @@ class Channel:
 
     @classmethod
     def start(cls, settings: TrainerSettings) -> Channel:
-        """Make the actor; returns at once.
+        """Start the actor; returns at once.
 
         Raises:
             ConfigError: A detached Trainer of that name has a run that is not over.
@@ -90,10 +89,10 @@ class Channel:
 
     @classmethod
     def attach(cls, alias: str) -> Channel:
-        """That of a detached Trainer.
+        """Connect to the TrainerActor of a detached Trainer.
 
         Raises:
-            UsageError: There is none of that name.
+            UsageError: There is no Trainer of that name.
         """
         name = find_alias(alias)
         try:
@@ -103,7 +102,7 @@ class Channel:
             pass
         raise UsageError(
             f"no detached Trainer {alias!r} is in this cluster: it was shut down, or is in another one. "
-            "Trainer.restore(run_dir) goes on from a run's folder."
+            "Trainer.restore(run_dir) resumes from a run's folder."
         )
 
     @property
@@ -112,11 +111,11 @@ class Channel:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the TrainerActor has died; then this line is of no more use."""
+        """Whether the TrainerActor has died; then this channel is of no more use."""
         return self._is_gone
 
     def begin(self, request: RunRequest) -> None:
-        """Start a run; returns at once, but for a detached one, which is found by others from then on."""
+        """Start a run; returns at once, but for a detached run, which other drivers can find from then on."""
         if self._settings.alias is not None:
             request = self._keep_data(request)
         self._request = request
@@ -125,13 +124,13 @@ class Channel:
             self.call("endpoint")
 
     def stream(self, run_id: str) -> Iterator[list[Frame]]:
-        """A run's frames, as they come.
+        """Yield a run's frames as they come.
 
         Raises:
             RayActorError: The TrainerActor is gone.
         """
         try:
-            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, give_again=self._give_again)
+            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again)
         except RayActorError:
             self._is_gone = True
             self._tidy_up()
@@ -141,21 +140,21 @@ class Channel:
                 self._request = None  # it refers to the run's data
 
     def frames(self, run_id: str, seq: int) -> list[Frame]:
-        """Frames from number ``seq`` on, for a reader that fell behind."""
+        """Return frames from number ``seq`` on, for a reader that fell behind."""
         return list(self.call("frames", run_id, seq))
 
     def stop(self, run_id: str, why: str, *, cancel: bool) -> None:
-        """Ask a run to end, and again if the actor has to be started again; returns at once."""
+        """Ask a run to end, and again if the actor is restarted; returns at once."""
         self._stops = {run_id: (why, cancel)}
         self._actor.stop.remote(run_id, why, cancel)
 
     def values(self, run_id: str, *, first_only: bool) -> list[Any]:
-        """What train_func returned on all ranks or the first, as `open_value` takes it; large values stay where they are."""
+        """Return what train_func returned on all ranks or the first, as `open_value` takes it; large values are not fetched."""
         return list(self.call("values", run_id, first_only))
 
     @staticmethod
     def open_value(value: Any) -> Any:
-        """The object that a worker returned."""
+        """Unpickle what a worker returned."""
         if value is None:
             return None
         return loads(value if isinstance(value, bytes) else memoryview(ray.get(value)))
@@ -167,8 +166,8 @@ class Channel:
             method: Its name.
             *args: Its arguments.
             timeout_s: Seconds to wait.
-            may_repeat: It is called again where the actor had to be started again. What cannot be, such as a function of the
-                user's that may have run, ends the actor.
+            may_repeat: Call it again after a restart of the actor. A call that must not be repeated, such as of a user's function
+                that may have run, ends the actor.
 
         Raises:
             Exception: What the method raised, as its own type.
@@ -178,12 +177,12 @@ class Channel:
             try:
                 return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
             except RayTaskError as error:
-                if not isinstance(error.cause, RunNotGiven) or not self._give_again():
+                if not isinstance(error.cause, RunNotGiven) or not self._send_again():
                     raise_cause(error)
                 time.sleep(ASK_AGAIN_S)
             except RayActorError as error:
                 if may_repeat and comes_back(self._actor):
-                    self._give_again()
+                    self._send_again()
                     continue
                 self.close()
                 self._is_gone = True
@@ -199,14 +198,14 @@ class Channel:
         self._tidy_up()
 
     def _tidy_up(self) -> None:
-        """Its workers are gone with the TrainerActor; their placement group would stay as long as the driver."""
+        """Remove what the dead TrainerActor left: its placement groups would exist as long as the driver."""
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # the cluster may be gone as well
-                remove_placements(self._settings.name)
+                remove_placement_groups(self._settings.name)
                 forget(self._settings.name, self._settings.alias)
 
-    def _give_again(self) -> bool:
-        """The actor was started again: it gets the live run, and what was to become of it. Whether there is one."""
+    def _send_again(self) -> bool:
+        """Send the live run to the restarted actor, and a request to stop it; returns whether there is a run."""
         if self._request is None:
             return False
         self._actor.run.remote(self._request)
@@ -215,15 +214,16 @@ class Channel:
         return True
 
     def _keep_data(self, request: RunRequest) -> RunRequest:
-        """The request of a run that its driver need not outlive: its data are another process's."""
-        if not request.datasets.sources and not isinstance(request.initial_state, ray.ObjectRef):
+        """Let another process hold the run's data, so that the run can outlive this driver."""
+        task = request.task
+        if not task.datasets.sources and not isinstance(task.initial_state, ray.ObjectRef):
             return request
-        from raysgd.controller.keeper import DataKeeper, Kept
+        from raysgd.controller.processes.data_holder import DataHolder, Kept
 
-        keeper: Any = (
-            ray.remote(DataKeeper)
+        data_holder: Any = (
+            ray.remote(DataHolder)
             .options(
-                name=keeper_name(self._settings.name, request.run_id),
+                name=data_holder_name(self._settings.name, request.run_id),
                 namespace=NAMESPACE,
                 num_cpus=0,
                 lifetime="detached",
@@ -232,15 +232,15 @@ class Channel:
             .remote(self._actor)
         )
         try:
-            kept: Kept = ray.get(keeper.keep.remote(Kept(request.datasets, request.initial_state)))
+            kept: Kept = ray.get(data_holder.keep.remote(Kept(task.datasets, task.initial_state)))
         except BaseException:
-            ray.kill(keeper)
+            ray.kill(data_holder)
             raise
-        return replace(request, datasets=kept.datasets, initial_state=kept.initial_state)
+        return replace(request, task=replace(task, datasets=kept.datasets, initial_state=kept.initial_state))
 
 
 def raise_cause(error: RayTaskError) -> None:
-    """What a method of the TrainerActor raised, as its own type."""
+    """Raise what a method of the TrainerActor raised, as its own type."""
     cause = error.cause
     if isinstance(cause, CallFailed):
         failed = outcome_error(cause.data) or cause
@@ -251,10 +251,10 @@ def raise_cause(error: RayTaskError) -> None:
 
 
 def _claim(alias: str, name: str) -> None:
-    """Have a Trainer found by its alias; one that was, and whose run is over, is ended.
+    """Register a Trainer under its alias; ends an earlier Trainer of that alias whose run is over.
 
     Raises:
-        ConfigError: Its run is not over.
+        ConfigError: The earlier Trainer's run is not over.
     """
     while (other := claim_alias(alias, name)) is not None:
         if (state := _end_if_over(other)) is not None:
@@ -266,13 +266,13 @@ def _claim(alias: str, name: str) -> None:
 
 
 def _end_if_over(name: str) -> str | None:
-    """End a Trainer without a live run; the state of its run if that is not over."""
+    """End a Trainer without a live run; returns the state of its run if that is not over."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return "about to begin" if is_new(name) else None
     try:
-        status: Any = Channel(get_settings(name), actor).call("status", timeout_s=_TELL_S)
+        status: Any = Channel(get_settings(name), actor).call("status", timeout_s=_STATUS_TIMEOUT_S)
     except (LookupError, RaySGDError):  # it is gone by now
         return None
     except RayError:
@@ -281,7 +281,7 @@ def _end_if_over(name: str) -> str | None:
         return str(status["state"])
     with contextlib.suppress(LookupError):
         Channel(get_settings(name), actor).close()
-    deadline = time.monotonic() + _TELL_S
+    deadline = time.monotonic() + _STATUS_TIMEOUT_S
     while time.monotonic() < deadline and name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]:
         time.sleep(0.05)
     return None

@@ -1,104 +1,293 @@
-"""The files of a run, read back. Anywhere; needs no Ray. No pickle is ever read from a run's folder."""
+"""The runs of one Trainer, driver side: the latest run, and the TrainerActor that runs them.
+
+`RunHandle` asks about the latest run and controls it. `RunManager` starts the TrainerActor when it is first needed, begins
+runs, and releases everything. `raysgd.Trainer` and the trials of Ray Tune are built on these two.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
+import ray
+from ray.exceptions import RayError
 
+from raysgd._util.logs import get_logger
+from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
-from raysgd.controller import frames
-from raysgd.controller.frames import Frame
-from raysgd.controller.journal import stored_frames
-from raysgd.controller.reducing import check_reduce
-from raysgd.controller.rounds import RoundMerger
-from raysgd.result import Event, Result
+from raysgd.config.checks import check_choice, check_count
+from raysgd.errors import RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
+from raysgd.result import RunStatus
+from raysgd.trainer import assembly
+from raysgd.trainer.channel import OVER, Channel
+from raysgd.trainer.spec import TrainerSpec
+from raysgd.trainer.stream import ResultStream
+
+#: Seconds that an interrupted run has to write pending checkpoints and to let its workers leave.
+INTERRUPT_PATIENCE_S = 30.0
+
+
+class RunHandle:
+    """The latest run of a Trainer, whichever driver started it.
+
+    Args:
+        spec: The settings of the Trainer.
+        channel: The channel to its TrainerActor, if it is started.
+
+    Attributes:
+        channel: As above; set by the `RunManager`.
+        stream: The stream of the latest run that this driver started or first asked for.
+    """
+
+    def __init__(self, spec: TrainerSpec, channel: Channel | None = None) -> None:
+        self._spec = spec
+        self.channel = channel
+        self.stream: ResultStream | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run has not ended."""
+        if not self._spec.run_config.detached or self.channel is None:
+            return self.stream is not None and self.stream.is_live
+        return self.status().state not in ("idle", *OVER)
+
+    @property
+    def run_dir(self) -> str | None:
+        if self._spec.run_config.detached and self.channel is not None:  # another driver may have started the run
+            return self.status().run_dir or None
+        return None if self.stream is None else self.stream.run_dir
+
+    def status(self) -> RunStatus:
+        if self.channel is None or self.channel.is_gone:
+            return RunStatus()
+        found = self.channel.call("status")
+        return RunStatus() if found is None else RunStatus(**found)
+
+    def open_stream(self, from_iteration: int = 0) -> ResultStream:
+        check_count("stream(from_iteration)", from_iteration, minimum=0)
+        channel, latest = self._latest("stream()")
+        stream = ResultStream(channel, **latest, from_iteration=from_iteration)
+        if self.stream is None:
+            self.stream = stream
+        return stream
+
+    def pause(self) -> RunStatus:
+        channel, latest = self._latest("pause()")
+        channel.call("pause", latest["run_id"])
+        return self.status()
+
+    def resume(self) -> None:
+        channel, latest = self._latest("resume()")
+        channel.call("resume", latest["run_id"])
+
+    def cancel(self) -> None:
+        channel, latest = self._latest("cancel()")
+        channel.call("stop", latest["run_id"], "Trainer.cancel() was called", True)
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        checkpoints = self._checkpoints()
+        return checkpoints[max(checkpoints)] if checkpoints else None
+
+    def best_checkpoint(self, metric: str | None, mode: str | None) -> Checkpoint | None:
+        config = self._spec.checkpoint_config
+        order = check_choice("mode", mode or config.score_order, ("max", "min"))
+        policy = RetentionPolicy(None, metric or config.score_attribute, order)
+        best = policy.best([_Scored(number, found.metrics, found) for number, found in self._checkpoints().items()])
+        return None if best is None else best.checkpoint
+
+    def _latest(self, caller: str) -> tuple[Channel, dict[str, Any]]:
+        channel = self.channel
+        latest = None if channel is None or channel.is_gone else channel.call("latest")
+        if channel is None or latest is None:
+            raise UsageError(f"{caller} needs a run, and this Trainer has had none; start one with run_generator().")
+        return channel, latest
+
+    def _checkpoints(self) -> dict[int, Checkpoint]:
+        """Return the checkpoints of the latest run, by number."""
+        stream = self.stream
+        if stream is not None and not stream.is_live:  # an error is raised before pending writes are done
+            stream.wait_closed(INTERRUPT_PATIENCE_S)
+        run_dir = self.run_dir
+        if run_dir is None:
+            return {}
+        if stream is not None and stream.run_dir == run_dir:
+            return stream.checkpoints
+        store = CheckpointStore(Storage.from_uri(run_dir).child("checkpoints"))
+        return {found.number: Checkpoint.of_manifest(store.path(found.number), found) for found in store.list()}
 
 
 @dataclass(frozen=True)
-class LoadedRun:
-    """What a run left.
-
-    Attributes:
-        run_dir: Its folder.
-        metrics: A row per iteration: rank 0's metrics and the automatic keys; of an iteration that was made again after a
-            failure, the latest.
-        workers: A row per iteration and rank, with each rank's own metrics.
-        events: A row per event: ``timestamp``, ``kind``, ``data``.
-        samples: A row per look at a worker: CPU, memory, GPU, pace of reports.
-        config: The config, secrets redacted.
-        description: All of ``run.json``.
-        checkpoints: The committed checkpoints, oldest first.
-        outcome: ``"done"``, ``"stopped"`` (ended early and in peace), ``"cancelled"``, ``"error"``; None while it runs, or if
-            it was lost. Why is in the event ``run_end``.
-    """
-
-    run_dir: str
-    metrics: pd.DataFrame
-    workers: pd.DataFrame
-    events: pd.DataFrame
-    samples: pd.DataFrame
-    config: dict[str, Any]
-    description: dict[str, Any]
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    outcome: str | None = None
+class _Scored:
+    number: int
+    metrics: Mapping[str, Any]
+    checkpoint: Checkpoint
 
 
-def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, str] | None = None) -> LoadedRun:
-    """Read a run's files.
+class RunManager:
+    """Starts the TrainerActor of a Trainer, begins its runs, and releases everything.
 
     Args:
-        run_dir: The run's folder, path or URI.
-        reduce: Metrics to be made of all ranks, as in ``Trainer.run``.
+        spec: The settings of the Trainer.
+        channel: The channel to the TrainerActor of an attached Trainer.
+        runs_uri: The folder for the runs; None: it is named after the first train_func.
+        resume_from: Where the first run starts, unless the run itself is given a place to start from.
 
-    Raises:
-        CheckpointNotFoundError: The folder is no run's.
+    Attributes:
+        spec: As above.
+        latest: The latest run.
     """
-    storage = Storage.from_uri(run_dir)
-    sequence = stored_frames(storage)
-    results = _results(sequence, check_reduce(reduce))
-    events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
-    description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
-    ends = [event.data["kind"] for event in events if event.kind == "run_end"]
-    return LoadedRun(
-        run_dir=storage.uri,
-        metrics=pd.DataFrame([dict(result) for result in results]),
-        workers=pd.DataFrame(list(_worker_rows(results))),
-        events=pd.DataFrame(
-            [(e.timestamp, e.kind, e.data) for e in events if e.kind != "sample"], columns=["timestamp", "kind", "data"]
-        ),
-        samples=pd.DataFrame([{"timestamp": e.timestamp, **e.data} for e in events if e.kind == "sample"]),
-        config=description.get("config", {}),
-        description=description,
-        checkpoints=_checkpoints(storage),
-        outcome=ends[-1] if ends else None,
-    )
 
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        *,
+        channel: Channel | None = None,
+        runs_uri: str | None = None,
+        resume_from: Checkpoint | None = None,
+    ) -> None:
+        self.spec = spec
+        self.latest = RunHandle(spec, channel)
+        self._runs_uri = runs_uri
+        self._resume_from = resume_from
+        self._is_closed = False
 
-def _results(sequence: list[Frame], reduce: dict[str, str]) -> list[Result]:
-    merger = RoundMerger(reduce)
-    by_iteration: dict[int, Result] = {}
-    for frame in sequence:
-        for result in merger.feed(frame):
-            by_iteration[result["training_iteration"]] = result
-    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+    def connect(self) -> Channel:
+        """Return the channel to the TrainerActor, which is started if there is none.
 
+        Raises:
+            TrainerClosedError: The Trainer was shut down.
+            InfeasibleError: The workers do not fit into the placement group that this process is in.
+        """
+        self._check_open()
+        channel = self.latest.channel
+        if channel is None or channel.is_gone:
+            assembly.connect_ray()
+            if self.spec.run_config.detached and assembly.owns_cluster():
+                get_logger().warning(
+                    "this program started the Ray cluster, so the cluster and the detached run end with it; "
+                    "start a cluster with `ray start` first"
+                )
+            channel = self.latest.channel = Channel.start(assembly.make_settings(self.spec))
+        return channel
 
-def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
-    for result in results:
-        for rank, metrics in zip(result.ranks, result.workers, strict=True):
-            automatic = {"training_iteration": result["training_iteration"], "attempt": result["attempt"], "rank": rank}
-            yield {**automatic, **{k: v for k, v in metrics.items() if k not in automatic}}
+    def warm_up(self, runs_uri: str) -> None:
+        """Set the folder of the next runs and start the workers' processes; returns at once."""
+        self._runs_uri = runs_uri
+        self.connect()
 
+    def check_idle(self) -> None:
+        """Check that a run may start.
 
-def _checkpoints(storage: Storage) -> list[Checkpoint]:
-    if not storage.is_folder("checkpoints"):
-        return []
-    store = CheckpointStore(storage.child("checkpoints"))
-    return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in store.list()]
+        Raises:
+            TrainerClosedError: The Trainer was shut down.
+            TrainerBusyError: A run is live.
+        """
+        self._check_open()
+        if self.latest.is_live:
+            run_dir = (self.latest.stream and self.latest.stream.run_dir) or ""
+            name = run_dir.partition("?")[0].rstrip("/").rpartition("/")[2] or "a run"
+            raise TrainerBusyError(f"{name} is running; wait for its end with get_returns(), or cancel() it.")
+
+    def begin(
+        self,
+        train_func: Any,
+        config: Any,
+        *,
+        dataset: Any,
+        callbacks: Sequence[Callback],
+        resume_from: Any,
+        reduce: Any,
+        returns: Any = "first",
+    ) -> ResultStream:
+        """Start a run; the arguments and errors are those of `raysgd.Trainer.run`."""
+        self.check_idle()
+        channel = self.connect()
+        runs_uri = self._runs_uri or assembly.runs_folder(self.spec, train_func)
+        self.latest.stream = stream = assembly.begin_run(
+            channel,
+            self.spec,
+            train_func,
+            config,
+            runs_uri=runs_uri,
+            dataset=dataset,
+            callbacks=callbacks,
+            resume_from=self._resume_from if resume_from is None else resume_from,
+            reduce=reduce,
+            returns=returns,
+        )
+        self._resume_from = None
+        self._runs_uri = runs_uri  # not before: a train_func that was refused must not name the folder
+        return stream
+
+    def interrupt(self, stream: ResultStream | None) -> None:
+        """Handle Ctrl-C during a run: end the run and keep its checkpoints. A detached run continues.
+
+        Args:
+            stream: The run that was started; None if the interrupt came before.
+        """
+        is_detached = self.spec.run_config.detached
+        if stream is None and not is_detached:
+            self.release(patience_s=0)
+        elif stream is None or is_detached:
+            name = self.spec.run_config.name
+            get_logger().info(
+                "interrupted: the detached run continues; Trainer.attach(%r) attaches to it, and .cancel() ends it",
+                name,
+            )
+            self.detach()
+        else:
+            get_logger().info("interrupted: ending the run and keeping its checkpoints (Ctrl-C again to kill)")
+            try:
+                stream.cancel()
+                stream.wait_closed(INTERRUPT_PATIENCE_S)
+            finally:
+                self.release(patience_s=0)
+
+    def detach(self) -> None:
+        """Close this driver's Trainer; the TrainerActor and its run continue."""
+        self.latest.channel, self._is_closed = None, True
+
+    def leave(self) -> None:
+        """End the ``with`` block of a Trainer: detach from a live detached run, shut down otherwise."""
+        if self.spec.run_config.detached and not self._is_closed and self.latest.is_live:
+            self.detach()
+        else:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """End everything for good. May be called again."""
+        self._is_closed = True
+        self.release()
+
+    def release(self, patience_s: float = INTERRUPT_PATIENCE_S) -> None:
+        """End a live run and the TrainerActor with its workers; a later run starts new ones."""
+        if self.spec.run_config.detached and ray.is_initialized():
+            self._open_live_stream()
+        channel, self.latest.channel = self.latest.channel, None
+        if channel is None or not ray.is_initialized():
+            return
+        stream = self.latest.stream
+        try:
+            if stream is not None:
+                if stream.is_live:
+                    stream.cancel()
+                stream.wait_closed(patience_s)
+        finally:
+            channel.close()
+
+    def _open_live_stream(self) -> None:
+        """Open the stream of the live run, if another driver started it, so that its end can be waited for."""
+        latest = self.latest
+        with contextlib.suppress(RaySGDError, RayError):
+            if (latest.stream is None or not latest.stream.is_live) and latest.is_live:
+                latest.stream = None
+                latest.open_stream()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TrainerClosedError("this Trainer was shut down; make a new one.")

@@ -1,8 +1,8 @@
 """The results of a run as they come. Driver side.
 
-A reader thread takes the frames from the TrainerActor, whether or not anybody iterates: it runs the driver's callbacks and
-learns how the run ends. What the user has not iterated over yet waits in a bounded buffer, as it came; past its bound it is
-left in the TrainerActor's journal and fetched from there when the user gets to it.
+A reader thread receives the frames from the TrainerActor, whether or not anybody iterates: it calls the driver's callbacks and
+learns how the run ends. Frames that the user has not iterated over yet wait in a bounded buffer. What does not fit stays in
+the TrainerActor's journal and is fetched when the iteration gets there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from ray.exceptions import RayError, RayTaskError
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.outcome import outcome_error
-from raysgd.controller.reader import CallbackReader
-from raysgd.controller.reducing import Reduce
-from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.journal.callback_reader import CallbackReader
+from raysgd.controller.journal.outcome import outcome_error
+from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.errors import RaySGDError, RunCancelledError, WorkerError
 from raysgd.result import Result
 from raysgd.trainer.channel import Channel
@@ -42,8 +41,8 @@ _OF_ROUNDS = {
 class ResultStream:
     """The results of a run, in order, each once; also for ``async for``.
 
-    Leaving it does not stop the run; `cancel` does. An exception of the run is raised by the iteration, after the results
-    that came before it, and by `get_returns`.
+    Leaving the loop does not stop the run; `cancel` does. The iteration raises an exception of the run after the results that
+    came before it; `get_returns` raises it too.
     """
 
     def __init__(
@@ -123,16 +122,16 @@ class ResultStream:
                 await self._wait_async()
 
     def is_finished(self) -> bool:
-        """Whether the run has ended and every result was taken."""
+        """Return whether the run has ended and every result was taken."""
         return self._outcome is not None and self._is_iterated and not self._results
 
     def get_returns(self) -> Any:
-        """Wait for the end of the run; what train_func returned (``returns="all"``: the list by rank).
+        """Wait for the end of the run; returns what train_func returned (``returns="all"``: the list by rank).
 
         Raises:
             Exception: What train_func raised, as its own type.
             RunCancelledError: The run was cancelled.
-            WorkerError: It was lost, or what train_func returned was.
+            WorkerError: The run was lost, or what train_func returned was.
         """
         self.wait()
         if self._error is not None:
@@ -143,7 +142,7 @@ class ResultStream:
         return values[0] if self._returns == "first" else values
 
     def cancel(self) -> None:
-        """Ask the run to end now. Its checkpoints stay; returns at once."""
+        """Request the end of the run; returns at once. Its checkpoints stay."""
         self._is_cancelled = True
         self._channel.stop(self._run_id, "ResultStream.cancel() was called", cancel=True)
 
@@ -159,17 +158,17 @@ class ResultStream:
         return self._outcome is None
 
     def wait(self) -> None:
-        """Wait for the outcome; for a success also until everything is durable and the callbacks had their end."""
+        """Wait for the outcome; for a success also until everything is durable and the callbacks have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None and (self._error is not None or self._is_closed))
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until the run has left nothing behind that is still going on."""
+        """Wait until nothing of the run continues; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
     def wait_save_or_next(self, iteration: int, timeout_s: float) -> None:
-        """Wait until a save that belongs to this round is begun, or the next result or the end is there."""
+        """Wait until a save of this round has begun, or the next result or the end is there."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -179,36 +178,36 @@ class ResultStream:
             )
 
     def wait_saved(self, numbers: Collection[int], timeout_s: float) -> None:
-        """Wait until these checkpoints are on storage, or will not be, or the run is over."""
+        """Wait until these checkpoints are on storage or have failed, or the run is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._saving.isdisjoint(numbers), timeout_s)
 
     @property
     def saving(self) -> dict[int, int]:
-        """What is being saved: the rounds that the checkpoints of these numbers belong to."""
+        """The checkpoints that are being saved: their rounds, by number."""
         rounds = self.rounds
         return {number: rounds[number] for number in list(self._saving)}
 
     @property
     def rounds(self) -> dict[int, int]:
-        """The rounds that checkpoints belong to, by number: also of those whose files do not tell yet."""
+        """The rounds that checkpoints belong to, by number; also of checkpoints that are being saved."""
         return dict(self._rounds)
 
     def stop(self, why: str, error: BaseException | None) -> None:
-        """A callback wants the run to end; with an error, at once and with that error."""
+        """End the run for a callback; with an error, at once and with that error."""
         if error is not None:
             self._error = error
         self._channel.stop(self._run_id, why, cancel=error is not None)
 
     @property
     def is_drained(self) -> bool:
-        """Whether everything is over, and every result was taken."""
+        """Whether the run is closed and every result was taken."""
         with self._changed:
             return self._is_closed and not self._results and not self._is_behind and not self._has_results_to_come()
 
     @property
     def error(self) -> BaseException | None:
-        """What `get_returns` raises."""
+        """The exception that `get_returns` raises, or None."""
         return self._error
 
     @property
@@ -238,7 +237,7 @@ class ResultStream:
 
     def _take_in(self, batch: list[Frame]) -> None:
         for frame in batch:
-            self._note(frame)
+            self._update(frame)
             if self._reader is not None:
                 self._reader.feed(frame)
         is_closed = any(frame.kind == frames.RUN_CLOSED for frame in batch)
@@ -265,8 +264,8 @@ class ResultStream:
         self._buffered_bytes += frame.size_bytes
         self._next_seq = frame.seq + 1
 
-    def _note(self, frame: Frame) -> None:
-        """What the stream itself learns from a frame."""
+    def _update(self, frame: Frame) -> None:
+        """Update what the stream knows of the run."""
         data = frame.data
         if frame.kind == frames.RUN_END:
             self._end(data)
@@ -309,7 +308,7 @@ class ResultStream:
     # -- the iterating thread -------------------------------------------------------------------------------------
 
     def _take(self) -> Result | None:
-        """The next result that is here, or None. Raises the run's error when its results are exhausted."""
+        """Return the next result that is here, or None. Raises the run's error after its last result."""
         while not self._results:
             if self._is_iterated or (frame := self._next_frame()) is None:
                 return None
@@ -334,9 +333,9 @@ class ResultStream:
             return frame
 
     def _catch_up(self) -> None:
-        """Fetch some of what was not buffered; the iteration is behind until it has all that the reader has seen.
+        """Fetch frames that were not buffered. The iteration is behind until it has all frames that the reader has received.
 
-        The reader goes on meanwhile: it buffers nothing while the iteration is behind, and then what comes after.
+        Meanwhile the reader buffers nothing; once the iteration has caught up, it buffers what comes next.
         """
         fetched = self._channel.frames(self._run_id, self._next_seq)
         with self._changed:

@@ -1,4 +1,4 @@
-"""The resource table: what each worker gets, and what of the cluster that takes. Driver side; pure."""
+"""The table that `Trainer` prints: the resources of each worker, and their total out of the cluster's. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResourceTable:
-    """Rows by worker, totals below.
+    """A row for each worker, and a row of totals.
 
     Attributes:
-        title: What stands above.
-        bundle: One worker's resources.
-        nodes: Each worker's node, ``"-"`` for one that is not placed yet.
-        cluster: The cluster's resources; None where Ray is not up.
+        title: The line above the table.
+        bundle: The resources of one worker.
+        nodes: The node of each worker; ``"-"`` for a worker that is not placed yet.
+        cluster: The resources of the cluster; None: this process is not connected to Ray.
     """
 
     title: str
@@ -25,7 +25,7 @@ class ResourceTable:
     cluster: Mapping[str, float] | None
 
     def text(self) -> str:
-        """The table as lines of text."""
+        """Return the table as lines of text."""
         rows = [self._header(), *self._rows(), self._totals()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(self._cell(row[i], widths[i], i) for i in range(len(row))).rstrip() for row in rows]
@@ -33,7 +33,7 @@ class ResourceTable:
         return "\n".join([self.title, rule, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
     def html(self) -> str:
-        """The table for a notebook."""
+        """Return the table as HTML for a notebook."""
 
         def row(cells: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -1,8 +1,11 @@
-"""`Trainer`: one train_func on many workers. Driver side; the user's handle on everything."""
+"""`Trainer`, the user's handle: one train_func on many workers. Driver side.
+
+`raysgd.trainer.runs` starts and controls runs, `raysgd.trainer.class_api` is behind `Trainer.start` and `Trainer.execute`, and
+`raysgd.trainer.assembly` builds the objects of a run.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,151 +13,146 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError
 
-from raysgd._util.console import tell
-from raysgd._util.wording import with_article
+from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig
-from raysgd.backends.registry import resolve_backend
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysgd.config.checks import check_component, check_count
-from raysgd.errors import ConfigError, RaySGDError, SerializationError, UsageError
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
+from raysgd.config.argument_names import RUN_HINTS, TRAINER_HINTS, refuse_unknown
+from raysgd.config.checks import check_component
+from raysgd.config.run import BackendName, Reduction, Returns, ScoreOrder
+from raysgd.config.scaling import PlacementStrategy
+from raysgd.errors import SerializationError, UsageError
+from raysgd.result import RunStatus
 from raysgd.session import context
 from raysgd.trainer import assembly
-from raysgd.trainer.assembly import TrainerSpec
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.class_control import ClassControl
-from raysgd.trainer.control import INTERRUPT_PATIENCE_S
-from raysgd.trainer.restoring import restore_run
+from raysgd.trainer.class_api import ClassApi
+from raysgd.trainer.runs import RunManager
+from raysgd.trainer.spec import TrainerSpec, restore_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable
-from raysgd.workers.placement import describe_bundle
+from raysgd.workers.placement.capacity import describe_bundle
 
 
-class Trainer(ClassControl):
+class Trainer:
     """Runs a single-machine train_func on many workers.
 
-    Nothing is started before the first `run`, `start` or ``with``; the workers then stay up, so that the next run starts in
-    processes that have everything imported. Leave it with `shutdown`, or use it as a context manager.
+    Nothing is started before the first `run`, `start` or ``with``. The workers then stay up, so the next run starts in
+    processes that have imported everything already. Close a Trainer with `shutdown`, or use it as a context manager.
 
     Args:
         num_workers: Number of workers; ``(min, max)`` for elastic training, where ``max`` may be ``math.inf``.
-        backend: ``"torch"`` or ``"none"``, or a `BackendConfig`.
-        backend_args: Settings of the backend: its config, or a dict of its fields.
+        backend: ``"torch"`` (or ``"pytorch"``), ``"horovod"``, ``"tensorflow"``, ``"jax"``, ``"none"``, the name of an installed
+            backend, or a `BackendConfig`.
+        backend_args: Settings of the backend: its config, or a dict of the config's fields.
         cpus_per_worker: Logical CPUs of each worker.
-        gpus_per_worker: GPUs of each worker; below 1 it shares one.
+        gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
         runtime_env: Ray runtime environment of the workers.
         seed: Seeds Python, NumPy and the framework, with ``seed + rank`` on each rank.
-        deterministic: Ask the framework for bit-identical repetition; slower.
-        run: Where the runs' files go.
-        failure: What to do about failures.
-        checkpoint: Which checkpoints to keep.
+        deterministic: Ask the framework for bit-identical repetition, which is slower.
+        run_config: Where the run's files are written.
+        failure_config: How failures are handled.
+        checkpoint_config: Which checkpoints are kept.
 
     Raises:
-        ConfigError: A setting that cannot work.
-        UsageError: Inside a train_func.
+        ConfigError: An argument cannot work, or does not exist.
+        UsageError: It is called inside a train_func.
     """
 
+    @refuse_unknown("Trainer", TRAINER_HINTS)
     def __init__(
         self,
         num_workers: int | tuple[int, float] = 1,
-        backend: str | BackendConfig = "torch",
+        backend: BackendName | str | BackendConfig = "torch",
         backend_args: BackendConfig | Mapping[str, Any] | None = None,
         *,
         cpus_per_worker: float = 1,
         gpus_per_worker: float = 0,
         resources_per_worker: Mapping[str, float] | None = None,
-        placement_strategy: str = "PACK",
+        placement_strategy: PlacementStrategy = "PACK",
         runtime_env: Mapping[str, Any] | None = None,
         seed: int | None = None,
         deterministic: bool = False,
-        run: RunConfig | None = None,
-        failure: FailureConfig | None = None,
-        checkpoint: CheckpointConfig | None = None,
+        run_config: RunConfig | None = None,
+        failure_config: FailureConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
     ) -> None:
         session = context.installed()
         if session is not None and session.in_worker:
             raise UsageError(
-                "a Trainer inside train_func would wait for workers that cannot come; make it in the driver."
+                "a Trainer inside train_func would wait for workers that can never start; make it in the driver."
             )
-        if seed is not None:
-            check_count("seed", seed, minimum=0)
-        scaling = ScalingConfig(
-            num_workers=num_workers,
+        spec = TrainerSpec.from_arguments(
+            num_workers,
+            backend,
+            backend_args,
             cpus_per_worker=cpus_per_worker,
             gpus_per_worker=gpus_per_worker,
-            resources_per_worker=resources_per_worker or {},
+            resources_per_worker=resources_per_worker,
             placement_strategy=placement_strategy,
+            runtime_env=runtime_env,
+            seed=seed,
+            deterministic=deterministic,
+            run_config=run_config,
+            failure_config=failure_config,
+            checkpoint_config=checkpoint_config,
         )
-        spec = TrainerSpec(
-            scaling,
-            resolve_backend(backend, backend_args),
-            _instance("run", run, RunConfig),
-            _instance("failure", failure, FailureConfig),
-            _instance("checkpoint", checkpoint, CheckpointConfig),
-            None if runtime_env is None else dict(runtime_env),
-            seed,
-            deterministic,
-        )
-        self._set_up(spec)
+        self._connect_parts(RunManager(spec))
 
-    def _set_up(self, spec: TrainerSpec) -> None:
-        self._spec = spec
-        self._channel = None
-        self._stream = None
-        self._runs_uri: str | None = None
-        self._goes_on_from: Checkpoint | None = None
-        self._class_name: str | None = None
-        self._is_closed = False
+    def _connect_parts(self, runs: RunManager) -> None:
+        self._spec = runs.spec
+        self._runs = runs
+        self._latest = runs.latest
+        self._class_api = ClassApi(runs)
 
     @classmethod
     def attach(cls, name: str) -> Trainer:
-        """Take hold of a Trainer that was made, maybe by another driver, with ``RunConfig(name=name, detached=True)``.
+        """Attach to a Trainer that was made, maybe by another driver, with ``RunConfig(name=name, detached=True)``.
 
-        Its run goes on whether or not anybody has hold of it: `stream` gives its results from the first one on, `status`,
-        `pause`, `resume` and `cancel` do what they say, `shutdown` ends all of it. When its run is over the Trainer can be
-        given another one; ``FailureConfig(on_resize=...)`` is a function, which that has not.
+        Its run continues whether or not a driver is attached. `stream` gives its results from the first one on; `status`,
+        `pause`, `resume` and `cancel` control it; `shutdown` ends the run and the Trainer. After a run the Trainer can start
+        another one. ``FailureConfig(on_resize=...)`` is a function; it is not restored by `attach`.
 
         Raises:
-            ConfigError: It is no name.
+            ConfigError: The argument cannot be a name.
             UsageError: There is no such Trainer in the cluster, or no cluster.
         """
         check_component("Trainer.attach(name)", name)
-        assembly.connect_ray(joins=True)
+        assembly.connect_ray(must_exist=True)
         channel = Channel.attach(name)
         trainer = cls.__new__(cls)
-        trainer._set_up(assembly.spec_of(channel.settings))
-        trainer._channel = channel
+        trainer._connect_parts(RunManager(assembly.spec_of_settings(channel.settings), channel=channel))
         return trainer
 
     @classmethod
     def restore(cls, run_dir: str | os.PathLike[str], **changes: Any) -> Trainer:
-        """The Trainer of a run that is over, failed or lost, whose next `run` goes on from that run's newest checkpoint.
+        """Make the Trainer of an earlier run again; its next `run` resumes from that run's newest checkpoint.
 
-        Newer ones that are not what their manifests say are passed over, with a warning. The run's own files stay as they
-        are: the next has a folder beside them. ``train_func``, its config and callbacks are to be given again.
+        Checkpoints that do not match their manifests are skipped with a warning. The files of the earlier run stay as they
+        are; the next run has a folder of its own next to them. Give train_func, its config and its callbacks again.
 
         Args:
-            run_dir: The run's folder, path or URI.
-            **changes: Arguments of `Trainer` that shall be others than they were, such as ``num_workers``.
+            run_dir: The folder of the run, path or URI. The run may be finished, failed or lost.
+            **changes: Arguments of `Trainer` that replace those of the run, such as ``num_workers``.
 
         Raises:
-            CheckpointNotFoundError: The folder is no run's.
-            ConfigError: An argument was left out of the run's files for what is in it, and is not given.
+            CheckpointNotFoundError: The folder is not that of a run.
+            ConfigError: The run's files leave out an argument, a secret or a function, and it is not given.
         """
         restored = restore_run(run_dir, changes)
-        trainer = cls(**restored.arguments)
-        trainer._runs_uri, trainer._goes_on_from = restored.runs_uri, restored.checkpoint
-        for line in restored.passed_over:
-            tell(line)
+        trainer = cls(**restored.spec.to_arguments())  # as a new Trainer: it refuses to be made inside a train_func
+        trainer._connect_parts(RunManager(restored.spec, runs_uri=restored.runs_uri, resume_from=restored.checkpoint))
+        for line in restored.skipped:
+            get_logger().warning(line)
         return trainer
 
-    # -- runs -----------------------------------------------------------------------------------------------------
+    # -- runs ----------------------------------------------------------------------------------------------------------
 
+    @refuse_unknown("Trainer.run", RUN_HINTS)
     def run(
         self,
         train_func: Callable[..., Any],
@@ -162,24 +160,24 @@ class Trainer(ClassControl):
         *,
         dataset: Any = None,
         callbacks: Sequence[Callback] = (),
-        checkpoint: Any = None,
-        reduce: Mapping[str, str] | None = None,
-        returns: str = "first",
+        resume_from: Any = None,
+        reduce: Mapping[str, Reduction] | None = None,
+        returns: Returns = "first",
     ) -> Any:
         """Run train_func on all workers and return what it returned on rank 0, as if it had been called directly.
 
-        Ctrl-C ends the run, keeps its checkpoints, gives all resources back and raises ``KeyboardInterrupt``; a second one
+        Ctrl-C ends the run, keeps its checkpoints, releases all resources and raises ``KeyboardInterrupt``. A second Ctrl-C
         does not wait for anything.
 
         Args:
             train_func: A function of zero or one argument, the config.
-            config: What it is given; every worker gets a copy of its own.
+            config: The argument of train_func; every worker gets its own copy.
             dataset: What `raysgd.get_dataset` gives the workers: a pyarrow Table, a pandas DataFrame, a dict of NumPy arrays
-                or torch tensors, a list of dicts, a map-style torch Dataset, a `ray.data.Dataset`; a dict of such by
-                name; or for cross-validation a tuple of such or of (train, validation) pairs.
-            callbacks: Callbacks for this run; live progress comes by itself.
-            checkpoint: Where to start from: a `Checkpoint`, a path, or a state.
-            reduce: Metrics to be made of all ranks, such as ``{"loss": "mean"}``; of ``mean sum min max last first``.
+                or torch tensors, a list of dicts, a map-style torch Dataset, or a `ray.data.Dataset`; a dict of these by
+                name; or for cross-validation a tuple of these or of (train, validation) pairs.
+            callbacks: Callbacks for this run. Live progress is shown without one.
+            resume_from: Where to start from: a `Checkpoint`, a path, or any state that `raysgd.save_checkpoint` takes.
+            reduce: Metrics to compute over all ranks, such as ``{"loss": "mean"}``; one of ``mean sum min max last first``.
             returns: ``"all"`` returns the list of all ranks' values.
 
         Raises:
@@ -188,7 +186,7 @@ class Trainer(ClassControl):
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
             TrainerBusyError: Another run is live.
             TrainerClosedError: The Trainer was shut down.
-            ConfigError: An argument that cannot work; or a detached Trainer of that name has a live run.
+            ConfigError: An argument cannot work or does not exist, or a detached Trainer of that name has a live run.
         """
         stream = None
         try:
@@ -197,18 +195,16 @@ class Trainer(ClassControl):
                 config,
                 dataset=dataset,
                 callbacks=callbacks,
-                checkpoint=checkpoint,
+                resume_from=resume_from,
                 reduce=reduce,
                 returns=returns,
             )
             return stream.get_returns()
         except KeyboardInterrupt:
-            if stream is None and not self._spec.run.detached:  # nothing has begun that could end in peace
-                self._release(patience_s=0)
-            else:
-                self._interrupted(stream)
+            self._runs.interrupt(stream)
             raise
 
+    @refuse_unknown("Trainer.run_generator", RUN_HINTS)
     def run_generator(
         self,
         train_func: Callable[..., Any],
@@ -216,100 +212,184 @@ class Trainer(ClassControl):
         *,
         dataset: Any = None,
         callbacks: Sequence[Callback] = (),
-        checkpoint: Any = None,
-        reduce: Mapping[str, str] | None = None,
-        returns: str = "first",
+        resume_from: Any = None,
+        reduce: Mapping[str, Reduction] | None = None,
+        returns: Returns = "first",
     ) -> ResultStream:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
-        self._check_free()
-        channel = self._connect()
-        runs_uri = self._runs_uri or assembly.runs_folder(self._spec, train_func)
-        self._stream = assembly.begin_run(
-            channel,
-            self._spec,
+        self._runs.check_idle()
+        self._class_api.check_no_instances()
+        return self._runs.begin(
             train_func,
             config,
-            runs_uri=runs_uri,
             dataset=dataset,
             callbacks=callbacks,
-            checkpoint=self._goes_on_from if checkpoint is None else checkpoint,
+            resume_from=resume_from,
             reduce=reduce,
             returns=returns,
-            on_problem=tell,
         )
-        self._goes_on_from = None
-        self._runs_uri = runs_uri  # only now: a function that was refused gives its name to no folder
-        return self._stream
 
+    @refuse_unknown("Trainer.to_trainable", RUN_HINTS)
     def to_trainable(
         self,
         train_func: Callable[..., Any],
         dataset: Any = None,
         *,
         callbacks: Sequence[Callback] = (),
-        checkpoint: Any = None,
-        reduce: Mapping[str, str] | None = None,
+        resume_from: Any = None,
+        reduce: Mapping[str, Reduction] | None = None,
         trainer_args_from: str | Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
         cross_validate: bool = False,
     ) -> Any:
-        """A trainable for `ray.tune.run` and `ray.tune.Tuner`, whose trials are runs of train_func with the trial's config.
+        """Make a trainable for `ray.tune.run` and `ray.tune.Tuner`; its trials run train_func with the trial's config.
 
-        Each trial has workers of its own, with all settings of this Trainer, in a placement group that Tune asks for. What
-        train_func reports are the trial's results, what it saves its checkpoints; the run's files are in the trial's
-        folder. Idle workers of this Trainer itself are ended, lest they hold what trials need.
+        Each trial has its own workers, with all settings of this Trainer, in a placement group that Tune reserves. What
+        train_func reports is the trial's results, what it saves the trial's checkpoints. The run's files are in the trial's
+        folder. This call stops this Trainer's idle workers, so that their resources are free for trials.
 
         Args:
             train_func: As for `run`; further arguments come by `ray.tune.with_parameters`.
-            dataset: As for `run`, stored once for all trials; or a function of the config that gives each trial its own.
-            callbacks: For each trial, in its process; Tune's own are given to Tune.
-            checkpoint: Where each trial starts from.
+            dataset: As for `run`, stored once for all trials; or a function of the config that returns a trial's dataset.
+            callbacks: Callbacks for each trial, in its process. Give Tune's own callbacks to Tune.
+            resume_from: Where each trial starts from.
             reduce: As for `run`.
-            trainer_args_from: Which arguments of the Trainer the config has: the name of a dict of such in it, as for
-                ``config={"trainer": {"num_workers": tune.choice([1, 2])}}``, or a function of the config that gives one.
-            cross_validate: A trial is a run for each pair of a dataset that `raysgd.data.to_cv` makes, with the datasets
-                ``train`` and ``validation`` and ``config["fold"]``, and has a result for each: of the numbers that each
-                fold reported last the mean so far, as ``<name>_std`` their standard deviation, and the last under ``fold``.
+            trainer_args_from: Arguments of the Trainer to take from the trial's config: the key of a dict in it, as for
+                ``config={"trainer": {"num_workers": tune.choice([1, 2])}}``, or a function of the config that returns one.
+            cross_validate: Run once for each pair of a dataset that `raysgd.data.to_cv` makes, with the datasets ``train`` and
+                ``validation`` and ``config["fold"]``. A trial then has one result per fold: the mean over the folds so far of
+                each number that a fold reported last, its standard deviation as ``<name>_std``, and the last under ``fold``.
 
         Raises:
-            ConfigError: An argument that cannot work.
+            ConfigError: An argument cannot work or does not exist.
             SerializationError: train_func or a callback does not pickle.
             TrainerBusyError: A run of this Trainer is live.
         """
-        self._check_free()
-        # Of a layer above this one, and not imported by those who do without Tune.
-        integration = importlib.import_module("raysgd.tune_integration")
+        self._runs.check_idle()
+        self._class_api.check_no_instances()
+        # The one import of a higher layer, which imports Ray Tune. It uses spec and runs, never this module: no cycle.
+        integration = importlib.import_module("raysgd.tune_integration.trainable")
         trainable = integration.make_trainable(
-            self,
+            self._spec,
             train_func,
             dataset,
             callbacks=callbacks,
-            checkpoint=checkpoint,
+            resume_from=resume_from,
             reduce=reduce,
             trainer_args_from=trainer_args_from,
             cross_validate=cross_validate,
         )
-        self._release()
+        self._runs.release()
         return trainable
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- the latest run ------------------------------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> str | None:
+        """The folder of the latest run, or None."""
+        return self._latest.run_dir
+
+    def status(self) -> RunStatus:
+        """Return the state of the latest run.
+
+        Raises:
+            WorkerError: The controller process has died.
+        """
+        return self._latest.status()
+
+    def stream(self, from_iteration: int = 0) -> ResultStream:
+        """Return a stream of the latest run's results: those so far, and those to come.
+
+        Args:
+            from_iteration: The ``training_iteration`` of the first result.
+
+        Raises:
+            UsageError: There was no run.
+            WorkerError: The controller process has died.
+        """
+        return self._latest.open_stream(from_iteration)
+
+    def pause(self) -> RunStatus:
+        """Pause the latest run at its next checkpoint, release its workers, and wait until that is done.
+
+        No step is repeated: all ranks leave train_func at the same ``save_checkpoint``. If the run ends before it saves
+        again, it is not paused, as the returned status shows. A pause does not count as a failure.
+
+        Raises:
+            UsageError: There was no run.
+            WorkerError: The controller process has died.
+        """
+        return self._latest.pause()
+
+    def resume(self) -> None:
+        """Resume a paused run; returns at once. If the run is not paused yet, the pause is withdrawn.
+
+        Raises:
+            UsageError: There was no run.
+            WorkerError: The controller process has died.
+        """
+        self._latest.resume()
+
+    def cancel(self) -> None:
+        """End the latest run now; returns at once. Its checkpoints stay.
+
+        Raises:
+            UsageError: There was no run.
+            WorkerError: The controller process has died.
+        """
+        self._latest.cancel()
+
+    def get_last_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint of the latest run, or None."""
+        return self._latest.newest_checkpoint()
+
+    def get_best_checkpoint(self, metric: str | None = None, mode: ScoreOrder | None = None) -> Checkpoint | None:
+        """Return the best checkpoint on storage of the latest run, or None.
+
+        Args:
+            metric: Metric to rank by. None: ``CheckpointConfig.score_attribute``; without that the newest is best.
+            mode: ``"max"`` or ``"min"``. None: ``CheckpointConfig.score_order``.
+        """
+        return self._latest.best_checkpoint(metric, mode)
+
+    # -- the class API -------------------------------------------------------------------------------------------------
+
+    def start(self, ExecutionClass: type | None = None, *args: Any, **kwargs: Any) -> None:
+        """Start the workers; with a class, form a process group and make an instance on each worker.
+
+        The instances live until the next `start` or `shutdown`. `run` needs workers without instances.
+
+        Raises:
+            Exception: What the class's constructor raised.
+            InfeasibleError: The cluster can never hold the workers.
+        """
+        self._class_api.start(ExecutionClass, args, kwargs)
+
+    def execute(self, fn: Callable[..., Any]) -> list[Any]:
+        """Call ``fn(instance)`` on every worker (``fn()`` if no class was given); return the results by rank.
+
+        Raises:
+            Exception: What ``fn`` raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
+        """
+        return self._class_api.execute("execute", fn, first_only=False)
+
+    def execute_single(self, fn: Callable[..., Any]) -> Any:
+        """Call ``fn`` on rank 0 only, and return its result."""
+        return self._class_api.execute("execute_single", fn, first_only=True)[0]
+
+    # -- life ----------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End a live run, all workers, and give the resources back. May be called again."""
-        self._is_closed = True
-        self._release()
+        """End a live run and all workers, and release the resources. May be called again."""
+        self._runs.shutdown()
 
     def __enter__(self) -> Trainer:
-        self._check_open()
-        self._connect()
+        self._runs.connect()
         return self
 
-    def __exit__(  # a detached run that is not over goes on
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._spec.run.detached and not self._is_closed and self._is_live:
-            self._let_go()
-        else:
-            self.shutdown()
+        self._runs.leave()
 
     def __repr__(self) -> str:
         return self._table().text()
@@ -323,63 +403,15 @@ class Trainer(ClassControl):
             "closure variable: pass what it needs in the config."
         )
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _take_hold(self) -> None:
-        """Of a run that is live, also one of another driver."""
-        with contextlib.suppress(RaySGDError, RayError):
-            if (self._stream is None or not self._stream.is_live) and self._is_live:
-                self._stream = None
-                self.stream()
-
-    def _let_go(self) -> None:
-        """What is detached goes on without this driver."""
-        self._channel, self._is_closed = None, True
-
-    def _interrupted(self, stream: ResultStream | None) -> None:
-        """The first Ctrl-C: end in peace. The second lets go of everything at once. A detached run goes on."""
-        if stream is None or self._spec.run.detached:
-            name = self._spec.run.name
-            tell(f"interrupted: the run goes on; Trainer.attach({name!r}) takes hold of it, and .cancel() ends it")
-            self._let_go()
-            return
-        tell("interrupted: ending the run, keeping its checkpoints (Ctrl-C again to kill)")
-        try:
-            stream.cancel()
-            stream.wait_closed(INTERRUPT_PATIENCE_S)
-        finally:
-            self._release(patience_s=0)
-
-    def _release(self, patience_s: float = INTERRUPT_PATIENCE_S) -> None:
-        if self._spec.run.detached and ray.is_initialized():
-            self._take_hold()
-        channel, self._channel = self._channel, None
-        self._class_name = None
-        if channel is None or not ray.is_initialized():
-            return
-        try:
-            if self._stream is not None:
-                if self._stream.is_live:
-                    self._stream.cancel()
-                self._stream.wait_closed(patience_s)
-        finally:
-            channel.close()
-
     def _table(self) -> ResourceTable:
-        scaling, size = self._spec.scaling, self._spec.scaling.min_workers
+        scaling = self._spec.scaling
+        size = scaling.min_workers
         count = f"{size} to {scaling.max_workers:g}" if scaling.is_elastic else f"{size}"
         title = f"Trainer: {count} x {self._spec.backend.name} worker ({describe_bundle(scaling.bundle())})"
         nodes = ["-"] * size
-        up = ray.is_initialized()
-        if up and self._channel is not None and not self._channel.is_gone:
-            infos = self._channel.call("workers", timeout_s=10)
+        is_connected = ray.is_initialized()
+        channel = self._latest.channel
+        if is_connected and channel is not None and not channel.is_gone:
+            infos = channel.call("workers", timeout_s=10)
             nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
-        return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if up else None)
-
-
-def _instance(name: str, value: Any, kind: type) -> Any:
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a {kind.__name__}(...).")
-    return value
+        return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)

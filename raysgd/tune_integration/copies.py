@@ -1,7 +1,7 @@
-"""Checkpoints of a run in folders of Tune's, which keeps and deletes them as it was told to, whatever the run keeps.
+"""Copy a run's checkpoints to folders of Tune, which keeps and deletes its copies by its own settings.
 
-A run in a trial is ahead of Tune, and Tune may want a checkpoint that the run itself would have deleted. So its process
-deletes them, as the run's `raysgd.CheckpointConfig` says, when Tune has got them or is past them.
+A run is ahead of Tune, which may still want a checkpoint that the run itself would have deleted. So the trial's process
+deletes the run's checkpoints, as `raysgd.CheckpointConfig` says, once Tune has them or has newer ones.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.manifest import MANIFEST_NAME
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME
 from raysgd.checkpoint.retention import RetentionPolicy
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import ConfigError
 
 _CHUNK_BYTES = 1 << 20
-_BESIDE = ".tmp-link"
+_TEMPORARY = ".tmp-link"
 
 
 def copy_checkpoint(source: Storage, target: Storage, iteration: int | None = None, metrics: Any = None) -> None:
-    """Have a checkpoint in another folder too: on a local disk by links to the same bytes, elsewhere by a copy.
+    """Copy a checkpoint to another folder; on a local disk by hard links to the same bytes.
 
     Args:
-        source: Its folder.
-        target: The other one; what another search left there is replaced.
-        iteration: The round it belongs to, where its own files may not tell yet.
-        metrics: What was reported in that.
+        source: The folder of the checkpoint.
+        target: The folder of the copy; what another search left there is replaced.
+        iteration: The round of the checkpoint, which its own files may not have yet.
+        metrics: The metrics of that round.
 
     Raises:
-        CheckpointNotFoundError: It is there no more.
+        CheckpointNotFoundError: The checkpoint was deleted.
     """
     manifest = read_manifest(source)
     if iteration is not None:
@@ -41,25 +41,25 @@ def copy_checkpoint(source: Storage, target: Storage, iteration: int | None = No
     target.delete_file(MANIFEST_NAME)
     for entry in (entry for part in manifest.parts.values() for entry in part):
         _copy(source, target, entry.name)
-    target.write_bytes(MANIFEST_NAME, manifest.to_json())  # last, so that the copy is whole when it is one
+    target.write_bytes(MANIFEST_NAME, manifest.to_json())  # last: a folder with a manifest is a whole checkpoint
 
 
 def uri_of(storage: Storage) -> str:
-    """The path or URI by which another process opens a folder.
+    """Return the path or URI by which another process opens a folder.
 
     Raises:
-        ConfigError: Its file system has settings that a URI does not tell.
+        ConfigError: The file system has settings that a URI does not show.
     """
     if not storage.is_local:
         try:
-            is_all = Storage.from_uri(storage.uri).is_on(storage)
+            is_same = Storage.from_uri(storage.uri).is_on(storage)
         except ConfigError:
-            is_all = False
-        if not is_all:
+            is_same = False
+        if not is_same:
             raise ConfigError(
-                f"the search's files are on {storage.uri}, which needs settings that the workers do not know. Give Tune a "
-                "storage_path that is a path, or a URI without options, and no storage_filesystem; what the file system "
-                "needs beside that can be in the environment, such as AWS_ENDPOINT_URL."
+                f"the search's files are on {storage.uri}, which needs settings that the workers do not have. Give Tune a "
+                "storage_path that is a path, or a URI without options, and no storage_filesystem; further settings of the "
+                "file system can be environment variables, such as AWS_ENDPOINT_URL."
             )
     return storage.uri
 
@@ -67,15 +67,15 @@ def uri_of(storage: Storage) -> str:
 def _copy(source: Storage, target: Storage, name: str) -> None:
     if source.is_local and target.is_local:
         path = target.path_of(name)
-        beside = f"{path}{_BESIDE}"
+        temporary = f"{path}{_TEMPORARY}"
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with contextlib.suppress(OSError):  # two disks, or one that knows no links
+        with contextlib.suppress(OSError):  # two disks, or a disk without hard links
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(beside)
-            os.link(source.path_of(name), beside)
-            os.replace(beside, path)
-            with contextlib.suppress(FileNotFoundError):  # it stays where both are the same file
-                os.unlink(beside)
+                os.unlink(temporary)
+            os.link(source.path_of(name), temporary)
+            os.replace(temporary, path)
+            with contextlib.suppress(FileNotFoundError):  # os.replace leaves it if both are the same file
+                os.unlink(temporary)
             return
     target.write_chunks(name, lambda: _chunks(source, name))
 
@@ -87,10 +87,10 @@ def _chunks(source: Storage, name: str) -> Iterator[bytes]:
 
 
 class Pruning:
-    """Deletes what a run has saved and is not to keep.
+    """Deletes the checkpoints of a run that its policy does not keep.
 
     Args:
-        policy: What is to be kept.
+        policy: Which checkpoints are kept.
     """
 
     def __init__(self, policy: RetentionPolicy) -> None:
@@ -98,7 +98,7 @@ class Pruning:
         self._deleted: set[int] = set()
 
     def prune(self, run_dir: str, checkpoints: Mapping[int, Checkpoint]) -> None:
-        """Delete of these, which are known by their numbers, what is not to be kept."""
+        """Delete from these checkpoints, by number, those that the policy does not keep."""
         known = [_Record(number, found.metrics) for number, found in checkpoints.items() if number not in self._deleted]
         doomed = self._policy.to_delete(known)
         if not doomed:

@@ -1,4 +1,4 @@
-"""Cross-validation as a trial: a run for each fold, one after another on the same workers."""
+"""A trial that cross-validates: one run for each fold, one after another on the same workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from ray.air.constants import TRAINING_ITERATION
 
-from raysgd.checkpoint.storage import Storage
-from raysgd.data.plan import LONE, DatasetPlan
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.data.plan import UNNAMED, DatasetPlan
 from raysgd.errors import CheckpointCorruptError, ConfigError
 from raysgd.result import AUTOMATIC_KEYS, Result
-from raysgd.trainer.given import resolve_data, start_streams
+from raysgd.trainer.arguments import resolve_data, start_streams
 from raysgd.tune_integration.copies import copy_checkpoint
 from raysgd.tune_integration.trial import Trial, newest
 
@@ -24,7 +24,7 @@ _DONE = "folds.json"
 
 
 class FoldsTrial(Trial):
-    """Its rounds are the folds: a result has the mean, over those that are done, of what each reported last."""
+    """A trial whose rounds are the folds. A result has the mean over the finished folds of what each reported last."""
 
     def prepare(self, config: dict[str, Any], folder: Storage) -> None:
         super().prepare(config, folder)
@@ -35,19 +35,19 @@ class FoldsTrial(Trial):
         self._time_s = 0.0
 
     def next(self) -> Result | None:
-        if self._problem is not None:
-            raise self._problem
+        if self._error is not None:
+            raise self._error
         plan = self._plan = self._plan or self._make_plan()
         if self.is_over:
             return None
         fold = len(self._done)
-        with self._asked():
+        with self._called():
             stream = self._run(_plan_of(plan, fold), {**self._config, "fold": fold})
             self._set_stream(stream)
             rounds = deque(stream, maxlen=1)
             if not rounds:
                 raise ConfigError(
-                    f"fold {fold} has ended without a report: what train_func reports last is what judges it."
+                    f"fold {fold} ended without a report; report the metrics of a fold in train_func, the last ones count."
                 )
         if (found := newest(stream, math.inf)) is not None:
             self._checkpoints[fold] = Storage.from_uri(str(found.checkpoint.path))
@@ -68,24 +68,24 @@ class FoldsTrial(Trial):
         return len(self._done) > self._num_given
 
     def save_to(self, folder: Storage) -> dict[str, Any] | None:
-        """What is known of the folds that are done, and the newest checkpoint of each."""
+        """Write the metrics of the finished folds and the newest checkpoint of each."""
         self._num_given = len(self._done)
         if not self._done:
             return None
         folder.delete_file(_DONE)
         for fold, source in self._checkpoints.items():
-            self._checkpoints[fold] = folder.child(f"fold_{fold}")  # it may be Tune that deletes the other
+            self._checkpoints[fold] = folder.child(f"fold_{fold}")  # Tune may delete the one it was copied from
             copy_checkpoint(source, self._checkpoints[fold])
         folder.write_bytes(_DONE, json.dumps({"done": self._done, "time_total_s": self._time_s}).encode())
         return {TRAINING_ITERATION: self._num_given}
 
-    def go_on_from(self, folder: Storage) -> tuple[int, float]:
+    def resume_from(self, folder: Storage) -> tuple[int, float]:
         try:
             found = json.loads(folder.read_bytes(_DONE))
             done, time_s = [dict(each) for each in found["done"]], float(found["time_total_s"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(
-                f"{folder.path_of(_DONE)} is not what a trial by folds has written: {error}"
+                f"{folder.path_of(_DONE)} was not written by a trial with cross_validate=True: {error}"
             ) from error
         self.end()
         self._done, self._time_s, self._num_given = done, time_s, len(done)
@@ -101,15 +101,15 @@ class FoldsTrial(Trial):
         )
         if plan.folds is None:
             raise ConfigError(
-                "cross_validate=True needs a tuple of (train, validation) pairs, as raysgd.data.to_cv makes them."
+                "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
             )
         return start_streams(plan, self._spec.scaling)
 
 
 def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The mean of each metric that all folds have, and as ``<name>_std`` its standard deviation (over n); their number.
+    """Return the mean of each metric that all folds have, its standard deviation (over n) as ``<name>_std``, and ``folds``.
 
-    One that is infinite or not a number somewhere has no spread, and such a mean.
+    Where a fold has nan or an infinity the mean shows that, and the standard deviation is nan.
     """
     found: dict[str, Any] = {"folds": len(done)}
     for name in (name for name in done[0] if all(name in each for each in done)):
@@ -120,7 +120,7 @@ def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """What of a fold's last round can be averaged."""
+    """Return the numbers of a fold's last result, which can be averaged."""
     return {
         name: float(value)
         for name, value in result.items()
@@ -132,6 +132,6 @@ def _plan_of(plan: DatasetPlan, fold: int) -> DatasetPlan:
     assert plan.folds is not None
     names = plan.folds[fold]
     if isinstance(names, str):
-        return replace(plan, sources={LONE: plan.sources[names]}, folds=None)
+        return replace(plan, sources={UNNAMED: plan.sources[names]}, folds=None)
     train, validation = names
     return replace(plan, sources={"train": plan.sources[train], "validation": plan.sources[validation]}, folds=None)

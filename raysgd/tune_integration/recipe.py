@@ -1,8 +1,7 @@
-"""What all trials of a search have in common: made in the driver, used in the driver and in the trials' processes."""
+"""What all trials of a search have in common. Made in the driver, used there and in the trials' processes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,51 +9,50 @@ from typing import Any
 import ray
 from ray.tune import PlacementGroupFactory
 
-from raysgd._util.wording import with_article
+from raysgd._util.text import with_article
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError, InfeasibleError
-from raysgd.trainer.assembly import TrainerSpec, arguments_of
-from raysgd.trainer.inside import spec_of_trainer
-from raysgd.trainer.trainer import Trainer
-from raysgd.workers.cluster import check_feasible
+from raysgd.trainer.spec import HasSpec, TrainerSpec, num_workers_from_json, spec_of_trainer
 from raysgd.workers.pickling import Packed
-from raysgd.workers.placement import seat_bundle
+from raysgd.workers.placement.capacity import slot_bundle
+from raysgd.workers.placement.cluster import check_feasible
 
-#: Where a trial's config has arguments of its Trainer: under a name, or as a function tells.
+#: Where a trial's config has arguments of its Trainer: under a key, or returned by a function of the config.
 ArgumentsFrom = str | Callable[[dict[str, Any]], Mapping[str, Any]] | None
-#: Arguments of a Trainer that a trial cannot have for itself: its files belong into the trial's folder.
-_NOT_OF_A_TRIAL = ("run",)
+#: Arguments of a Trainer that a trial cannot change: its files belong in the trial's folder.
+_FIXED_ARGUMENTS = ("run_config",)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What trials do. It is put into the object store once for all of them.
+    """What each trial runs. It is put into the object store once for all trials.
 
     Attributes:
-        train_func: Not opened in the trials' processes, which need nothing that it imports.
-        needs: Its arguments beside the config, for `ray.tune.with_parameters`.
-        datasets: What ``dataset=`` was resolved to; or a function of the config that gives what is to be resolved.
-        callbacks: A pickled list, opened for each run.
-        checkpoint: Where a trial starts from.
+        train_func: The function, still pickled in the trials' processes, which so need nothing that it imports.
+        parameters: Names of its arguments other than the config, which `ray.tune.with_parameters` gives.
+        datasets: The resolved ``dataset=``, or a function of the config that returns a dataset to resolve.
+        callbacks: A pickled list, unpickled for each run.
+        reduce: Metrics to compute over all ranks.
+        resume_from: Where a trial starts from.
     """
 
     train_func: Packed
-    needs: tuple[str, ...]
+    parameters: tuple[str, ...]
     datasets: DatasetPlan | Callable[[dict[str, Any]], Any] | None = field(repr=False)
     callbacks: bytes = field(repr=False)
     reduce: Mapping[str, str] | None
-    checkpoint: Any = field(repr=False)
+    resume_from: Any = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How trials are made. Small: it travels with the trainable.
+    """How trials are made. It is small, since it travels with the trainable.
 
     Attributes:
-        spec: The Trainer that was converted.
-        arguments_from: What of it a trial's config changes.
-        work: A reference to the `Work`.
-        is_by_folds: A trial is a run for each fold of its dataset.
+        spec: The settings of the Trainer that was converted.
+        arguments_from: Which of them a trial's config changes.
+        work: A reference to the `Work` in the object store.
+        is_by_folds: Whether a trial is one run for each fold of its dataset.
     """
 
     spec: TrainerSpec
@@ -63,10 +61,10 @@ class Recipe:
     is_by_folds: bool = False
 
     def spec_for(self, config: dict[str, Any]) -> TrainerSpec:
-        """The Trainer of a trial.
+        """Return the settings of a trial's Trainer.
 
         Raises:
-            ConfigError: The config has arguments that no Trainer has, or values that cannot work.
+            ConfigError: The config has arguments that a Trainer does not have, or values that cannot work.
         """
         if self.arguments_from is None:
             return self.spec
@@ -75,16 +73,18 @@ class Recipe:
             return self._changed(source, config)
         except ConfigError:
             raise
-        except Exception as error:  # in a function of the user's, or for a value that no check knows
-            raise ConfigError(f"{source} gives no arguments of Trainer: {type(error).__name__}: {error}") from error
+        except Exception as error:  # raised by the user's function, or by a value that no check covers
+            raise ConfigError(
+                f"{source} does not give arguments of Trainer: {type(error).__name__}: {error}"
+            ) from error
 
     def _changed(self, source: str, config: dict[str, Any]) -> TrainerSpec:
         name = self.arguments_from
         given = name(config) if callable(name) else config.get(str(name), {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{source} is {with_article(type(given).__name__)}; give a dict of arguments of Trainer.")
-        arguments = arguments_of(self.spec)
-        allowed = [name for name in arguments if name not in _NOT_OF_A_TRIAL]
+        arguments = self.spec.to_arguments()
+        allowed = [name for name in arguments if name not in _FIXED_ARGUMENTS]
         for name in given:
             if name not in allowed:
                 raise ConfigError(f"{source} has {name!r}; a trial's Trainer can have {', '.join(allowed)}.")
@@ -92,44 +92,44 @@ class Recipe:
         if "backend_args" in changed and "backend" not in changed:
             own = {field.name: getattr(self.spec.backend, field.name) for field in fields(self.spec.backend)}
             changed |= {"backend": self.spec.backend.name, "backend_args": {**own, **changed["backend_args"]}}
-        if isinstance(num_workers := changed.get("num_workers"), list):  # as it is after a look through JSON
-            changed["num_workers"] = tuple(math.inf if most is None else most for most in num_workers)
-        return spec_of_trainer(Trainer(**{**arguments, **changed}))
+        if "num_workers" in changed:  # Tune may have written the config as JSON
+            changed["num_workers"] = num_workers_from_json(changed["num_workers"])
+        return TrainerSpec.from_arguments(**{**arguments, **changed})
 
     def resources(self, config: dict[str, Any]) -> PlacementGroupFactory:
-        """What Tune is to reserve for a trial.
+        """Return the resources that Tune reserves for a trial.
 
         Raises:
-            InfeasibleError: No trial can ever have it.
+            InfeasibleError: The cluster can never hold a trial.
         """
         if self.arguments_from is None:
             if ray.is_initialized():
-                check_feasible(self.spec.scaling, self.spec.failure.spares)
+                check_feasible(self.spec.scaling, self.spec.failure_config.num_spares)
             return bundles_of(self.spec)
         try:
             spec = self.spec_for(config)
             if ray.is_initialized():
-                check_feasible(spec.scaling, spec.failure.spares)
-        except (ConfigError, InfeasibleError):  # other trials may be sound: this one fails, and tells, when it begins
+                check_feasible(spec.scaling, spec.failure_config.num_spares)
+        except (ConfigError, InfeasibleError):  # only this trial is wrong: it raises when it begins
             return PlacementGroupFactory([{"CPU": 0.001}])
         return bundles_of(spec)
 
 
 def bundles_of(spec: TrainerSpec) -> PlacementGroupFactory:
-    """A placement group for a trial: its own process needs nothing, each worker and spare its bundle."""
+    """Return a trial's placement group: an empty bundle for its own process, and one for each worker and spare."""
     scaling = spec.scaling
-    bundles = [seat_bundle(scaling)] * (scaling.min_workers + spec.failure.spares)
+    bundles = [slot_bundle(scaling)] * (scaling.min_workers + spec.failure_config.num_spares)
     return PlacementGroupFactory([{}, *bundles], strategy=scaling.placement_strategy)
 
 
-def trial_resources(trainer: Trainer | None = None, **arguments: Any) -> PlacementGroupFactory:
-    """The resources of a Tune function that makes a Trainer by itself, for `ray.tune.with_resources`.
+def trial_resources(trainer: HasSpec | None = None, **arguments: Any) -> PlacementGroupFactory:
+    """Return the resources of a Tune function that makes a Trainer itself, for `ray.tune.with_resources`.
 
     Args:
-        trainer: A Trainer like the one it makes.
-        **arguments: Or the arguments of that, such as ``num_workers``.
+        trainer: A `raysgd.Trainer` with the settings of the one that the function makes.
+        **arguments: Without ``trainer``: the arguments of `raysgd.Trainer`, such as ``num_workers``.
 
     Raises:
         ConfigError: The arguments cannot work.
     """
-    return bundles_of(spec_of_trainer(Trainer(**arguments) if trainer is None else trainer))
+    return bundles_of(TrainerSpec.from_arguments(**arguments) if trainer is None else spec_of_trainer(trainer))

@@ -1,4 +1,4 @@
-"""What Ray Tune runs: a trainable whose trials are raysgd runs."""
+"""The trainable that Ray Tune runs, whose trials are raysgd runs. Imported by `raysgd.Trainer.to_trainable` alone."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
-from ray.train._internal.session import _TrainingResult  # what Tune's `save` gives, and `restore` takes
+from ray.train._internal.session import _TrainingResult  # returned by Tune's `save`, an argument of `restore`
 from ray.tune import Checkpoint as TuneCheckpoint
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.checks import check_callbacks
+from raysgd.callbacks.base import Callback, check_callbacks
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.storage import Storage
-from raysgd.controller.reducing import check_reduce
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller.rounds import check_reduce
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
-from raysgd.trainer.given import check_tuned_func, plan_data, resolve_start
-from raysgd.trainer.inside import spec_of_trainer
-from raysgd.trainer.trainer import Trainer
+from raysgd.trainer.arguments import check_tuned_func, plan_data, resolve_start
+from raysgd.trainer.spec import TrainerSpec
 from raysgd.tune_integration.folds import FoldsTrial
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.trial import Trial
@@ -33,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class RaySGDTrainable(Trainable):
-    """A trial. Its process drives a run, as a script with a Trainer would; it needs no resources, and no framework.
+    """A trial. Its process is the driver of a run; it needs no resources and imports no framework.
 
-    Tune's interface is that of `ray.tune.Trainable`. Where a method is overridden that Tune means to be left alone, it is
-    for checkpoints, which are made by the workers when train_func says so, and are on storage when Tune asks for them.
+    The interface is that of `ray.tune.Trainable`. `save` and `restore` are overridden as well, although Tune advises against
+    it: the workers make checkpoints when train_func says so, and these are on storage already when Tune asks for one.
     """
 
     _recipe: ClassVar[Recipe]
@@ -47,30 +45,30 @@ class RaySGDTrainable(Trainable):
 
     def setup(self, config: dict[str, Any], **parameters: Any) -> None:
         self._trial = (FoldsTrial if self._recipe.is_by_folds else Trial)(self._recipe, parameters)
-        self._promised = self._has_reported = False
+        self._promised = self._has_reported = False  # promised: the last result said that a checkpoint comes with it
         self._trial.prepare(config, self._folder)
 
     def step(self) -> dict[str, Any]:
-        # The end is told by itself, as Tune's functions tell it: schedulers that pause trials judge a round, and HyperBand
-        # forgets those that it has paused where the last of a bracket comes to its end in the round that is judged.
+        # The end is a result of its own, as for Tune's functions. HyperBand forgets the trials it has paused if the last trial
+        # of a bracket ends in the very round that the scheduler evaluates.
         self._promised = False
         result = self._trial.next()
         if result is not None:
             row, self._has_reported = {**result, DONE: False}, True
         elif not self._trial.has_new_checkpoint or not self._has_reported:
             return {RESULT_DUPLICATE: True}
-        else:  # saved after the last round: Tune takes checkpoints with results only
+        else:  # saved after the last round: Tune takes a checkpoint only with a result
             row = {**self._last, DONE: True}
         self._promised = row[SHOULD_CHECKPOINT] = self._trial.has_new_checkpoint
         return row
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
-        """The newest checkpoint of the rounds so far, in a folder of the trial; none where Tune has that already."""
-        # Where it was given with this result already, Tune asks twice: a scheduler, and then Tune itself.
+        """Copy the newest checkpoint of the rounds so far into a folder of the trial, unless Tune has that one already."""
+        # Tune asks twice for the checkpoint of one result: first a scheduler, then Tune itself.
         if not self._trial.has_new_checkpoint and (self._promised or self._trial.is_over):
             return _TrainingResult(None, self._last)
         place = self._place
-        place._check_validation_file()  # as Ray does: a disk of this node alone is of no use to the search
+        place._check_validation_file()  # as Ray does: the search cannot use a disk that only this node has
         place._update_checkpoint_index({})
         metrics = self._trial.save_to(Storage(place.storage_filesystem, place.checkpoint_fs_path))
         if metrics is None:
@@ -80,11 +78,11 @@ class RaySGDTrainable(Trainable):
         return _TrainingResult(copied, {**self._last, **metrics})
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Have the next round be the one after this checkpoint's."""
+        """Continue with the round after that of this checkpoint."""
         given: Any = checkpoint_path.checkpoint if isinstance(checkpoint_path, _TrainingResult) else checkpoint_path
         is_tunes = isinstance(given, TuneCheckpoint)
         folder = Storage(given.filesystem, given.path) if is_tunes else Storage.from_uri(given)
-        self._iteration, self._time_total = self._trial.go_on_from(folder)
+        self._iteration, self._time_total = self._trial.resume_from(folder)
         self._time_since_restore, self._iterations_since_restore = 0.0, 0
         self._restored, self._promised, self._has_reported = True, False, False
 
@@ -99,12 +97,12 @@ class RaySGDTrainable(Trainable):
 
     @property
     def _last(self) -> dict[str, Any]:
-        """The last result, with what Tune has added."""
+        """The last result, with the keys that Tune added."""
         return dict(cast("Any", self._last_result) or {})
 
     @property
     def _place(self) -> StorageContext:
-        """Where Tune has this trial's files."""
+        """Where Tune keeps this trial's files."""
         assert self._storage is not None
         return self._storage
 
@@ -114,41 +112,42 @@ class RaySGDTrainable(Trainable):
 
 
 def make_trainable(
-    trainer: Trainer,
+    spec: TrainerSpec,
     train_func: Callable[..., Any],
     dataset: Any = None,
     *,
     callbacks: Sequence[Callback] = (),
-    checkpoint: Any = None,
+    resume_from: Any = None,
     reduce: dict[str, str] | None = None,
     trainer_args_from: ArgumentsFrom = None,
     cross_validate: bool = False,
 ) -> type[Trainable]:
-    """See `raysgd.Trainer.to_trainable`."""
-    spec = spec_of_trainer(trainer)
-    if spec.run.detached:
+    """Make the trainable of `raysgd.Trainer.to_trainable`, which documents the arguments and errors."""
+    if spec.run_config.detached:
         raise ConfigError(
-            "RunConfig(detached=True) is for runs that outlive their driver; a trial ends with its search."
+            "RunConfig(detached=True) is for runs that outlive their driver, but a trial ends with its search; leave it out."
         )
-    if isinstance(checkpoint, (str, PathLike)):  # here, since trials have another working directory
-        checkpoint = Checkpoint.from_path(checkpoint)
-    resolve_start(checkpoint)
-    function, needs = check_tuned_func(train_func)
+    if isinstance(resume_from, (str, PathLike)):  # trials have another working directory
+        resume_from = Checkpoint.from_path(resume_from)
+    resolve_start(resume_from)
+    function, parameters = check_tuned_func(train_func)
     check_callbacks(callbacks)
     if trainer_args_from is not None and not isinstance(trainer_args_from, str) and not callable(trainer_args_from):
-        raise ConfigError(f"trainer_args_from={trainer_args_from!r}; give a name in the config, or a function of it.")
+        raise ConfigError(
+            f"trainer_args_from={trainer_args_from!r} is neither a key of the config nor a function of it."
+        )
     assembly.connect_ray()
     work = Work(
         train_func=Packed.of(function, "train_func"),
-        needs=needs,
+        parameters=parameters,
         datasets=dataset if callable(dataset) and not hasattr(dataset, "__getitem__") else plan_data(dataset),
         callbacks=dumps_named(list(callbacks), "callbacks"),
         reduce=check_reduce(reduce),
-        checkpoint=checkpoint,
+        resume_from=resume_from,
     )
     if cross_validate and isinstance(work.datasets, DatasetPlan) and work.datasets.folds is None:
         raise ConfigError(
-            "cross_validate=True is for a tuple of (train, validation) pairs, as raysgd.data.to_cv makes them."
+            "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
         )
     recipe = Recipe(spec, trainer_args_from, ray.put(work), is_by_folds=cross_validate)
     return type(

@@ -1,5 +1,4 @@
-"""The worker processes: the actor in each, the thread that runs train_func, and the group as its controller holds it.
+"""The worker processes and their group.
 
-`actor`, `attempt`, `reset`, `freshness`, `sampler` run in the workers; `group` in the controller; `placement` and `ranks`
-are pure arithmetic.
+`process` runs in the workers; `group`, `placement` and `liveness` run in the TrainerActor, which controls the group.
 """

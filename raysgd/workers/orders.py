@@ -1,4 +1,4 @@
-"""What the controller tells a worker to do. Plain data; what belongs to the user travels as pickles nobody opens on the way."""
+"""The orders that the TrainerActor sends to workers, as plain data. The user's objects travel as unopened pickles."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
-from raysgd.workers.uplink import Place
+from raysgd.workers.events_connection import InboxAddress
 
 if TYPE_CHECKING:
-    from raysgd.checkpoint.manifest import Manifest
+    from raysgd.checkpoint.format.manifest import Manifest
 
-#: A pickle, or (where it is large) a reference to one in the object store.
+#: A pickle or, if it is large, a reference to one in the object store.
 Blob = Any
 
-
-#: A number, or what stands in its place where processes are given parts of GPUs: ``MIG-...``, ``GPU-...``.
+#: A GPU's number, or its name if it is shared between processes: ``MIG-...``, ``GPU-...``.
 GpuId = int | str
 
 
 @dataclass(frozen=True)
-class RunOrder:
-    """What stays the same for all attempts of a run.
+class WorkerTask:
+    """What the user gave to a run and its workers need. It travels unchanged from the driver to the workers.
 
     Attributes:
+        run_id: Made by the driver, so that it can ask for the stream at once.
         code: Pickle of ``(train_func, config)``; each attempt opens its own copy.
         callbacks: Pickle of the callbacks that run in workers, or None.
-        initial_state: Pickle of the state given as ``run(checkpoint=...)``, or None.
-        datasets: What was given as ``run(dataset=...)``; its rows lie in the object store.
-        returns: ``"first"`` (rank 0's value travels) or ``"all"``.
-        on_resize: Pickle of what is called with the old and the new number of ranks where they differ, or None.
+        initial_state: Pickle of the state given as ``run(resume_from=...)``, or None.
+        datasets: The datasets; the object store keeps their rows as long as this object refers to them.
+        returns: ``"first"`` (only rank 0's value travels) or ``"all"``.
+        on_resize: Pickle of ``FailureConfig(on_resize=...)``, or None.
     """
 
     run_id: str
     code: Blob
-    info: RunInfo
-    checkpoints_uri: str
-    checkpoint: CheckpointConfig
     returns: str = "first"
     seed: int | None = None
     deterministic: bool = False
@@ -51,11 +48,21 @@ class RunOrder:
 
 
 @dataclass(frozen=True)
+class RunOrder:
+    """What is the same for all attempts of a run."""
+
+    task: WorkerTask
+    info: RunInfo
+    checkpoints_uri: str
+    checkpoint: CheckpointConfig
+
+
+@dataclass(frozen=True)
 class HeldCheckpoint:
     """A checkpoint in the cluster's memory.
 
     Attributes:
-        manifest: As it would be on storage, without files.
+        manifest: The manifest as on storage, but without files.
         parts: References to the payloads, by the rank that saved them.
     """
 
@@ -65,17 +72,17 @@ class HeldCheckpoint:
 
 @dataclass(frozen=True)
 class AttemptOrder:
-    """What one worker does in one attempt.
+    """The order for one worker in one attempt.
 
     Attributes:
-        checkpoint: URI of the checkpoint's folder to start from; None: the run's initial state, if it has one.
-        held: The checkpoint to start from, where it is in memory; it comes before ``checkpoint``.
-        previous_size: Ranks of the attempt before; None for the first.
-        first_number: Number of the checkpoint that the first ``save_checkpoint`` of the attempt makes.
-        iterations_before: Rounds before this attempt.
-        time_before_s: Training time before this attempt.
-        flush_interval_s: Least time between two batches of this worker's events, over a connection.
-        place: Where to connect with events; None: they go through Ray.
+        checkpoint: URI of the folder of the checkpoint to start from; None: the run's initial state, if it has one.
+        held: The checkpoint to start from if it is in memory; it has precedence over ``checkpoint``.
+        previous_size: The world size of the previous attempt; None in the first one.
+        first_number: The number of the checkpoint that the attempt's first ``save_checkpoint`` creates.
+        iterations_before: The number of rounds before this attempt.
+        time_before_s: The training time before this attempt.
+        flush_interval_s: The minimum time between two batches of this worker's events on a connection.
+        inbox: Where to send events; None: through Ray.
     """
 
     attempt: int
@@ -87,12 +94,17 @@ class AttemptOrder:
     flush_interval_s: float
     held: HeldCheckpoint | None = None
     previous_size: int | None = None
-    place: Place | None = None
+    inbox: InboxAddress | None = None
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process is. ``stacks_file``: see `raysgd.workers.stacks`; ``gpu_ids``: as CUDA names them."""
+    """Where a worker process runs.
+
+    Attributes:
+        gpu_ids: The worker's GPUs, as CUDA names them.
+        stacks_file: The descriptor of its stacks, see `raysgd.workers.liveness.stacks`.
+    """
 
     node_id: str
     node_ip: str
@@ -105,20 +117,15 @@ class WorkerInfo:
     def node(self) -> str:
         return f"{self.hostname} ({self.node_ip})"
 
-    def shown(self) -> dict[str, Any]:
-        """What users are shown of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that users see."""
         return {name: getattr(self, name) for name in ("node_id", "node_ip", "hostname", "pid", "gpu_ids")}
 
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """Make ready for an attempt: reset what the last run left, choose the GPUs.
-
-    Attributes:
-        is_parked: train_func is inside, and goes on in that attempt.
-    """
+    """The order to prepare for a run: reset what the last run changed, and choose the GPUs."""
 
     visible_gpus: tuple[GpuId, ...] = ()
     device_index: int = 0
     rank: int = 0
-    is_parked: bool = False

@@ -1,26 +1,29 @@
-"""Pickles of the user's objects. Worker and driver side, never the controller.
+"""Pickles the user's functions, values and exceptions. Runs in the driver and in workers, never in the TrainerActor.
 
-What train_func returns arrives as if it had been called directly: the backend's reducers unwrap models and bring tensors
-to the CPU while they are pickled, wherever in the value they sit.
+The value of train_func arrives as if the function had been called directly: while the value is pickled, the backend's
+reducers unwrap models and move tensors to the CPU, wherever they are in the value.
 
-cloudpickle is the one that users know (``cloudpickle.register_pickle_by_value``). Ray brings a copy of its own, which is
-told how references to objects are pickled with their owner: what an `ObjectRef` of the user's is asked for hangs without.
+The pickler is users' own cloudpickle (``cloudpickle.register_pickle_by_value``) with the reducers of Ray's private copy,
+which pickle an `ObjectRef` together with its owner; without the owner, `ray.get` of the reference hangs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import io
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 import cloudpickle
 import ray
 import ray.cloudpickle
 
-from raysgd.errors import SerializationError
+from raysgd.errors import ConfigError, SerializationError
 
 Reducers = Mapping[type, Callable[[Any], tuple[Any, ...]]]
 
@@ -30,14 +33,16 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         super().__init__(file, protocol=5)
         self._reducers = tuple(reducers.items())
         own = super().dispatch_table
-        self._of_ray = {kind: how for kind, how in ray.cloudpickle.CloudPickler.dispatch.items() if kind not in own}
+        self._ray_reducers = {
+            kind: reduce for kind, reduce in ray.cloudpickle.CloudPickler.dispatch.items() if kind not in own
+        }
 
     def reducer_override(self, obj: Any) -> Any:
-        for kind, reduce in self._reducers:  # before Ray's: it can be told to pickle tensors, too, where they are
+        for kind, reduce in self._reducers:  # before Ray's, which users can extend to tensors
             if isinstance(obj, kind):
                 return reduce(obj)
-        if (of_ray := self._of_ray.get(type(obj))) is not None:
-            return of_ray(obj)
+        if (ray_reduce := self._ray_reducers.get(type(obj))) is not None:
+            return ray_reduce(obj)
         return super().reducer_override(obj)
 
 
@@ -45,7 +50,7 @@ def dumps(obj: Any, reducers: Reducers | None = None) -> bytes:
     """Pickle ``obj``.
 
     Raises:
-        Exception: Whatever pickling its parts raised.
+        Exception: Any error of pickling one of its parts.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, reducers or {}).dump(obj)
@@ -56,12 +61,18 @@ def dumps_named(
     obj: Any,
     name: str,
     reducers: Reducers | None = None,
-    advice: str = "Make it inside train_func, or pass what it is made of.",
+    advice: str = "Create it inside train_func, or pass the values it is built from.",
 ) -> bytes:
-    """Pickle ``obj``, and name the part that does not pickle: ``name`` is one of code, such as ``config``, or some words.
+    """Pickle ``obj``; the error names the part that cannot be pickled.
+
+    Args:
+        obj: The object.
+        name: What messages call it: a name in code, such as ``config``, or a phrase.
+        reducers: How to pickle objects, by type.
+        advice: The last sentence of the message.
 
     Raises:
-        SerializationError: It does not pickle; ``path`` says which part.
+        SerializationError: A part cannot be pickled; ``path`` says which one.
     """
     try:
         return dumps(obj, reducers)
@@ -78,7 +89,7 @@ def dumps_named(
 def find_unpicklable(
     obj: Any, path: str, reducers: Reducers | None = None, above: tuple[Any, ...] = ()
 ) -> tuple[str, Any]:
-    """The innermost part of ``obj`` that does not pickle, and where it sits."""
+    """Return the path to the innermost part of ``obj`` that cannot be pickled, and the part."""
     above = (*above, obj)
     for name, part in _parts(obj) if len(above) <= 20 else []:
         if any(part is outer for outer in above):  # a function that calls itself
@@ -92,10 +103,10 @@ def find_unpicklable(
 
 @dataclass(frozen=True)
 class Shared:
-    """An argument that is in the object store.
+    """An argument in the object store.
 
     Attributes:
-        ref: Where.
+        ref: The reference.
     """
 
     ref: Any
@@ -103,10 +114,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Packed:
-    """A function of the user's as a pickle, for processes that only hand it on: opening it may import a framework.
+    """A pickled function of the user's, for processes that only pass it on: unpickling may import a framework.
 
     Attributes:
-        name: Of the function, as users are told of it.
+        name: The function's name in messages.
     """
 
     data: bytes = field(repr=False)
@@ -114,18 +125,18 @@ class Packed:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Packed:
-        """Pack one.
+        """Pickle a function.
 
         Raises:
-            SerializationError: It does not pickle; names the part.
+            SerializationError: A part cannot be pickled; the message names it.
         """
         return cls(dumps_named(function, name), getattr(function, "__qualname__", type(function).__name__))
 
     def bind(self, keywords: Mapping[str, Any]) -> Callable[..., Any]:
-        """What stands for the function with these arguments here, and is that once it is pickled and opened.
+        """Return a callable that unpickles as the function with these arguments.
 
         Args:
-            keywords: By name; what is `Shared` is fetched where it is opened.
+            keywords: The arguments by name; `Shared` ones are fetched where the callable is unpickled.
         """
         return _Bound(self, keywords)
 
@@ -150,22 +161,22 @@ def _open_bound(data: bytes, keywords: Mapping[str, Any]) -> Any:
 
 
 def dumps_error(error: BaseException) -> bytes | None:
-    """Pickle an exception so that it can be opened again; None where it cannot.
+    """Pickle an exception so that it can be unpickled; None if that is impossible.
 
-    Many exceptions are made of more than their message, and pickle would make them of the message alone, which fails
-    when they are opened. Those travel as they are, without a second call of their ``__init__``.
+    Pickle recreates an exception from its message alone, which fails if ``__init__`` has further parameters. Such an
+    exception is recreated from its attributes, without a call of ``__init__``.
     """
-    for carried in (error, _AsItIs(error)):
+    for carried in (error, _WithoutInit(error)):
         try:
             data = dumps(carried)
             loads(data)
-        except Exception:  # a lock or a socket in it, or an __init__ that wants more
+        except Exception:  # it holds a lock or a socket, or its __init__ has further parameters
             continue
         return data
     return None
 
 
-class _AsItIs:
+class _WithoutInit:
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
@@ -181,7 +192,7 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str,
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Open a pickle made by `dumps`."""
+    """Unpickle the result of `dumps`."""
     return cloudpickle.loads(data)
 
 
@@ -202,12 +213,12 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
 
 
 def _variables(function: FunctionType) -> list[tuple[str, Any]]:
-    """What a function that travels by value takes with it."""
+    """Return the variables that are pickled with a function, by their names in messages."""
     found: list[tuple[str, Any]] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found.append((f" (its variable {name!r})", cell.cell_contents))
-        except ValueError:  # it has no value yet
+        except ValueError:  # the variable has no value yet
             continue
     for name in dict.fromkeys(_names(function.__code__)):
         if name in function.__globals__:
@@ -220,3 +231,87 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+# -- values and errors of the user's functions ------------------------------------------------------------------------
+
+
+def dumps_returned(value: Any, what: str, reducers: Reducers, rank: int | None = None) -> bytes:
+    """Pickle the value that the function ``what`` returned.
+
+    Args:
+        value: The value.
+        what: The function's name in messages.
+        reducers: How to pickle objects, by type.
+        rank: The rank that the message names, if the caller gets the values of all ranks.
+
+    Raises:
+        ConfigError: The value is a coroutine or a generator.
+        SerializationError: A part cannot be pickled.
+    """
+    check_returned(value, what)
+    suffix = "" if rank is None else f" on rank {rank}"
+    advice = "Return the values it is built from."
+    return dumps_named(value, f"{what}'s return value{suffix}", reducers, advice=advice)
+
+
+def check_returned(value: Any, what: str) -> None:
+    """Raise a ConfigError if a function returned a coroutine or a generator: its body has not run."""
+    if inspect.iscoroutine(value):
+        value.close()  # otherwise Python warns that it was never awaited
+        raise ConfigError(
+            f"{what} is async: it returned a coroutine; give a plain function (asyncio.run may be inside)."
+        )
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise ConfigError(f"{what} returned a generator, whose body has not run; give a plain function.")
+
+
+class CallFailed(Exception):
+    """A function of `Trainer.execute`, or a constructor, raised an exception, which the driver raises again.
+
+    Attributes:
+        data: The argument of `raysgd.controller.journal.outcome.outcome_error`; the exception in it stays pickled.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__(data)
+        self.data = data
+
+    def __str__(self) -> str:
+        return f"rank {self.data['rank']}: {self.data['summary']}"
+
+
+def failed_call(error: BaseException, rank: int, node: str, inside: str) -> CallFailed:
+    """Return ``error`` with its rank, node and traceback, without the frames of the file ``inside``."""
+    error.__traceback__ = user_part(error.__traceback__, (inside,))
+    return CallFailed(
+        {
+            "kind": "error",
+            "exception": dumps_error(error) if isinstance(error, Exception) else None,
+            "type_name": f"{type(error).__module__}.{type(error).__qualname__}",
+            "summary": traceback.format_exception_only(error)[-1].strip(),
+            "traceback": "".join(traceback.format_exception(error)),
+            "rank": rank,
+            "node": node,
+            "followed": [],
+        }
+    )
+
+
+def find_root_cause(first: BaseException, calls: Iterable[asyncio.Future[Any]]) -> BaseException:
+    """Return the root cause among the errors of all ranks: the first error that no collective raised."""
+    errors = [first, *(call.exception() for call in calls if call.done() and not call.cancelled())]
+    return next((error for error in errors if error is not None and not _may_have_followed(error)), first)
+
+
+def _may_have_followed(error: BaseException) -> bool:
+    cause = getattr(error, "cause", error)  # Ray wraps the error
+    return isinstance(cause, CallFailed) and bool(cause.data.get("in_collective"))
+
+
+def user_part(trace: TracebackType | None, inside: Container[str]) -> TracebackType | None:
+    """Return the traceback from where it leaves the files ``inside``; all of it if it never does."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in inside:
+        inner = inner.tb_next
+    return inner or trace

@@ -1,83 +1,103 @@
-"""What `raysgd` shows to its users. A change of this list is a change of the API: it belongs in the CHANGELOG."""
+"""The public names of raysgd are those listed here. A change of this list changes the API and belongs in the CHANGELOG."""
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
+from collections import Counter
+
+import pytest
 
 import raysgd
+from support.project import ROOT
 
-# What users name: `raysgd.X` for each.
-DRIVER = [
-    "Checkpoint",
-    "Event",
-    "Result",
-    "ResultStream",
-    "RunInfo",
-    "RunStatus",
-    "Trainer",
-    "compare_runs",
-    "load_run",
-]
-CONFIG = ["CheckpointConfig", "FailureConfig", "RunConfig"]
-BACKENDS = [
-    "Backend",
-    "BackendConfig",
-    "Coordinator",
-    "HorovodConfig",
-    "JaxConfig",
-    "NoneConfig",
-    "TensorflowConfig",
-    "TorchConfig",
-]
-CALLBACKS = ["Callback", "Stop"]
-WORKER = [
-    "SavedArray",
-    "barrier",
-    "broadcast",
-    "device",
-    "get_dataset",
-    "get_datasets",
-    "in_worker",
-    "load_checkpoint",
-    "local",
-    "local_rank",
-    "local_world_size",
-    "node_rank",
-    "report",
-    "save_checkpoint",
-    "should_stop",
-    "world_rank",
-    "world_size",
-]
-# Reached through `raysgd` itself.
-MODULES = ["backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration"]
-PUBLIC = sorted([*DRIVER, *CONFIG, *BACKENDS, *CALLBACKS, *WORKER, *MODULES])
+#: The public names of each package. `raysgd` has its public packages in addition.
+PUBLIC = {
+    "raysgd": """
+        Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Event FailureConfig HorovodConfig
+        JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
+        TorchConfig Trainer barrier broadcast compare_runs device get_dataset get_datasets in_worker load_checkpoint
+        load_run local local_rank local_world_size node_rank report save_checkpoint should_stop world_rank world_size
+    """.split(),
+    "raysgd.backends": """
+        Backend BackendConfig Coordinator Member
+    """.split(),
+    "raysgd.callbacks": """
+        Callback CsvCallback EarlyStoppingCallback JsonLinesCallback MLflowCallback PrintCallback ProgressCallback
+        Stop TensorBoardCallback TorchProfilerCallback WandbCallback
+    """.split(),
+    "raysgd.data": """
+        Batches DatasetShard DatasetSubset Rows WorkerDataset to_cv
+    """.split(),
+    "raysgd.torch": """
+        PreparedLoader device prepare_data_loader prepare_model prepare_optimizer unwrap
+    """.split(),
+    "raysgd.tensorflow": """
+        KerasCallback MultiWorkerMirroredStrategy
+    """.split(),
+    "raysgd.jax": """
+        mesh restore
+    """.split(),
+    "raysgd.tune_integration": """
+        search trial_resources
+    """.split(),
+    "raysgd.errors": """
+        AttemptEnded CheckpointCorruptError CheckpointError CheckpointNotFoundError ConfigError DataError
+        InfeasibleError MetricError RaySGDError ReshardError RunCancelledError SerializationError SessionError
+        StartTimeoutError StorageError TrainFuncError TrainerBusyError TrainerClosedError UnknownArgumentError
+        UnsafeStateError UsageError WorkerDiedError WorkerError WorkerTraceback
+    """.split(),
+    "raysgd.testing": """
+        BitFlip ClusterState DiskFull Exit Fault FaultPlan Fired Hang HistoryError Kill KillDriver KillTrainerActor
+        LeakError NetworkCut OutOfMemory Preempt Raise RemoveNode Slow Stop StorageFault TornWrite check_cluster
+        check_history
+    """.split(),
+    "raysgd.testing.simulation": """
+        GONE RETURNED SimulatedAttempt SimulatedRank SimulatedRun broken failed finish history_of kill part
+        previous_state_of reports running saved uri_of
+    """.split(),
+}
+PACKAGES = ["backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration"]
+FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(raysgd.__all__) == PUBLIC
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_those_listed_here(package: str) -> None:
+    if package in FRAMEWORKS:
+        pytest.importorskip(FRAMEWORKS[package])
+    module = importlib.import_module(package)
+    expected = sorted([*PUBLIC[package], *(PACKAGES if package == "raysgd" else [])])
+    assert sorted(module.__all__) == expected
+    assert [name for name in expected if not hasattr(module, name)] == []
 
 
-def test_every_public_name_is_there() -> None:
-    missing = [name for name in raysgd.__all__ if not hasattr(raysgd, name)]
-    assert not missing
+def test_every_public_name_has_one_stability_label() -> None:
+    labelled = Counter()
+    for page in (ROOT / "doc" / "reference").glob("*.md"):
+        for row in re.findall(r"^\| (?:stable|beta) \| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            labelled.update(re.findall(r"`([\w.]+)`", row))
+    public = {f"{package}.{name}" for package, names in PUBLIC.items() for name in names}
+    assert sorted(public ^ labelled.keys()) == []
+    assert [name for name, count in labelled.items() if count > 1] == []
 
 
 def test_dir_lists_the_public_names() -> None:
     assert set(raysgd.__all__) <= set(dir(raysgd))
 
 
-def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
-    done = _python("import raysgd; raysgd.trainr")
-    assert "AttributeError" in done.stderr
-    assert "trainr" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "advice"), [("trainr", "did you mean 'Trainer'?"), ("ScalingConfig", "give num_workers="), ("zzz", "")]
+)
+def test_unknown_name_is_an_attribute_error_with_the_right_name(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(raysgd, name)
+    assert repr(name) in str(caught.value) and advice in str(caught.value)
 
 
 def test_star_import_works() -> None:
-    done = _python("from raysgd import *; Trainer, report")
+    done = subprocess.run(
+        [sys.executable, "-c", "from raysgd import *; Trainer, report"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-
-
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,38 +18,28 @@ from support.totals import TOTALS
 
 travels_by_value(__name__)
 travels_by_value("support.totals")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
 
 
-def long_but_for(*names: str) -> Callable[[type[BackendSuite]], type[BackendSuite]]:
-    """Mark a suite's tests ``long``, as another one shows nearly the same, all but some."""
+def keep_only(*names: str) -> Callable[[type[BackendSuite]], type[BackendSuite]]:
+    """Keep only the named tests of a suite: another suite covers the same code."""
 
-    def marked(suite: type[BackendSuite]) -> type[BackendSuite]:
+    def reduced(suite: type[BackendSuite]) -> type[BackendSuite]:
         tests = {name for name in dir(suite) if name.startswith("test_")}
-        assert tests > set(names), f"of {names} not all are tests"
+        assert tests > set(names), f"not all of {names} are tests"
         for name in tests - set(names):
-            setattr(suite, name, pytest.mark.long(_copy_of(getattr(suite, name))))
+            setattr(suite, name, None)
         return suite
 
-    return marked
-
-
-def _copy_of(test: Callable[..., None]) -> Callable[..., None]:
-    """A mark on the function itself would be one on that of all suites."""
-
-    @wraps(test)
-    def copy(*args: Any, **kwargs: Any) -> None:
-        test(*args, **kwargs)
-
-    return copy
+    return reduced
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsedOnceConfig(raysgd.NoneConfig):
-    """Processes that can be in one group only."""
+    """A backend whose processes can join only one group."""
 
     @property
-    def reforms_in_process(self) -> bool:
+    def can_rejoin(self) -> bool:
         return False
 
 
@@ -62,6 +50,9 @@ class TestNone(BackendSuite):
         return raysgd.NoneConfig()
 
 
+@keep_only(
+    "test_trainer_can_run_again", "test_killed_rank_is_noticed_and_replaced", "test_former_groups_leave_nothing_behind"
+)
 class TestNoneInNewProcesses(BackendSuite):
     has_collectives = False
 
@@ -69,9 +60,9 @@ class TestNoneInNewProcesses(BackendSuite):
         return UsedOnceConfig()
 
 
-def test_processes_that_can_join_no_other_group_are_replaced_by_spares_first(tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(spares=1)
-    with make_trainer(tmp_path, 2, UsedOnceConfig(), failure=failure) as trainer:
+def test_used_once_processes_are_replaced_by_spares_first(tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(num_spares=1)
+    with make_trainer(tmp_path, 2, UsedOnceConfig(), failure_config=failure) as trainer:
         first = trainer.run(os.getpid, callbacks=quiet(), returns="all")
         (spare,) = until(lambda: set(actor_pids("WorkerActor")) - set(first), PATIENCE_S)
         second = trainer.run(os.getpid, callbacks=quiet(), returns="all")
@@ -94,16 +85,7 @@ class TestHorovodWithTorch(BackendSuite):
         return raysgd.HorovodConfig()
 
 
-@pytest.mark.long  # outside of `hvd.elastic.run`, of which tests/fault/test_horovod_elastic.py is
-@needs_horovod
-class TestHorovodElastic(BackendSuite):
-    make_total = staticmethod(TOTALS["horovod-torch"])
-
-    def make_config(self) -> raysgd.BackendConfig:
-        return raysgd.HorovodConfig(elastic="horovod")
-
-
-@long_but_for("test_a_killed_rank_is_noticed_and_replaced", "test_a_smaller_group_and_a_larger_one")  # as with torch
+@keep_only("test_killed_rank_is_noticed_and_replaced", "test_group_shrinks_and_grows")
 @needs_horovod
 class TestHorovodWithTensorflow(BackendSuite):
     make_total = staticmethod(TOTALS["horovod-tensorflow"])
@@ -119,7 +101,7 @@ class TestTensorflow(BackendSuite):
         return raysgd.TensorflowConfig()
 
 
-@pytest.mark.long  # each group imports TensorFlow anew
+@keep_only("test_trainer_can_run_again", "test_killed_rank_is_noticed_and_replaced")
 class TestTensorflowInNewProcesses(BackendSuite):
     make_total = staticmethod(TOTALS["tensorflow"])
 

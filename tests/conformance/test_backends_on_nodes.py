@@ -17,7 +17,7 @@ from support.totals import TOTALS
 
 travels_by_value(__name__)
 travels_by_value("support.totals")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ class TestHorovod(BackendOnNodesSuite):
     def make_config(self) -> raysgd.BackendConfig:
         return raysgd.HorovodConfig()
 
-    def test_its_own_ranks_are_those_on_the_nodes(self, cluster: Any, tmp_path: Path) -> None:
+    def test_horovod_local_and_cross_ranks_follow_the_nodes(self, cluster: Any, tmp_path: Path) -> None:
         with self.trainer(tmp_path, 4, placement_strategy="PACK") as trainer:
             seen = trainer.run(places_in_horovod, callbacks=quiet(), returns="all")
         assert seen == [(rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4)]
@@ -49,7 +49,7 @@ class TestHorovod(BackendOnNodesSuite):
 def places_in_horovod() -> tuple[int, ...]:
     import horovod.torch as hvd
 
-    hvd.init()  # as scripts do; it was done before, and nothing comes of it
+    hvd.init()  # scripts call this again; it has no effect
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 

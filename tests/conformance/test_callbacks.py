@@ -89,7 +89,6 @@ class TestTorchProfiler(CallbackSuite):
         return TorchProfilerCallback(wait=0, warmup=1, active=1)
 
 
-@pytest.mark.slow
 class TestMLflow(CallbackSuite):
     num_results = 250
     store = ""
@@ -100,14 +99,15 @@ class TestMLflow(CallbackSuite):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
             pytest.importorskip("mlflow")
-            cls.store = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"  # making one takes seconds
+            cls.store = (
+                f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"  # creating the database takes seconds
+            )
             yield
 
     def make_callback(self) -> Callback:
         return MLflowCallback(tracking_uri=self.store)
 
 
-@pytest.mark.slow
 class TestWandb(CallbackSuite):
     num_results = 100
 

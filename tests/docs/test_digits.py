@@ -16,7 +16,6 @@ from support.project import ROOT
 EXAMPLE = ROOT / "examples" / "01_digits.py"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_digits_are_learned(tmp_path: Path) -> None:
     done = subprocess.run(

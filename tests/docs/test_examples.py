@@ -50,7 +50,6 @@ def test_example_says_how_it_is_tested(example: Path) -> None:
     assert test is None or example.name in test.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_examples_without_a_test_of_their_own_run(tmp_path: Path) -> None:
     for example in EXAMPLES:
@@ -58,7 +57,6 @@ def test_examples_without_a_test_of_their_own_run(tmp_path: Path) -> None:
             _run(example, arguments_of(example) or [], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
 def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_blocks_run_in_one_namespace_and_no_run_ones_do_not(page: Path) -> None:
 
 
 def test_a_block_that_does_not_run_must_compile(page: Path) -> None:
-    page.write_text("<!-- no-run: an example -->\n```python\nthis is no Python\n```\n")
+    page.write_text("<!-- no-run: an example -->\n```python\nthis does not compile\n```\n")
     with pytest.raises(SyntaxError):
         run_snippets(snippets(page, "python"))
 

@@ -15,7 +15,6 @@ from support.snippets import documents, run_snippets, snippets
 WITH_PYTHON = [path for path in documents() if snippets(path, "python")]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
 def test_snippets_run(path: Path, ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The processes of the control plane are killed: the controller itself, and the one of its callbacks."""
+"""The controller and the callback host are killed: the run resumes, or raises the reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 import ray
 
 import raysgd
-from raysgd.controller.lifeline import ask
+from raysgd.controller.watchdog import ask
 from raysgd.errors import WorkerDiedError, WorkerError
 from raysgd.testing import check_history
-from raysgd.workers.cluster import NAMESPACE
+from raysgd.workers.placement.cluster import NAMESPACE
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import (
@@ -39,7 +39,7 @@ travels_by_value(__name__)
 
 
 class Logger(raysgd.Callback):
-    """Writes a line per result, in the process of the controller's callbacks."""
+    """Writes a line per result, in the callback host."""
 
     runs_in = "controller"
 
@@ -51,7 +51,7 @@ class Logger(raysgd.Callback):
             file.write(json.dumps([result["step"], os.getpid()]) + "\n")
 
 
-def until_there_is_a_file(config: dict[str, Any]) -> str:
+def run_until_file_exists(config: dict[str, Any]) -> str:
     step = 0
     while not os.path.exists(config["file"]):
         raysgd.report(step=step)
@@ -60,23 +60,23 @@ def until_there_is_a_file(config: dict[str, Any]) -> str:
     return "went"
 
 
-def test_the_process_of_the_callbacks(ray_cluster: Any, tmp_path: Path) -> None:
+def test_training_continues_after_callback_host_death(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path / "runs") as trainer:
         log = tmp_path / "log"
         config = {"file": str(tmp_path / "go")}
-        stream = trainer.run_generator(until_there_is_a_file, config, callbacks=[*quiet(), Logger(log)])
+        stream = trainer.run_generator(run_until_file_exists, config, callbacks=[*quiet(), Logger(log)])
         assert until(lambda: log.exists() and log.read_text().endswith("]\n"), PATIENCE_S)
         killed = json.loads(log.read_text().splitlines()[0])[1]
         os.kill(killed, signal.SIGKILL)
         assert are_gone([killed])
         (tmp_path / "go").write_text("")
-        assert stream.get_returns() == "went", "training does not depend on it"
-        told = [warning["message"] for warning in events_of(trainer, "warning")]
-        assert any("the process of the controller's callbacks is gone" in message for message in told)
+        assert stream.get_returns() == "went", "training does not depend on the callback host"
+        messages = [warning["message"] for warning in events_of(trainer, "warning")]
+        assert any("the process of the controller's callbacks is gone" in message for message in messages)
 
         log.unlink()
         assert (
-            trainer.run(until_there_is_a_file, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), Logger(log)])
+            trainer.run(run_until_file_exists, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), Logger(log)])
             == "went"
         )
         assert trainer.run(report_once, callbacks=[*quiet(), Logger(log)]) is None
@@ -88,10 +88,10 @@ def report_once() -> None:
 
 
 def saving_loop(config: dict[str, Any]) -> tuple[int, int]:
-    """Saves and reports, until it is told to end; returns the last step, and how many rows there are."""
+    """Save and report until a file exists; return the last step and the number of rows."""
     state = raysgd.load_checkpoint()
     step = 0 if state is None else state["step"] + 1
-    while not raysgd.broadcast(os.path.exists(config["file"])):  # all of them at the same step
+    while not raysgd.broadcast(os.path.exists(config["file"])):  # all ranks stop at the same step
         raysgd.report(step=step)
         raysgd.save_checkpoint({"step": step})
         step += 1
@@ -111,20 +111,20 @@ def next_of_attempt(stream: raysgd.ResultStream, attempt: int) -> raysgd.Result:
 
 
 def check_steps(results: list[raysgd.Result]) -> None:
-    """A step is an iteration, whatever happened between; those made again come after a failure alone."""
+    """Check that each step is one iteration, and that iterations repeat only after a failure."""
     assert all(result["step"] == result["training_iteration"] - 1 for result in results)
     for before, after in itertools.pairwise(results):
         follows = after["training_iteration"] == before["training_iteration"] + 1
         assert follows or after["attempt"] > before["attempt"]
 
 
-def test_a_run_goes_on_when_the_controller_has_died(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_resumes_after_controller_death(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
     log = tmp_path / "log"
     config = {"file": str(tmp_path / "go"), "has_data": True}
-    with make_trainer(tmp_path / "runs", failure=raysgd.FailureConfig(max_failures=2)) as other:
+    with make_trainer(tmp_path / "runs", failure_config=raysgd.FailureConfig(max_failures=2)) as other:
         processes = pids(other)
-        data = {"x": np.arange(50_000.0)}  # the driver's, in the object store
+        data = {"x": np.arange(50_000.0)}  # put by the driver into the object store
         callbacks = [*quiet(), Logger(log)]
         stream = other.run_generator(saving_loop, config, dataset=data, callbacks=callbacks, returns="all")
         results = [next(stream) for _ in range(20)]
@@ -153,12 +153,12 @@ def test_a_run_goes_on_when_the_controller_has_died(ray_cluster: Any, tmp_path: 
     assert before.leftovers() == []
 
 
-def test_results_come_in_order_whenever_it_dies(ray_cluster: Any, tmp_path: Path) -> None:
+def test_results_arrive_in_order_whenever_the_controller_dies(ray_cluster: Any, tmp_path: Path) -> None:
     config = {"file": str(tmp_path / "go")}
     with make_trainer(tmp_path / "runs") as other:
         stream = other.run_generator(saving_loop, config, callbacks=quiet())
         results = [next(stream)]
-        kill_controller()  # what was reported in its first milliseconds is in no file
+        kill_controller()  # reports of the first milliseconds are in no file yet
         results.append(next_of_attempt(stream, 2))
         results += [next(stream) for _ in range(20)]
         (tmp_path / "go").touch()
@@ -167,7 +167,7 @@ def test_results_come_in_order_whenever_it_dies(ray_cluster: Any, tmp_path: Path
 
 
 class KillsAndWaits(raysgd.Callback):
-    """Kills the controller, and holds the driver's reader up until another process of it answers."""
+    """Kills the controller, and blocks the reader in the driver until a new controller answers."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -182,7 +182,7 @@ class KillsAndWaits(raysgd.Callback):
             ask(ray.get_actor(name, namespace=NAMESPACE), "endpoint")
 
 
-def test_a_reader_that_finds_out_late_goes_on_as_well(ray_cluster: Any, tmp_path: Path) -> None:
+def test_late_reader_continues_after_controller_death(ray_cluster: Any, tmp_path: Path) -> None:
     config = {"file": str(tmp_path / "go")}
     with make_trainer(tmp_path / "runs") as other:
         stream = other.run_generator(saving_loop, config, callbacks=[*quiet(), KillsAndWaits()])
@@ -193,9 +193,9 @@ def test_a_reader_that_finds_out_late_goes_on_as_well(ray_cluster: Any, tmp_path
     check_steps(results)
 
 
-def test_a_run_that_allows_no_failure_ends_with_an_error(ray_cluster: Any, tmp_path: Path) -> None:
+def test_controller_death_with_max_failures_0_raises(ray_cluster: Any, tmp_path: Path) -> None:
     config = {"file": str(tmp_path / "never")}
-    with make_trainer(tmp_path / "runs", failure=raysgd.FailureConfig(max_failures=0)) as other:
+    with make_trainer(tmp_path / "runs", failure_config=raysgd.FailureConfig(max_failures=0)) as other:
         stream = other.run_generator(saving_loop, config, callbacks=quiet())
         for _ in range(10):
             next(stream)
@@ -206,10 +206,10 @@ def test_a_run_that_allows_no_failure_ends_with_an_error(ray_cluster: Any, tmp_p
         last = other.get_last_checkpoint()
         assert last is not None and str(last.path) in str(caught.value)
         (tmp_path / "never").touch()
-        assert other.run(saving_loop, config, checkpoint=last, callbacks=quiet())[0] == last.load()["step"] + 1
+        assert other.run(saving_loop, config, resume_from=last, callbacks=quiet())[0] == last.load()["step"] + 1
 
 
-def test_between_two_runs(ray_cluster: Any, tmp_path: Path) -> None:
+def test_controller_dies_between_two_runs(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     config = {"file": str(tmp_path / "go")}
     with make_trainer(tmp_path / "runs") as other:
@@ -220,7 +220,7 @@ def test_between_two_runs(ray_cluster: Any, tmp_path: Path) -> None:
         assert (Path(str(first)).name, Path(str(other.run_dir)).name) == ("run_001", "run_002")
 
 
-def test_the_instances_of_the_class_api_are_gone_with_it(ray_cluster: Any, tmp_path: Path) -> None:
+def test_class_api_instances_are_lost_with_the_controller(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path / "runs") as other:
         other.start(dict, a=1)
         kill_controller()

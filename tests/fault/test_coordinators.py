@@ -1,6 +1,6 @@
-"""JAX's coordination service, and Horovod's rendezvous server, live in a process beside the controller.
+"""JAX's coordination service, and Horovod's rendezvous server, live in a process next to the controller.
 
-Where that one dies, a run goes on with another.
+When that process dies, the run continues with another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from support.runs import (
 from support.totals import with_horovod_and_torch, with_jax
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.fault,
     pytest.mark.timeout(240),
 ]
@@ -47,7 +46,7 @@ NUM_STEPS = 60
 
 
 def sums() -> list[float]:
-    """A sum, a report and a checkpoint per step."""
+    """Make a sum, a report and a checkpoint in each step."""
     total = with_jax()
     state = raysgd.load_checkpoint() or {"step": -1, "sums": []}
     found = list(state["sums"])
@@ -60,9 +59,9 @@ def sums() -> list[float]:
 
 
 @needs_jax
-def test_a_run_goes_on_when_jaxs_service_is_killed(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_resumes_after_jax_coordination_service_death(ray_cluster: Any, tmp_path: Path) -> None:
     failure = raysgd.FailureConfig(max_failures=2, abort_grace_s=20)
-    with make_trainer(tmp_path, 2, "jax", failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, "jax", failure_config=failure) as trainer:
         stream = trainer.run_generator(sums, callbacks=quiet(), returns="all")
         for result in stream:
             if result["step"] == 5:
@@ -73,7 +72,7 @@ def test_a_run_goes_on_when_jaxs_service_is_killed(ray_cluster: Any, tmp_path: P
         failures = events_of(trainer, "failure")
         run = latest_run(trainer)
     assert are_gone([coordinator])
-    # JAX ends the processes that lose their service. Mostly they are seen to die together.
+    # JAX ends processes that lose their coordination service. Mostly the deaths are detected together.
     assert 1 <= len(failures) <= 2, failures
     check_history(run.run_dir, within_s=PATIENCE_S)
     assert returned == [[3.0] * NUM_STEPS] * 2
@@ -81,7 +80,7 @@ def test_a_run_goes_on_when_jaxs_service_is_killed(ray_cluster: Any, tmp_path: P
 
 
 def sums_with_horovod(config: dict[str, Any]) -> list[float]:
-    """Rank 1 dies at its tenth step after the file is there, once; it ends ten steps after that."""
+    """Rank 1 dies once, ten steps after the file exists; the loop ends ten steps later."""
     total = with_horovod_and_torch()
     state = raysgd.load_checkpoint() or {"step": -1, "sums": []}
     found, since = list(state["sums"]), 0
@@ -101,11 +100,9 @@ def sums_with_horovod(config: dict[str, Any]) -> list[float]:
 
 
 @needs_horovod
-def test_a_group_of_horovods_does_without_its_server_and_the_next_one_has_another(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_next_group_gets_a_new_horovod_server_after_its_death(ray_cluster: Any, tmp_path: Path) -> None:
     failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
-    with make_trainer(tmp_path, 2, "horovod", failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, "horovod", failure_config=failure) as trainer:
         config = {"folder": str(tmp_path)}
         stream = trainer.run_generator(sums_with_horovod, config, callbacks=quiet(), returns="all")
         for result in stream:

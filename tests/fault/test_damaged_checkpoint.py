@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged on storage: a recovery passes over it, and goes on from the one before."""
+"""The newest checkpoint is damaged on storage: recovery skips it and resumes from the one before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def damage(checkpoint: Path) -> None:
 
 
 def steps(config: dict[str, Any]) -> int:
-    """Six steps, each saved; in step 3 rank 1 damages the newest checkpoints, when they are there, and dies."""
+    """Make six steps, each saved; in step 3 rank 1 damages the newest checkpoints and dies."""
     state = raysgd.load_checkpoint() or {"step": 0}
     begun_at = int(state["step"])
     for step in range(begun_at, 6):
@@ -46,30 +46,30 @@ def steps(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(("damaged", "begun_at"), [((4,), 3), ((4, 3), 2)])
-def test_a_recovery_passes_over_what_is_damaged(
+def test_recovery_skips_a_damaged_checkpoint(
     ray_cluster: Any, tmp_path: Path, damaged: tuple[int, ...], begun_at: int
 ) -> None:
     run = raysgd.RunConfig(name="r", storage_path=str(tmp_path))
     config = {"folder": str(tmp_path), "checkpoints": str(tmp_path / "r/run_001/checkpoints"), "damaged": damaged}
     storage_alone = raysgd.CheckpointConfig(keep_in_memory=False)
-    with raysgd.Trainer(2, "none", run=run, checkpoint=storage_alone) as trainer:
+    with raysgd.Trainer(2, "none", run_config=run, checkpoint_config=storage_alone) as trainer:
         assert trainer.run(steps, config, callbacks=quiet()) == begun_at
         warnings = [event["message"] for event in events_of(trainer, "warning")]
-        assert [f"checkpoint {number} passed over" in told for number, told in zip(damaged, warnings, strict=False)]
-        assert len([told for told in warnings if "passed over" in told]) == len(damaged)
-        assert len(events_of(trainer, "failure")) == 1, "a damaged file is no failure of a worker"
+        assert [f"checkpoint {number} skipped" in message for number, message in zip(damaged, warnings, strict=False)]
+        assert len([message for message in warnings if " skipped: " in message]) == len(damaged)
+        assert len(events_of(trainer, "failure")) == 1, "a damaged file is not a failure of a worker"
 
 
-def test_with_a_copy_in_memory_nothing_is_lost(ray_cluster: Any, tmp_path: Path) -> None:
+def test_damage_on_storage_costs_nothing_with_a_copy_in_memory(ray_cluster: Any, tmp_path: Path) -> None:
     run = raysgd.RunConfig(name="r", storage_path=str(tmp_path))
     config = {"folder": str(tmp_path), "checkpoints": str(tmp_path / "r/run_001/checkpoints"), "damaged": (4,)}
-    with raysgd.Trainer(2, "none", run=run) as trainer:
+    with raysgd.Trainer(2, "none", run_config=run) as trainer:
         assert trainer.run(steps, config, callbacks=quiet()) == 4
 
 
-def test_where_all_are_damaged_the_error_says_so(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_raises_when_all_checkpoints_are_damaged(ray_cluster: Any, tmp_path: Path) -> None:
     run = raysgd.RunConfig(name="r", storage_path=str(tmp_path))
     config = {"folder": str(tmp_path), "checkpoints": str(tmp_path / "r/run_001/checkpoints"), "damaged": (1, 2, 3, 4)}
-    trainer = raysgd.Trainer(2, "none", run=run, checkpoint=raysgd.CheckpointConfig(keep_in_memory=False))
+    trainer = raysgd.Trainer(2, "none", run_config=run, checkpoint_config=raysgd.CheckpointConfig(keep_in_memory=False))
     with trainer, pytest.raises(CheckpointCorruptError, match="checkpoint_000001"):
         trainer.run(steps, config, callbacks=quiet())

@@ -1,6 +1,6 @@
-"""A worker that is killed in the middle of an epoch: each row is trained on exactly once, by the checkpoint gone on from.
+"""A worker is killed inside an epoch: each row is trained on exactly once, counted from the checkpoint that is resumed.
 
-What was trained on is part of the state, as weights would be: rows that were read after the checkpoint are forgotten
+The rows trained on are part of the saved state, as weights would be: rows that were read after the checkpoint are lost
 with it, and must come again.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,11 @@ NUM_ROWS = 101
 NUM_EPOCHS = 3
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), failure=raysgd.FailureConfig(max_failures=2), seed=5) as trainer:
-        yield trainer
+TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=2), "seed": 5}
 
 
 def trained(config: dict[str, Any]) -> dict[str, Any]:
-    """Three epochs. Saved in every third step; rank 1 dies in two steps of its choosing, some steps after a save."""
+    """Train three epochs and save in every third step; rank 1 dies in two steps, some steps after a save."""
     state = raysgd.load_checkpoint() or {"seen": [], "steps": 0}
     starts_at = state["steps"]
     batches = raysgd.get_dataset().get_split().to_torch(batch_size=3, shuffle="full")
@@ -46,14 +42,14 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
                 raysgd.save_checkpoint(state, all_ranks=True)
             raysgd.report(step=state["steps"])
             if config["dies"] and state["steps"] in (8, 29) and once(config["folder"], f"{state['steps']}-{rank()}"):
-                raysgd.barrier()  # both ranks have come here, so the saves before have been made by both
+                raysgd.barrier()  # both ranks have made the saves before
                 if rank() == 1:
                     die_after_checkpoint_of(state["steps"] // 3 * 3)
     return {"seen": state["seen"], "starts_at": starts_at, "first_epoch": first_epoch}
 
 
 def die_after_checkpoint_of(step: int) -> None:
-    """Once it is committed; looking for it moves this rank's place in the data, which is of no more use."""
+    """Kill this process once the checkpoint is committed. Loading it moves the data position, which is harmless here."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         state = raysgd.load_checkpoint()
@@ -67,7 +63,7 @@ def rank() -> int:
     return raysgd.world_rank()
 
 
-def test_each_row_of_each_epoch_is_trained_on_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_each_row_is_trained_on_once_per_epoch_through_deaths(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     data = {"x": np.arange(NUM_ROWS)}
     runs = {}
     for dies in (False, True):
@@ -84,7 +80,7 @@ def test_each_row_of_each_epoch_is_trained_on_once(trainer: raysgd.Trainer, tmp_
 
 
 def logged(config: dict[str, Any]) -> None:
-    """Epochs until the group has shrunk and grown back; a line for each row, in a file for each attempt and rank."""
+    """Train until the group has shrunk and grown back; write a line per row to a file per attempt and rank."""
     state = raysgd.load_checkpoint()
     step = first = 0 if state is None else state["step"]
     shard = raysgd.get_dataset().get_split()
@@ -103,11 +99,11 @@ def logged(config: dict[str, Any]) -> None:
                 return
 
 
-def test_it_is_so_whatever_the_size_of_the_group(ray_cluster: Any, tmp_path: Path) -> None:
+def test_each_row_is_trained_on_once_through_shrinking_and_growing(ray_cluster: Any, tmp_path: Path) -> None:
     folder = tmp_path / "log"
     folder.mkdir()
     failure = raysgd.FailureConfig(max_failures=1)
-    with make_trainer(tmp_path / "runs", (1, 3), failure=failure, seed=5) as trainer:
+    with make_trainer(tmp_path / "runs", (1, 3), failure_config=failure, seed=5) as trainer:
         data = {"x": np.arange(NUM_ROWS)}
         trainer.run(logged, {"folder": str(folder)}, dataset=data, callbacks=quiet())
         sizes = [(data["old"], data["new"]) for data in events_of(trainer, "resize")]
@@ -120,7 +116,7 @@ def test_it_is_so_whatever_the_size_of_the_group(ray_cluster: Any, tmp_path: Pat
     for (first, _, _), text in lines.items():
         until = min((start for start in starts if start > first), default=None)
         for step, epoch, row in (map(int, line.split()) for line in text.splitlines()):
-            if until is None or step <= until:  # what came after the checkpoint gone on from came again
+            if until is None or step <= until:  # rows after the resumed checkpoint were read again
                 seen.append((epoch, row))
     num_epochs = 1 + max(epoch for epoch, _ in seen)
     assert sorted(seen) == [(epoch, row) for epoch in range(num_epochs) for row in range(NUM_ROWS)]

@@ -1,4 +1,4 @@
-"""A Trainer that outlives its driver: others take hold of it, read its run from the beginning, have it rest and go on."""
+"""A detached Trainer: other drivers attach to it, read its run from the beginning, pause it and resume it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROGRAM = """
     ray.init(address="auto", log_to_driver=False)
     run = raysgd.RunConfig(name=name, storage_path=storage, detached=what != "is not")
     Logger.runs_in = "controller" if what == "is not" else "driver"
-    trainer = raysgd.Trainer(2, backend="none", run=run)
+    trainer = raysgd.Trainer(2, backend="none", run_config=run)
     given = dict(config={"file": file}, dataset={"x": np.arange(%d)}, callbacks=[Logger(file + ".log")], returns="all")
     if what == "stays":
         print("began", flush=True)
@@ -74,11 +74,11 @@ PROGRAM = """
 
 
 class Program:
-    """A driver of its own, on the cluster of the tests.
+    """A driver in its own process, on the cluster of the tests.
 
     Args:
-        what: What it does once the run has begun: it waits to be killed (``"waits"``; ``"is not"``: with a Trainer that is not
-            detached), waits for the run (``"stays"``), or leaves the ``with`` block of the Trainer (``"leaves"``).
+        what: What the driver does after the run began: it waits to be killed (``"waits"``; ``"is not"``: with a Trainer
+            that is not detached), waits for the run (``"stays"``), or leaves the ``with`` block of the Trainer (``"leaves"``).
     """
 
     begun: ClassVar[list[Program]] = []
@@ -98,26 +98,26 @@ class Program:
             text=True,
         )
         assert self.process.stdout is not None
-        self.said = ""
+        self.output = ""
         for line in self.process.stdout:
-            self.said += line
+            self.output += line
             if line.strip() in ("began", "left"):
                 return
-        raise AssertionError(f"the program ended:\\n{self.said}")
+        raise AssertionError(f"the program ended:\\n{self.output}")
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
     def end(self) -> str:
-        """Wait for it; what else it said."""
+        """Wait for the driver to end, and return the rest of its output."""
         out, _ = self.process.communicate(timeout=PATIENCE_S)
         return str(out)
 
 
 @pytest.fixture
 def cluster(ray_cluster: dict[str, Any]) -> Iterator[str]:
-    """The address of a cluster in which nothing is left."""
+    """Yield the address of the cluster, and check that nothing is left in it."""
     before = ClusterState.now()
     yield str(ray_cluster["address"])
     for program in Program.begun:
@@ -126,8 +126,8 @@ def cluster(ray_cluster: dict[str, Any]) -> Iterator[str]:
     assert before.leftovers() == []
 
 
-def left_alone(folder: Path, name: str, address: str) -> tuple[Program, raysgd.Trainer]:
-    """A program that has begun a run and was killed, and its Trainer in other hands."""
+def attach_after_driver_death(folder: Path, name: str, address: str) -> tuple[Program, raysgd.Trainer]:
+    """Start a run in a driver, kill the driver, and attach to its Trainer."""
     program = Program(folder, name, address)
     program.kill()
     return program, raysgd.Trainer.attach(name)
@@ -137,12 +137,12 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0))
 
 
-def test_a_run_goes_on_without_its_driver_and_is_read_from_its_beginning(cluster: str, tmp_path: Path) -> None:
+def test_detached_run_outlives_its_driver_and_is_read_from_the_beginning(cluster: str, tmp_path: Path) -> None:
     all_cpus = free_cpus()
-    program, trainer = left_alone(tmp_path, "alone", cluster)
+    program, trainer = attach_after_driver_death(tmp_path, "alone", cluster)
     first = trainer.status()
     assert (first.state, first.world_size, first.num_failures) == ("running", 2, 0)
-    assert until(lambda: trainer.status().iteration > first.iteration + 10, PATIENCE_S), "it does not go on"
+    assert until(lambda: trainer.status().iteration > first.iteration + 10, PATIENCE_S), "the run does not continue"
 
     stream, tail = trainer.stream(), trainer.stream(from_iteration=8)
     results = [next(stream) for _ in range(15)]
@@ -170,8 +170,8 @@ def test_a_run_goes_on_without_its_driver_and_is_read_from_its_beginning(cluster
         raysgd.Trainer.attach("alone")
 
 
-def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
-    program, trainer = left_alone(tmp_path, "twice", cluster)
+def test_detached_run_resumes_after_controller_death(cluster: str, tmp_path: Path) -> None:
+    program, trainer = attach_after_driver_death(tmp_path, "twice", cluster)
     stream = trainer.stream()
     next(stream)
     os.kill(controller_pid(), signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
     assert sum(rows for _, rows in returned) == NUM_ROWS
     assert trainer.status().num_failures == 1
     check_history(str(stream.run_dir), max_failures=3)
-    os.kill(controller_pid(), signal.SIGKILL)  # the run is over, and stays so
+    os.kill(controller_pid(), signal.SIGKILL)  # the run is over and stays over
     again = raysgd.Trainer.attach("twice")
     assert until(lambda: again.status().state == "done", PATIENCE_S)
     stream = again.stream()
@@ -191,16 +191,16 @@ def test_its_controller_may_die_as_well(cluster: str, tmp_path: Path) -> None:
     again.shutdown()
 
 
-def test_it_rests_and_goes_on_and_is_ended(cluster: str, tmp_path: Path) -> None:
+def test_detached_run_is_paused_resumed_and_cancelled(cluster: str, tmp_path: Path) -> None:
     all_cpus = free_cpus()
-    _, trainer = left_alone(tmp_path, "rests", cluster)
+    _, trainer = attach_after_driver_death(tmp_path, "rests", cluster)
     stream = trainer.stream()
     paused = trainer.pause()
     assert (paused.state, paused.world_size) == ("paused", 0)
     assert until(lambda: free_cpus() == all_cpus, PATIENCE_S)
     assert are_gone(actor_pids("WorkerActor"))
 
-    os.kill(controller_pid(), signal.SIGKILL)  # it rests on
+    os.kill(controller_pid(), signal.SIGKILL)  # the run stays paused
     assert until(lambda: trainer.status().state == "paused", PATIENCE_S)
     trainer.resume()
     assert until(lambda: trainer.status().iteration > paused.iteration + 5, PATIENCE_S)
@@ -216,25 +216,23 @@ def test_it_rests_and_goes_on_and_is_ended(cluster: str, tmp_path: Path) -> None
     trainer.shutdown()
 
 
-def test_a_name_is_taken_while_its_run_is_live(
-    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_name_is_refused_while_its_run_is_live(cluster: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = Program(tmp_path, "taken", cluster, "leaves")
     assert program.process.wait(PATIENCE_S) == 0, program.end()
     run = raysgd.RunConfig(name="taken", storage_path=tmp_path / "runs", detached=True)
     with pytest.raises(ConfigError, match="'taken' is in this cluster already, and its run is running"):
-        raysgd.Trainer(1, backend="none", run=run).run(one)
-    assert "this program has started the Ray cluster, which ends with it" in capsys.readouterr().err
-    assert "which ends with it" not in program.said
+        raysgd.Trainer(1, backend="none", run_config=run).run(one)
+    assert "this program started the Ray cluster" in caplog.text
+    assert "started the Ray cluster" not in program.output
     trainer = raysgd.Trainer.attach("taken")
     with pytest.raises(raysgd.errors.TrainerBusyError):
         trainer.run(one)
     program.go.touch()
     assert trainer.stream().get_returns()[0][0] > 0
-    with raysgd.Trainer(1, backend="none", run=run) as other:  # it takes the name of one that is over
+    with raysgd.Trainer(1, backend="none", run_config=run) as other:  # the name of a finished run is free again
         assert other.run(one) == 1
         assert Path(str(other.run_dir)).name == "run_002"
-        assert raysgd.Trainer.attach("taken").run(one) == 1, "whoever has hold of it may give it a run"
+        assert raysgd.Trainer.attach("taken").run(one) == 1, "every attached driver may start a run"
     with pytest.raises(UsageError, match="no detached Trainer 'taken'"):
         raysgd.Trainer.attach("taken")
 
@@ -243,13 +241,13 @@ def one() -> int:
     return 1
 
 
-def test_ctrl_c_lets_go_of_it(cluster: str, tmp_path: Path) -> None:
+def test_ctrl_c_detaches_the_driver(cluster: str, tmp_path: Path) -> None:
     program = Program(tmp_path, "watched", cluster, "stays")
     assert until(lambda: _state("watched") == "running", PATIENCE_S)
     program.process.send_signal(signal.SIGINT)
-    told = program.end()
-    assert program.process.returncode != 0 and "KeyboardInterrupt" in told
-    assert "the run goes on; Trainer.attach('watched') takes hold of it" in told
+    output = program.end()
+    assert program.process.returncode != 0 and "KeyboardInterrupt" in output
+    assert "the detached run continues; Trainer.attach('watched') attaches to it" in output
     trainer = raysgd.Trainer.attach("watched")
     status = trainer.status()
     assert status.state == "running"
@@ -264,7 +262,7 @@ def _state(name: str) -> str:
         return "nothing"
 
 
-def test_of_one_that_is_not_detached_nothing_outlives_the_driver(cluster: str, tmp_path: Path) -> None:
+def test_nothing_of_an_attached_run_outlives_its_driver(cluster: str, tmp_path: Path) -> None:
     program = Program(tmp_path, "attached", cluster, "is not")
     kinds = {"TrainerActor": 1, "CallbackHost": 1, "WorkerActor": 2}
     assert until(lambda: all(len(actor_pids(kind)) == count for kind, count in kinds.items()), PATIENCE_S)
@@ -275,14 +273,14 @@ def test_of_one_that_is_not_detached_nothing_outlives_the_driver(cluster: str, t
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", None])
-def test_what_is_no_name_is_said_to_be_none(ray_cluster: Any, name: Any) -> None:
+def test_invalid_names_are_refused(ray_cluster: Any, name: Any) -> None:
     with pytest.raises(ConfigError, match=r"Trainer.attach\(name\)"):
         raysgd.Trainer.attach(name)
 
 
 @pytest.mark.parametrize("method", ["stream", "pause", "resume", "cancel"])
-def test_without_a_run_there_is_nothing_to_take_hold_of(ray_cluster: Any, tmp_path: Path, method: str) -> None:
-    trainer = raysgd.Trainer(1, backend="none", run=raysgd.RunConfig(storage_path=tmp_path))
+def test_attach_without_a_run_raises(ray_cluster: Any, tmp_path: Path, method: str) -> None:
+    trainer = raysgd.Trainer(1, backend="none", run_config=raysgd.RunConfig(storage_path=tmp_path))
     assert trainer.status() == raysgd.RunStatus()
-    with pytest.raises(UsageError, match=rf"{method}\(\) is for a run, and this Trainer has had none"):
+    with pytest.raises(UsageError, match=rf"{method}\(\) needs a run, and this Trainer has had none"):
         getattr(trainer, method)()

@@ -1,4 +1,4 @@
-"""A node that Ray is about to take away: the run leaves it out of a checkpoint, before it goes."""
+"""A draining node: the run leaves it after a checkpoint, before Ray removes the node."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 travels_by_value(__name__)
 
 
 @pytest.fixture(scope="module")
 def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """A head without CPUs; tests add nodes."""
+    """Start a head node without CPUs; tests add nodes."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     ray.init(address=cluster.address, namespace="tests")
     yield cluster
@@ -35,8 +35,8 @@ def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
     assert not left, "; ".join(left)
 
 
-def until_told(config: dict[str, Any]) -> str:
-    """Steps of 0.05 s, each saved, until the file ``enough`` is there."""
+def until_file_exists(config: dict[str, Any]) -> str:
+    """Save in each step of 0.05 s until the file ``enough`` exists; return the id of the node."""
     state = raysgd.load_checkpoint()
     step = 0 if state is None else state["step"] + 1
     node = str(ray.get_runtime_context().get_node_id())
@@ -49,19 +49,19 @@ def until_told(config: dict[str, Any]) -> str:
 
 
 def drain(node_id: str) -> None:
-    """As an autoscaler does for a spot instance that has a minute left."""
+    """Drain a node as an autoscaler does for a spot instance that has a minute left."""
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int(time.time() * 1000) + 60_000
     accepted, why_not = global_worker.gcs_client.drain_node(node_id, reason, "spot", deadline_ms)  # type: ignore[attr-defined]
     assert accepted, why_not
 
 
-@pytest.mark.parametrize("num_workers", [2, pytest.param((1, 2), marks=pytest.mark.long)], ids=["fixed", "elastic"])
-def test_the_run_leaves_a_node_that_drains(cluster: Cluster, tmp_path: Path, num_workers: Any) -> None:
+@pytest.mark.parametrize("num_workers", [2, (1, 2)], ids=["fixed", "elastic"])
+def test_run_leaves_a_draining_node(cluster: Cluster, tmp_path: Path, num_workers: Any) -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     failure = raysgd.FailureConfig(max_failures=0)
-    with make_trainer(tmp_path / "runs", num_workers, failure=failure) as trainer:
-        stream = trainer.run_generator(until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+    with make_trainer(tmp_path / "runs", num_workers, failure_config=failure) as trainer:
+        stream = trainer.run_generator(until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         before = next([w["node"] for w in result.workers] for result in stream if result["world_size"] == 2)
         # Ray chooses which node of this machine the driver belongs to, and the controller with it.
         rank = int(before[0] == ray.get_runtime_context().get_node_id())

@@ -1,4 +1,4 @@
-"""Elastic groups: they start with what fits, go on with who is left, and grow out of a checkpoint."""
+"""Elastic groups: they start with what fits, continue with the remaining workers, and grow at a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import raysgd
 from raysgd.backends.base import Backend
 from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import ConfigError
-from raysgd.workers.cluster import cluster_nodes
-from raysgd.workers.newcomers import LOOK_S
+from raysgd.workers.group.joining import SEARCH_INTERVAL_S
+from raysgd.workers.placement.cluster import list_nodes
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 travels_by_value(__name__)
 
 
 @pytest.fixture(scope="module")
 def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """A head with room for two workers; tests add nodes, and take them away."""
+    """Start a head node with room for two workers; tests add and remove nodes."""
     health = {
         "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,
@@ -45,8 +45,8 @@ def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
     assert not left, "; ".join(left)
 
 
-def until_told(config: dict[str, Any]) -> dict[str, Any]:
-    """Steps with a collective in each, until the file ``enough`` is there; a checkpoint and a report per step."""
+def until_file_exists(config: dict[str, Any]) -> dict[str, Any]:
+    """Make steps with a collective, a checkpoint and a report each, until the file ``enough`` exists."""
     import torch
     import torch.distributed as dist
 
@@ -55,18 +55,15 @@ def until_told(config: dict[str, Any]) -> dict[str, Any]:
     while not raysgd.broadcast(Path(config["folder"], "enough").exists()):
         total = torch.ones(1)
         dist.all_reduce(total)
-        if config.get("reports_first"):
-            raysgd.report(step=step, total=total.item(), pid=os.getpid())
         raysgd.save_checkpoint({"step": step})
-        if not config.get("reports_first"):
-            raysgd.report(step=step, total=total.item(), pid=os.getpid())
+        raysgd.report(step=step, total=total.item(), pid=os.getpid())
         step += 1
         time.sleep(0.02)
     return {"size": raysgd.world_size(), "rank": raysgd.world_rank(), "pid": os.getpid()}
 
 
 def wait_for_size(stream: raysgd.ResultStream, size: int) -> raysgd.Result:
-    """The first result that so many ranks took part in."""
+    """Return the first result of a round with this number of ranks."""
     deadline = time.monotonic() + PATIENCE_S
     for result in stream:
         assert result["total"] == result["world_size"] == len(result.workers)
@@ -82,27 +79,24 @@ def finish(stream: raysgd.ResultStream, folder: Path) -> Any:
 
 
 def kinds(trainer: raysgd.Trainer) -> list[tuple[int, int]]:
-    """The changes of size in the latest run."""
+    """Return the changes of size in the latest run."""
     events = latest_run(trainer).events
     return [(data["old"], data["new"]) for data in events[events["kind"] == "resize"]["data"]]
 
 
-@pytest.mark.parametrize("reports_first", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_group_that_lost_a_worker_goes_on_at_once_and_grows_back(
-    cluster: Cluster, tmp_path: Path, reports_first: bool
-) -> None:
+def test_elastic_group_continues_after_a_death_and_grows_back(cluster: Cluster, tmp_path: Path) -> None:
     def note(old: int, new: int) -> None:
         Path(tmp_path, f"resized-{raysgd.world_rank()}-{old}-{new}").touch()
 
     failure = raysgd.FailureConfig(max_failures=1, on_resize=note)
-    with make_trainer(tmp_path / "runs", (1, 2), "torch", failure=failure) as trainer:
+    with make_trainer(tmp_path / "runs", (1, 2), "torch", failure_config=failure) as trainer:
         stream = trainer.run_generator(
-            until_told,
-            {"folder": str(tmp_path), "reports_first": reports_first},
+            until_file_exists,
+            {"folder": str(tmp_path)},
             callbacks=quiet(),
             returns="all",
         )
-        first = wait_for_size(stream, 2)  # all that fit, from the beginning
+        first = wait_for_size(stream, 2)  # as many as fit, from the start
         assert first["training_iteration"] == 1
         before = [metrics["pid"] for metrics in first.workers]
         os.kill(before[1], signal.SIGKILL)
@@ -123,11 +117,11 @@ def test_a_group_that_lost_a_worker_goes_on_at_once_and_grows_back(
     assert are_gone([*before, *after])
 
 
-def test_it_starts_with_what_fits_and_takes_in_what_others_give_back(cluster: Cluster, tmp_path: Path) -> None:
+def test_elastic_group_grows_when_resources_become_free(cluster: Cluster, tmp_path: Path) -> None:
     other = ray.util.placement_group([{"CPU": 1}])
     assert other.wait(PATIENCE_S)
     with make_trainer(tmp_path / "runs", (1, 8), "torch") as trainer:
-        stream = trainer.run_generator(until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        stream = trainer.run_generator(until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         assert next(stream)["world_size"] == 1
         ray.util.remove_placement_group(other)
         wait_for_size(stream, 2)
@@ -137,10 +131,10 @@ def test_it_starts_with_what_fits_and_takes_in_what_others_give_back(cluster: Cl
         assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
 
 
-def test_it_grows_onto_a_node_that_comes_and_goes_on_without_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_elastic_group_grows_onto_a_new_node_and_survives_its_loss(cluster: Cluster, tmp_path: Path) -> None:
     failure = raysgd.FailureConfig(max_failures=1)  # the two workers of the node are lost together
-    with make_trainer(tmp_path / "runs", (2, 4), "torch", failure=failure) as trainer:
-        stream = trainer.run_generator(until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+    with make_trainer(tmp_path / "runs", (2, 4), "torch", failure_config=failure) as trainer:
+        stream = trainer.run_generator(until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         wait_for_size(stream, 2)
         node = cluster.add_node(num_cpus=2)
         wait_for_size(stream, 4)
@@ -154,7 +148,7 @@ def test_it_grows_onto_a_node_that_comes_and_goes_on_without_it(cluster: Cluster
 
 
 class SlowBackend(NoneBackend):
-    """Comes up only when it may: there is a file ``slow`` in this folder while it may not."""
+    """A backend that is not ready while the file ``slow`` exists in the folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -168,12 +162,12 @@ class SlowBackend(NoneBackend):
 class SlowConfig(NoneConfig):
     folder: str
 
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return SlowBackend(self.folder)
 
 
-def count_until_told(config: dict[str, Any]) -> str:
-    """Steps, with a checkpoint in each; the node it is on."""
+def count_until_file_exists(config: dict[str, Any]) -> str:
+    """Save a checkpoint in each step until the file ``enough`` exists; return the id of the node."""
     step = (raysgd.load_checkpoint() or {"step": -1})["step"] + 1
     while not raysgd.broadcast(Path(config["folder"], "enough").exists()):
         raysgd.save_checkpoint({"step": step})
@@ -184,41 +178,43 @@ def count_until_told(config: dict[str, Any]) -> str:
 
 
 def free_cpus(node: Any) -> float | None:
-    """None as long as nothing is known of it."""
+    """Return the free CPUs of a node, or None while Ray does not know the node."""
     known = ray._private.state.available_resources_per_node().get(node.node_id)
     return None if known is None else float(known.get("CPU", 0))
 
 
 @pytest.fixture
 def one_cpu_is_taken(cluster: Cluster) -> Iterator[None]:
-    """By somebody else, of the head's two."""
+    """Reserve one of the two CPUs of the head node for another user."""
     other = ray.util.placement_group([{"CPU": 1}])
     assert other.wait(PATIENCE_S)
     yield
     ray.util.remove_placement_group(other)
 
 
-def add_node_for_newcomer(cluster: Cluster, folder: Path) -> Any:
-    """A node on which a newcomer is on its way, until the file ``slow`` is gone."""
+def add_node_for_joining_worker(cluster: Cluster, folder: Path) -> Any:
+    """Add a node on which a joining worker starts, and is not ready while the file ``slow`` exists."""
     Path(folder, "slow").touch()
     node = cluster.add_node(num_cpus=1)
-    assert until(lambda: free_cpus(node) == 0, PATIENCE_S), "nothing was started there"
+    assert until(lambda: free_cpus(node) == 0, PATIENCE_S), "no worker was started on the new node"
     return node
 
 
 @pytest.mark.usefixtures("one_cpu_is_taken")
-def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cluster: Cluster, tmp_path: Path) -> None:
-    """It is on its way up, and has the only room in which the lost one could be replaced."""
+def test_joining_worker_replaces_a_lost_worker(cluster: Cluster, tmp_path: Path) -> None:
+    """The joining worker is starting, and holds the only CPU that could serve for a replacement."""
     first = cluster.add_node(num_cpus=1)
     backend = SlowConfig(folder=str(tmp_path))
     failure = raysgd.FailureConfig(max_failures=1, start_timeout_s=PATIENCE_S)
-    with make_trainer(tmp_path / "runs", (2, 3), backend, failure=failure) as trainer:
-        stream = trainer.run_generator(count_until_told, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+    with make_trainer(tmp_path / "runs", (2, 3), backend, failure_config=failure) as trainer:
+        stream = trainer.run_generator(
+            count_until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all"
+        )
         assert next(stream)["world_size"] == 2
-        second = add_node_for_newcomer(cluster, tmp_path)
+        second = add_node_for_joining_worker(cluster, tmp_path)
         cluster.remove_node(first, allow_graceful=False)
         assert until(lambda: trainer.status().num_failures == 1, PATIENCE_S)
-        time.sleep(2 * LOOK_S)
+        time.sleep(2 * SEARCH_INTERVAL_S)
         (tmp_path / "slow").unlink()
         (tmp_path / "enough").touch()
         nodes = stream.get_returns()
@@ -228,41 +224,43 @@ def test_a_process_that_was_to_let_a_group_grow_takes_the_place_of_a_lost_one(cl
 
 
 @pytest.mark.usefixtures("one_cpu_is_taken")
-def test_it_does_so_where_ray_has_told_of_the_loss_before(cluster: Cluster, tmp_path: Path) -> None:
-    """Between two runs: the room of the lost one is asked for by Ray itself then, and is had nowhere."""
+def test_joining_worker_replaces_a_worker_whose_loss_ray_reported_first(cluster: Cluster, tmp_path: Path) -> None:
+    """Between two runs, Ray itself requests the resources of the lost worker again, and finds none."""
     first = cluster.add_node(num_cpus=1)
     backend = SlowConfig(folder=str(tmp_path))
     failure = raysgd.FailureConfig(start_timeout_s=PATIENCE_S)
-    with make_trainer(tmp_path / "runs", (2, 3), backend, failure=failure) as trainer:
+    with make_trainer(tmp_path / "runs", (2, 3), backend, failure_config=failure) as trainer:
         (tmp_path / "enough").touch()
         config = {"folder": str(tmp_path)}
-        assert len(trainer.run(count_until_told, config, callbacks=quiet(), returns="all")) == 2
-        second = add_node_for_newcomer(cluster, tmp_path)
+        assert len(trainer.run(count_until_file_exists, config, callbacks=quiet(), returns="all")) == 2
+        second = add_node_for_joining_worker(cluster, tmp_path)
         cluster.remove_node(first, allow_graceful=False)
-        assert until(lambda: first.node_id not in {node.node_id for node in cluster_nodes()}, PATIENCE_S)
-        stream = trainer.run_generator(count_until_told, config, callbacks=quiet(), returns="all")
-        time.sleep(2 * LOOK_S)
+        assert until(lambda: first.node_id not in {node.node_id for node in list_nodes()}, PATIENCE_S)
+        stream = trainer.run_generator(count_until_file_exists, config, callbacks=quiet(), returns="all")
+        time.sleep(2 * SEARCH_INTERVAL_S)
         (tmp_path / "slow").unlink()
         assert set(stream.get_returns()) == {cluster.head_node.node_id, second.node_id}
     cluster.remove_node(second)
 
 
-def test_it_rests_and_goes_on_right_after_a_node_was_lost(cluster: Cluster, tmp_path: Path) -> None:
-    """What Ray can place nowhere any more has its name until it is given back, and no other can have that."""
+def test_run_can_pause_and_resume_right_after_a_node_loss(cluster: Cluster, tmp_path: Path) -> None:
+    """A placement group that Ray cannot place again keeps its name until it is removed."""
     node = cluster.add_node(num_cpus=1)
     other = ray.util.placement_group([{"CPU": 1}])
     assert other.wait(PATIENCE_S)
-    with make_trainer(tmp_path, (1, 2), "none", failure=raysgd.FailureConfig(max_failures=1, spares=1)) as trainer:
-        stream = trainer.run_generator(count_until_told, {"folder": str(tmp_path)}, callbacks=quiet())
+    with make_trainer(
+        tmp_path, (1, 2), "none", failure_config=raysgd.FailureConfig(max_failures=1, num_spares=1)
+    ) as trainer:
+        stream = trainer.run_generator(count_until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet())
         next(stream)
         assert until(lambda: free_cpus(node) == 0, PATIENCE_S), "neither the worker nor its spare is there"
         cluster.remove_node(node, allow_graceful=False)
         assert until(lambda: "RESCHEDULING" in states_of_groups(), PATIENCE_S)
-        rests_at = trainer.pause().iteration
+        paused_at = trainer.pause().iteration
         trainer.resume()
         assert until(lambda: "PENDING" in states_of_groups(), PATIENCE_S), "no room was asked for"
         ray.util.remove_placement_group(other)
-        assert until(lambda: trainer.status().iteration > rests_at, PATIENCE_S)
+        assert until(lambda: trainer.status().iteration > paused_at, PATIENCE_S)
         finish(stream, tmp_path)
 
 
@@ -270,7 +268,7 @@ def states_of_groups() -> list[str]:
     return [str(group["state"]) for group in ray.util.placement_group_table().values()]
 
 
-def test_bounds_that_cannot_be(cluster: Cluster, tmp_path: Path) -> None:
+def test_invalid_bounds_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     for num_workers, says in [((0, 4), "too small"), ((4, 2), "above its maximum"), ((1, 2.5), "float")]:
         with pytest.raises(ConfigError, match=says):
             make_trainer(tmp_path, num_workers)
@@ -278,7 +276,7 @@ def test_bounds_that_cannot_be(cluster: Cluster, tmp_path: Path) -> None:
         make_trainer(tmp_path, (1, 2), placement_strategy="STRICT_PACK")
 
 
-def test_a_group_in_use_by_nobody_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_unused_elastic_group_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     before = ClusterState.now()
     with make_trainer(tmp_path, (1, 2)) as trainer:
         assert len(trainer.run(os.getpid, callbacks=quiet(), returns="all")) == 2

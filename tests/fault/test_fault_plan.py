@@ -1,4 +1,4 @@
-"""Each kind of fault happens in a real run, once, where it was planned; and the run's files keep raysgd's promises."""
+"""Each kind of fault happens once in a real run, as planned, and the files of the run keep the guarantees of raysgd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,17 @@ from raysgd.testing import (
 )
 from support.runs import PATIENCE_S, are_gone, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
 
-pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    failure = raysgd.FailureConfig(heartbeat_timeout_s=2, progress_timeout_s=10, max_failures=2)
-    with make_trainer(tmp_path_factory.mktemp("runs"), failure=failure) as trainer:
-        yield trainer
+TRAINER = {"failure_config": raysgd.FailureConfig(heartbeat_timeout_s=2, progress_timeout_s=10, max_failures=2)}
 
 
 def saving_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """Saves and reports; the ranks meet in each step, and go on when its checkpoint is committed."""
+    """Save and report; all ranks pass a barrier in each step and continue when its checkpoint is committed."""
     began = time.monotonic()
     state = raysgd.load_checkpoint()
     start = 0 if state is None else state["step"] + 1
@@ -68,7 +63,7 @@ def saving_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(step: int) -> None:
-    """Until the checkpoint of this step counts."""
+    """Wait until the checkpoint of this step is committed."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         state = raysgd.load_checkpoint()
@@ -79,7 +74,7 @@ def wait_for(step: int) -> None:
 
 
 def run(trainer: raysgd.Trainer, *faults: Fault, **config: Any) -> tuple[FaultPlan, list[dict[str, Any]]]:
-    """A run with these faults, all of which must happen, and what it returned; its files are checked."""
+    """Run with these faults, check that all fired, check the files, and return the plan and the return values."""
     plan = FaultPlan(faults)
     returned = trainer.run(plan.wrap(saving_loop), config, callbacks=quiet(), returns="all")
     plan.assert_all_fired()
@@ -95,7 +90,7 @@ def actions(trainer: raysgd.Trainer) -> list[str]:
     return [failure["action"] for failure in events_of(trainer, "failure")]
 
 
-# ------------------------------------------------------------------------------------------------------ processes
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,37 +113,35 @@ def actions(trainer: raysgd.Trainer) -> list[str]:
     ],
     ids=repr,
 )
-def test_a_process_that_breaks_is_replaced_and_training_goes_on(
-    trainer: raysgd.Trainer, fault: Fault, start: int
-) -> None:
+def test_broken_process_is_replaced_and_training_continues(trainer: raysgd.Trainer, fault: Fault, start: int) -> None:
     before = pids(trainer)
     plan, returned = run(trainer, fault)
     (fired,) = plan.fired
     assert (fired.fault, fired.attempt, fired.pid) == (fault, 1, before[fault.rank])
     assert are_gone([fired.pid])
     assert returned[1 - fault.rank]["pid"] == before[1 - fault.rank], "the survivor was replaced"
-    # A rank that is ahead may have made the step's save before the other one broke.
+    # A rank that is ahead may have saved in this step before the other rank failed.
     assert returned[0]["start"] == returned[1]["start"] and returned[0]["start"] in (start, start + 1)
     assert actions(trainer) == ["retry 1"]
     assert len(events_of(trainer, "hang")) == isinstance(fault, (Stop, Hang))
     assert list(latest_run(trainer).metrics["step"]) == list(range(STEPS))
 
 
-def test_one_fault_after_the_other(trainer: raysgd.Trainer) -> None:
+def test_run_survives_two_faults_in_sequence(trainer: raysgd.Trainer) -> None:
     plan, _ = run(trainer, Kill(rank=0, step=2), Exit(rank=1, step=4))
     assert [fired.attempt for fired in plan.fired] == [1, 2]
     assert actions(trainer) == ["retry 1", "retry 2"]
 
 
-def test_faults_by_chance(trainer: raysgd.Trainer) -> None:
+def test_run_survives_random_faults(trainer: raysgd.Trainer) -> None:
     plan = FaultPlan.random(7, ranks=2, steps=STEPS, kinds=(Kill, Exit), count=2)
     trainer.run(plan.wrap(saving_loop), {}, callbacks=quiet())
     plan.assert_all_fired()
     check(trainer)
-    assert 1 <= len(actions(trainer)) <= 2  # two at once are one failure
+    assert 1 <= len(actions(trainer)) <= 2  # simultaneous deaths count as one failure
 
 
-def test_a_rank_that_is_to_leave_does_so_and_no_failure_is_counted(trainer: raysgd.Trainer) -> None:
+def test_preempted_rank_leaves_and_no_failure_is_counted(trainer: raysgd.Trainer) -> None:
     plan = FaultPlan([Preempt(rank=1, step=2)])
     pids_before = pids(trainer)
     trainer.run(plan.wrap(saving_loop), {}, callbacks=quiet())
@@ -158,7 +151,7 @@ def test_a_rank_that_is_to_leave_does_so_and_no_failure_is_counted(trainer: rays
     assert are_gone([plan.fired[0].pid]) and pids_before[0] in pids(trainer)
 
 
-def test_one_failure_too_many(trainer: raysgd.Trainer) -> None:
+def test_run_ends_after_max_failures(trainer: raysgd.Trainer) -> None:
     plan = FaultPlan([Kill(rank=1, step=step) for step in (1, 2, 3)])
     with pytest.raises(WorkerDiedError, match="failure 3 of the run"):
         trainer.run(plan.wrap(saving_loop), {}, callbacks=quiet())
@@ -167,7 +160,7 @@ def test_one_failure_too_many(trainer: raysgd.Trainer) -> None:
     assert actions(trainer) == ["retry 1", "retry 2", "give up"]
 
 
-# ------------------------------------------------------------------------------------------------------ in train_func
+# -- faults in train_func ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -180,7 +173,9 @@ def test_one_failure_too_many(trainer: raysgd.Trainer) -> None:
     ],
     ids=repr,
 )
-def test_an_exception_is_the_users_and_is_raised(trainer: raysgd.Trainer, fault: Fault, error: type[Exception]) -> None:
+def test_user_exception_is_raised_and_not_retried(
+    trainer: raysgd.Trainer, fault: Fault, error: type[Exception]
+) -> None:
     before = pids(trainer)
     plan = FaultPlan([fault])
     with pytest.raises(error) as caught:
@@ -191,7 +186,7 @@ def test_an_exception_is_the_users_and_is_raised(trainer: raysgd.Trainer, fault:
     assert actions(trainer) == [] and pids(trainer) == before
 
 
-def test_memory_that_is_taken_is_held_until_the_attempt_is_over(trainer: raysgd.Trainer) -> None:
+def test_allocated_memory_is_held_until_the_attempt_ends(trainer: raysgd.Trainer) -> None:
     def resident(config: dict[str, Any]) -> int:
         import psutil
 
@@ -206,58 +201,57 @@ def test_memory_that_is_taken_is_held_until_the_attempt_is_over(trainer: raysgd.
     assert trainer.run(plan.wrap(resident), {}, callbacks=quiet()) < 150_000_000
 
 
-def test_slow_steps(trainer: raysgd.Trainer) -> None:
+def test_slow_fault_delays_all_ranks(trainer: raysgd.Trainer) -> None:
     _, (slow, fast) = run(trainer, Slow(rank=0, step=2, delay_s=0.5, steps=3))
     assert slow["took_s"] >= 1.5
     assert actions(trainer) == []
     assert fast["took_s"] >= 1.5, "they wait for each other"
 
 
-# ------------------------------------------------------------------------------------------------------ storage
+# -- storage -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_ends_the_run_with_the_disks_own_words(trainer: raysgd.Trainer) -> None:
+def test_full_disk_ends_the_run_with_the_os_message(trainer: raysgd.Trainer) -> None:
     plan = FaultPlan([DiskFull(rank=0, checkpoint=3)])
     with pytest.raises(StorageError, match=r"checkpoint 3 could not be written.*No space left on device"):
         trainer.run(plan.wrap(saving_loop), {}, callbacks=quiet())
     plan.assert_all_fired()
     check(trainer)
     kept = [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints]
-    assert kept in ([0, 1], [0, 1, 2])  # at the end it is tried once more, where memory has it
+    assert kept in ([0, 1], [0, 1, 2])  # a copy in memory is stored again at the end
 
 
-def test_a_full_disk_that_is_only_told_of(ray_cluster: Any, tmp_path: Path) -> None:
+def test_full_disk_is_only_a_warning_with_on_write_error_warn(ray_cluster: Any, tmp_path: Path) -> None:
     warn = raysgd.CheckpointConfig(on_write_error="warn")
-    with make_trainer(tmp_path, checkpoint=warn) as trainer:
+    with make_trainer(tmp_path, checkpoint_config=warn) as trainer:
         run(trainer, DiskFull(rank=0, checkpoint=2, times=2), waits=False)
         warned = [warning["message"] for warning in events_of(trainer, "warning")]
         assert len([text for text in warned if "could not be written" in text]) == 2
         assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints] == [0, 3, 4, 5]
 
 
-def test_what_the_others_wrote_for_a_disk_that_was_full_is_deleted(ray_cluster: Any, tmp_path: Path) -> None:
+def test_files_of_other_ranks_are_deleted_after_a_full_disk(ray_cluster: Any, tmp_path: Path) -> None:
     warn = raysgd.CheckpointConfig(on_write_error="warn")
-    with make_trainer(tmp_path, checkpoint=warn) as trainer:
+    with make_trainer(tmp_path, checkpoint_config=warn) as trainer:
         run(trainer, DiskFull(rank=0, checkpoint=2), waits=False, all_ranks=True)
 
 
-def test_a_storage_that_fails_for_a_moment_costs_nothing(trainer: raysgd.Trainer) -> None:
+def test_failed_write_is_tried_again(trainer: raysgd.Trainer) -> None:
     run(trainer, StorageFault(rank=0, checkpoint=2, times=2))
 
 
-@pytest.mark.parametrize("for_s", [3, pytest.param(30, marks=pytest.mark.long)])
-def test_a_storage_that_is_away_for_a_while_is_waited_for(trainer: raysgd.Trainer, for_s: float) -> None:
-    run(trainer, StorageFault(rank=0, checkpoint=2, for_s=for_s), waits=False)
+def test_unavailable_storage_is_waited_for(trainer: raysgd.Trainer) -> None:
+    run(trainer, StorageFault(rank=0, checkpoint=2, for_s=3), waits=False)
     assert actions(trainer) == []
     assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints] == list(range(STEPS))
     assert len(latest_run(trainer).checkpoints) == STEPS
 
 
-def test_storage_that_is_slow_is_waited_for_and_is_no_hang(ray_cluster: Any, tmp_path: Path) -> None:
-    """Reports go on while a checkpoint is written; who is ahead by two saves waits, longer than a rank may hang."""
+def test_slow_storage_is_waited_for_and_is_not_a_hang(ray_cluster: Any, tmp_path: Path) -> None:
+    """Reports continue during a write; a rank two saves ahead waits longer than progress_timeout_s."""
     failure = raysgd.FailureConfig(progress_timeout_s=3, max_failures=0)
-    with make_trainer(tmp_path, failure=failure) as trainer:
-        plan = FaultPlan([Slow(rank=0, phase="write", delay_s=2, steps=4)])  # two checkpoints of two files
+    with make_trainer(tmp_path, failure_config=failure) as trainer:
+        plan = FaultPlan([Slow(rank=0, phase="write", delay_s=2, steps=4)])  # two checkpoints with two files each
         ahead = trainer.run(plan.wrap(saves_arrays), {}, callbacks=quiet())
         plan.assert_all_fired()
         check(trainer)
@@ -268,7 +262,7 @@ def test_storage_that_is_slow_is_waited_for_and_is_no_hang(ray_cluster: Any, tmp
 
 
 def saves_arrays(config: dict[str, Any]) -> list[int]:
-    """For each save, how many before it were on storage when it came back."""
+    """Return, for each save, how many earlier saves were on storage when it returned."""
     import numpy as np
 
     written = []
@@ -286,9 +280,9 @@ def saves_arrays(config: dict[str, Any]) -> list[int]:
     [BitFlip(rank=1, checkpoint=2), TornWrite(checkpoint=2, phase="committed"), TornWrite(checkpoint=2)],
     ids=repr,
 )
-def test_a_checkpoint_that_is_damaged_is_found_by_all_who_look(trainer: raysgd.Trainer, fault: Fault) -> None:
+def test_damaged_checkpoint_is_detected_by_all_readers(trainer: raysgd.Trainer, fault: Fault) -> None:
     plan = FaultPlan([fault])
-    trainer.run(plan.wrap(saving_loop_that_does_not_look), {}, callbacks=quiet())
+    trainer.run(plan.wrap(saving_loop_without_load), {}, callbacks=quiet())
     plan.assert_all_fired()
     loaded = latest_run(trainer)
     assert [checkpoint.load()["step"] for checkpoint in loaded.checkpoints[2:]] == [2, 3, 4, 5]
@@ -299,8 +293,8 @@ def test_a_checkpoint_that_is_damaged_is_found_by_all_who_look(trainer: raysgd.T
     assert len(caught.value.violations) == 1
 
 
-def saving_loop_that_does_not_look(config: dict[str, Any]) -> None:
-    """Reads no checkpoint; waits for each, so that the damage is done before the next."""
+def saving_loop_without_load(config: dict[str, Any]) -> None:
+    """Wait for each checkpoint without reading it, so that the damage precedes the next one."""
     for step in range(STEPS):
         raysgd.report(step=step)
         raysgd.save_checkpoint({"step": step, "text": "x" * 1000})
@@ -308,10 +302,10 @@ def saving_loop_that_does_not_look(config: dict[str, Any]) -> None:
         time.sleep(0.2)
 
 
-# ------------------------------------------------------------------------------------------------------ others
+# -- other processes ---------------------------------------------------------------------------------------------------
 
 
-def test_the_controller_dies(ray_cluster: Any, tmp_path: Path) -> None:
+def test_plan_kills_the_controller(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
     plan = FaultPlan([KillTrainerActor(rank=1, step=3)])
     with make_trainer(tmp_path) as trainer:
@@ -327,10 +321,10 @@ def test_the_controller_dies(ray_cluster: Any, tmp_path: Path) -> None:
     check_cluster(before)
 
 
-def test_what_the_test_does_when_a_result_comes(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_plan_calls_the_test_at_a_result(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     go = tmp_path / "go"
 
-    def until_told(config: dict[str, Any]) -> None:
+    def until_file_exists(config: dict[str, Any]) -> None:
         step = 0
         while not os.path.exists(config["go"]):
             raysgd.report(step=step)
@@ -338,7 +332,7 @@ def test_what_the_test_does_when_a_result_comes(trainer: raysgd.Trainer, tmp_pat
             time.sleep(0.01)
 
     plan = FaultPlan([RemoveNode(step=4, remove=go.touch)])
-    trainer.run(plan.wrap(until_told), {"go": str(go)}, callbacks=[*quiet(), plan.driver_callback()])
+    trainer.run(plan.wrap(until_file_exists), {"go": str(go)}, callbacks=[*quiet(), plan.driver_callback()])
     plan.assert_all_fired()
     assert plan.fired[0].pid == os.getpid()
     check(trainer)
@@ -357,12 +351,12 @@ def train_func():
 address, folder = sys.argv[1:]
 ray.init(address=address, namespace="tests", log_to_driver=False)
 plan = FaultPlan([KillDriver(rank=0, step=3)], folder=folder)
-with raysgd.Trainer(1, "none", run=raysgd.RunConfig(storage_path=folder)) as trainer:
+with raysgd.Trainer(1, "none", run_config=raysgd.RunConfig(storage_path=folder)) as trainer:
     trainer.run(plan.wrap(train_func))
 """
 
 
-def test_the_driver_dies(ray_cluster: dict[str, Any], tmp_path: Path, trainer: raysgd.Trainer) -> None:
+def test_plan_kills_the_driver(ray_cluster: dict[str, Any], tmp_path: Path, trainer: raysgd.Trainer) -> None:
     trainer.shutdown()
     before = ClusterState.now()
     command = [sys.executable, "-c", DRIVER, ray_cluster["gcs_address"], str(tmp_path)]

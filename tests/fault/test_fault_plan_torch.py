@@ -1,35 +1,30 @@
-"""Faults of a group of torch processes: one is lost in the middle of a reduction, or the network between them."""
+"""Faults of a torch group: a rank is lost during a reduction, or the network between the ranks is cut."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import raysgd
 from raysgd.testing import Fault, FaultPlan, Kill, NetworkCut, Stop, check_history
-from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
+from support.runs import PATIENCE_S, events_of, latest_run, pids, quiet, travels_by_value
 
-pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    # The grace is for a machine that has no core to spare for the survivors.
-    failure = raysgd.FailureConfig(heartbeat_timeout_s=2, abort_grace_s=20, max_failures=1)
-    runs = tmp_path_factory.mktemp("runs")
-    with make_trainer(runs, 3, "torch", seed=3, deterministic=True, failure=failure) as trainer:
-        yield trainer
+#: The grace is for a machine that has no core to spare for the survivors.
+FAILURE = raysgd.FailureConfig(heartbeat_timeout_s=2, abort_grace_s=20, max_failures=1)
+TRAINER = {"num_workers": 3, "backend": "torch", "seed": 3, "deterministic": True, "failure_config": FAILURE}
 
 
 def train(config: dict[str, Any]) -> tuple[float, int, int]:
-    """A few steps of a small model: what it weighs at the end, the step it went on from, and the process."""
+    """Train a small model for a few steps; return its final weight, the first step and the process id."""
     import torch
 
     state = raysgd.load_checkpoint()
@@ -58,21 +53,21 @@ def train(config: dict[str, Any]) -> tuple[float, int, int]:
 @pytest.mark.parametrize(
     "fault", [Kill(rank=1, phase="collective", step=2), Stop(rank=2, phase="collective", step=2)], ids=repr
 )
-def test_a_rank_that_is_lost_in_a_reduction(trainer: raysgd.Trainer, fault: Fault) -> None:
-    undisturbed = trainer.run(train, {}, callbacks=quiet())[0]
+def test_run_resumes_after_rank_loss_in_a_reduction(trainer: raysgd.Trainer, fault: Fault) -> None:
+    fault_free = trainer.run(train, {}, callbacks=quiet())[0]
     before = pids(trainer)
     plan = FaultPlan([fault])
     returned = trainer.run(plan.wrap(train), {}, callbacks=quiet(), returns="all")
     plan.assert_all_fired()
     check_history(latest_run(trainer).run_dir, within_s=PATIENCE_S)
-    assert [weight for weight, _, _ in returned] == [undisturbed] * 3
+    assert [weight for weight, _, _ in returned] == [fault_free] * 3
     assert [start for _, start, _ in returned] == [2, 2, 2]
     assert [pid == was for (_, _, pid), was in zip(returned, before, strict=True)] == [
         r != fault.rank for r in range(3)
     ]
 
 
-def test_a_network_that_is_cut_ends_the_run_in_words(trainer: raysgd.Trainer) -> None:
+def test_network_cut_ends_the_run_with_an_explanation(trainer: raysgd.Trainer) -> None:
     before = pids(trainer)
     plan = FaultPlan([NetworkCut(rank=1, step=2)])
     with pytest.raises(RuntimeError) as caught:
@@ -82,14 +77,14 @@ def test_a_network_that_is_cut_ends_the_run_in_words(trainer: raysgd.Trainer) ->
     check_history(latest_run(trainer).run_dir, within_s=PATIENCE_S)
     assert events_of(trainer, "failure") == []
     assert [checkpoint.load()["step"] for checkpoint in latest_run(trainer).checkpoints][:2] == [0, 1]
-    # Nothing else was cut: the same processes answer, and form another group.
+    # Only these connections were cut: the same processes form another group.
     assert pids(trainer) == before
     assert trainer.run(plan.wrap(train), {}, callbacks=quiet())[1] == 0
     check_history(latest_run(trainer).run_dir)
 
 
 def places() -> set[str]:
-    """The files that functions lie in which collectives go through."""
+    """Return the source files of functions that run collectives."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +92,7 @@ def places() -> set[str]:
     return {os.path.basename(function.__code__.co_filename) for function in functions}
 
 
-def test_functions_of_torch_are_put_back(trainer: raysgd.Trainer) -> None:
+def test_patched_torch_functions_are_restored(trainer: raysgd.Trainer) -> None:
     def reduce(config: dict[str, Any]) -> set[str]:
         import torch
         import torch.distributed as dist
@@ -108,7 +103,7 @@ def test_functions_of_torch_are_put_back(trainer: raysgd.Trainer) -> None:
         return found
 
     plan = FaultPlan([Kill(rank=0, phase="collective", step=1)])
-    assert trainer.run(plan.wrap(reduce), {}, callbacks=quiet()) == {"collectives.py"}
+    assert trainer.run(plan.wrap(reduce), {}, callbacks=quiet()) == {"injection.py"}
     plan.assert_all_fired()
     check_history(latest_run(trainer).run_dir)
     assert "collectives.py" not in trainer.run(places, callbacks=quiet())

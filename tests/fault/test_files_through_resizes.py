@@ -1,4 +1,4 @@
-"""Files are trained on while workers die and the group shrinks and grows: each row once, in the order of an undisturbed run."""
+"""Workers that read files die, and the group shrinks and grows: each row is read once, in the order of a fault-free run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ import pytest
 import ray
 
 import raysgd
-from raysgd.data import DataContext, files, resolve_datasets
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.sources import files
+from raysgd.data.sources.resolve import resolve_datasets
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
 NUM_ROWS = 1200
@@ -33,12 +35,12 @@ NUM_RESIZES = 10
 
 
 def logged(config: dict[str, Any]) -> None:
-    """Epochs until there is a file; a line for each step, in a file for each attempt and rank."""
+    """Train epochs until a file exists; write a line per step, to a file per attempt and rank."""
     state = raysgd.load_checkpoint()
     step = first = 0 if state is None else state["step"]
     shard = raysgd.get_dataset().get_split()
     batches = shard.to_torch(global_batch_size=GLOBAL_BATCH, columns=["x"], shuffle=config["shuffle"])
-    name = f"{raysgd.broadcast(time.time_ns())}-{first}-{raysgd.world_rank()}"  # of this attempt
+    name = f"{raysgd.broadcast(time.time_ns())}-{first}-{raysgd.world_rank()}"  # unique per attempt
     with open(Path(config["folder"], name), "a") as log:
         while not raysgd.broadcast(os.path.exists(config["stop"])):
             for batch in batches:
@@ -50,9 +52,9 @@ def logged(config: dict[str, Any]) -> None:
                 time.sleep(0.02)
 
 
-def undisturbed(folder: Path, shuffle: Any, num_steps: int) -> list[list[int]]:
-    """The global batches of as many steps, as one worker alone reads them."""
-    context = DataContext(resolve_datasets(folder, lambda block: block), 0, 1, SEED, fetch=lambda ref: ref)
+def batches_of_one_worker(folder: Path, shuffle: Any, num_steps: int) -> list[list[int]]:
+    """Return the global batches of this number of steps, as a single worker reads them."""
+    context = WorkerDatasets(resolve_datasets(folder, lambda block: block), 0, 1, SEED, fetch=lambda ref: ref)
     batches = context.get().get_split().iter_batches(global_batch_size=GLOBAL_BATCH, columns=["x"], shuffle=shuffle)
     steps: list[list[int]] = []
     while len(steps) < num_steps:
@@ -61,7 +63,7 @@ def undisturbed(folder: Path, shuffle: Any, num_steps: int) -> list[list[int]]:
 
 
 def trained(folder: Path) -> list[list[int]]:
-    """The rows of each step, of the attempt that last made it: those before were forgotten with its checkpoint."""
+    """Return the rows of each step, from the last attempt that made the step."""
     attempts: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
     for path in folder.iterdir():
         begun, first, rank = map(int, path.name.split("-"))
@@ -79,9 +81,8 @@ def trained(folder: Path) -> list[list[int]]:
     return [steps[step] for step in sorted(steps)]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
-def test_workers_die_and_the_group_is_resized_again_and_again(
+def test_every_row_is_read_once_through_deaths_and_resizes(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 1)  # each row group is a block
@@ -93,7 +94,7 @@ def test_workers_die_and_the_group_is_resized_again_and_again(
         pq.write_table(pa.table({"x": rows, "y": rows * 0.5}), data / f"{number}.parquet", row_group_size=50)
     failure = raysgd.FailureConfig(max_failures=2 * NUM_RESIZES)
     config = {"folder": str(log), "stop": str(stop), "shuffle": "window"}
-    with make_trainer(tmp_path / "runs", (1, 4), failure=failure, seed=SEED) as trainer:
+    with make_trainer(tmp_path / "runs", (1, 4), failure_config=failure, seed=SEED) as trainer:
         stream = trainer.run_generator(logged, config, dataset=data, callbacks=quiet())
         attempt = size = num_resizes = 0
         for result in stream:
@@ -104,22 +105,22 @@ def test_workers_die_and_the_group_is_resized_again_and_again(
             if num_resizes >= NUM_RESIZES:
                 stop.touch()
                 break
-            # Where one has taken the place of the dead there are others up: it will grow.
+            # After a replacement other workers are ready too, and the group grows.
             if size > 1 and size != before:
                 os.kill(result.workers[attempt % size]["pid"], signal.SIGKILL)
         stream.get_returns()
         resizes = events_of(trainer, "resize")
     assert len(resizes) >= NUM_RESIZES and {data["new"] > data["old"] for data in resizes} == {True, False}
     steps = trained(log)
-    expected = undisturbed(data, "window", len(steps))
+    expected = batches_of_one_worker(data, "window", len(steps))
     assert all(
         sorted(chain(*expected[at : at + 100])) == list(range(NUM_ROWS)) for at in range(0, len(steps) - 99, 100)
     )
     assert steps == expected
 
 
-def test_a_worker_that_reads_ahead_dies(ray_cluster: Any, tmp_path: Path) -> None:
-    """What it had read and not handed out comes again; the worker in its place reads the same part."""
+def test_every_row_is_read_once_after_death_of_a_worker_that_reads_ahead(ray_cluster: Any, tmp_path: Path) -> None:
+    """Rows that were read ahead are read again: the replacement reads the same part."""
     data, log, stop = tmp_path / "data", tmp_path / "log", tmp_path / "stop"
     data.mkdir()
     log.mkdir()
@@ -136,11 +137,13 @@ def test_a_worker_that_reads_ahead_dies(ray_cluster: Any, tmp_path: Path) -> Non
         stop.touch()
         stream.get_returns()
     steps = trained(log)
-    assert len(steps) >= 100 and steps == undisturbed(data, "window", len(steps))
+    assert len(steps) >= 100 and steps == batches_of_one_worker(data, "window", len(steps))
 
 
-def test_a_lazy_dataset_is_executed_while_a_worker_dies_and_another_one_comes(ray_cluster: Any, tmp_path: Path) -> None:
-    """Some steps by fewer workers, then by all again; in the order in which one worker alone takes them."""
+def test_every_row_of_a_lazy_dataset_is_read_once_through_a_death_and_a_resize(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    """Fewer workers make some steps, then all again, in the order of a single worker."""
 
     def steps_of(name: str, num_workers: int | tuple[int, int], is_to_stop: Callable[[Any], bool]) -> list[list[int]]:
         log, stop = tmp_path / f"log {name}", tmp_path / f"stop {name}"
@@ -148,7 +151,7 @@ def test_a_lazy_dataset_is_executed_while_a_worker_dies_and_another_one_comes(ra
         data = ray.data.range(NUM_ROWS, override_num_blocks=12).map_batches(lambda batch: {"x": batch["id"]})
         config = {"folder": str(log), "stop": str(stop), "shuffle": "window"}
         failure = raysgd.FailureConfig(max_failures=2)
-        with make_trainer(tmp_path / name, num_workers, failure=failure, seed=SEED) as trainer:
+        with make_trainer(tmp_path / name, num_workers, failure_config=failure, seed=SEED) as trainer:
             stream = trainer.run_generator(logged, config, dataset=data, callbacks=quiet())
             for result in stream:
                 if is_to_stop(result):

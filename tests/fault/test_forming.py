@@ -1,4 +1,4 @@
-"""A group forms while something is wrong with one of its members: it dies before it has joined, or takes long to import."""
+"""A group forms while one of its members dies before it joined, or imports slowly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INIT_TIMEOUT_S = 2
 
 
 class Arriving:
-    """Part of a config: what happens where it arrives, in a worker, while train_func is taken out of its pickle.
+    """Part of a config that causes a fault when a worker unpickles it.
 
-    The second process that it arrives in dies, or, if it is new, takes longer than the others would wait in the group.
+    The second process that unpickles it dies; or a new process takes longer than the others would wait in the group.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -63,11 +63,11 @@ def reduce_and_die(config: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("what", ["dies", "is slow"])
-def test_those_who_wait_for_a_member_keep_their_processes(ray_cluster: Any, tmp_path: Path, what: str) -> None:
+def test_survivors_waiting_for_a_member_keep_their_processes(ray_cluster: Any, tmp_path: Path, what: str) -> None:
     backend = raysgd.TorchConfig(init_timeout_s=INIT_TIMEOUT_S)
     failure = raysgd.FailureConfig(max_failures=1)
     (tmp_path / "marks").mkdir()
-    with make_trainer(tmp_path / "runs", 3, backend, failure=failure) as trainer:
+    with make_trainer(tmp_path / "runs", 3, backend, failure_config=failure) as trainer:
         before = trainer.run(os.getpid, callbacks=quiet(), returns="all")
         config = {"arriving": Arriving(tmp_path / "marks", what)}
         returned = trainer.run(reduce_and_die, config, callbacks=quiet(), returns="all")

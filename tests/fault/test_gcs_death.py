@@ -1,4 +1,4 @@
-"""Ray's global control service (GCS) dies under a run: training needs it no more than to start processes."""
+"""Ray's global control service (GCS) dies during a run: training needs it only to start processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.cluster import start_ray
 from support.gcs import GlobalControlService, redis_server
 from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
 STEPS = 40
@@ -29,7 +29,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def gcs(_no_process_is_left: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlobalControlService]:
-    """That of a cluster of one node, with its state in Redis, so that another one can take over."""
+    """Yield the GCS of a cluster of one node; its state is in Redis, so that a new GCS can take over."""
     with pytest.MonkeyPatch.context() as patch, redis_server(tmp_path_factory.mktemp("redis")) as address:
         patch.setenv("RAY_REDIS_ADDRESS", address)
         start_ray(num_cpus=4, include_dashboard=False, namespace="tests")
@@ -52,9 +52,7 @@ def steps(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("a_worker_dies", [False, True], ids=["alone", "with a worker"])
-def test_a_run_goes_on_while_another_one_is_started(
-    gcs: GlobalControlService, tmp_path: Path, a_worker_dies: bool
-) -> None:
+def test_run_continues_while_the_gcs_restarts(gcs: GlobalControlService, tmp_path: Path, a_worker_dies: bool) -> None:
     with make_trainer(tmp_path) as trainer:
         stream = trainer.run_generator(steps, {}, callbacks=quiet(), returns="all")
         results = []
@@ -87,7 +85,7 @@ PROGRAM = """
     storage, file = sys.argv[1:]
     ray.init(address="local", num_cpus=3, include_dashboard=False)
     run = raysgd.RunConfig(storage_path=storage)
-    trainer = raysgd.Trainer(2, backend="none", run=run)
+    trainer = raysgd.Trainer(2, backend="none", run_config=run)
     for result in trainer.run_generator(steps, {}, callbacks=[]):
         if result["step"] == 5:
             GlobalControlService().kill()
@@ -96,8 +94,8 @@ PROGRAM = """
 """
 
 
-def test_of_one_that_is_lost_for_good_the_results_come_and_are_on_storage(tmp_path: Path) -> None:
-    """Ray ends all processes of the cluster, and the driver, a minute after; set to a quarter of that here.
+def test_results_arrive_and_are_stored_when_the_gcs_is_lost(tmp_path: Path) -> None:
+    """Ray ends the driver and all processes of the cluster after a minute, here after a quarter of that.
 
     Which of its own timeouts ends the driver first, and what that says, is Ray's.
     """

@@ -1,4 +1,4 @@
-"""Workers that hang: stopped, stuck in a loop, or only busy, which is none of it."""
+"""Workers that hang because they are stopped or stuck in a loop, and busy workers, which do not hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,15 @@ HEARTBEAT_S = 3.0
 PROGRESS_S = 5.0
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    # On a busy machine survivors may need more than the usual time to let go; here they are to keep their processes.
-    failure = raysgd.FailureConfig(
-        heartbeat_timeout_s=HEARTBEAT_S, progress_timeout_s=PROGRESS_S, abort_grace_s=20, max_failures=1
-    )
-    with make_trainer(tmp_path_factory.mktemp("runs"), 3, "torch", failure=failure) as trainer:
-        yield trainer
+#: On a busy machine survivors may need more than the usual time to leave; here they must keep their processes.
+FAILURE = raysgd.FailureConfig(
+    heartbeat_timeout_s=HEARTBEAT_S, progress_timeout_s=PROGRESS_S, abort_grace_s=20, max_failures=1
+)
+TRAINER = {"num_workers": 3, "backend": "torch", "failure_config": FAILURE}
 
 
 def stop(config: dict[str, Any]) -> None:
-    signal.pthread_kill(
-        threading.get_ident(), signal.SIGSTOP
-    )  # this thread must not go on until another takes the signal
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to this thread, so that it stops immediately
 
 
 def loop_for_ever(config: dict[str, Any]) -> None:
@@ -50,7 +44,7 @@ def sleep_for_ever(config: dict[str, Any]) -> None:
 
 
 def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
-    """Collectives and saves; rank 1 hangs once, in its own way, while the others are in a collective."""
+    """Make collectives and saves; rank 1 hangs once, in the given way, while the others are in a collective."""
     import torch
     import torch.distributed as dist
 
@@ -72,7 +66,7 @@ def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("hang", "kind", "told"),
+    ("hang", "kind", "reason"),
     [
         (stop, "silent", "it was stopped (SIGSTOP)"),
         (loop_for_ever, "stuck", "made no progress"),
@@ -80,8 +74,8 @@ def reduce_and_hang_once(config: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["stopped", "loop", "sleep"],
 )
-def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
-    trainer: raysgd.Trainer, tmp_path: Path, hang: Any, kind: str, told: str
+def test_hung_worker_is_replaced_and_survivors_keep_their_processes(
+    trainer: raysgd.Trainer, tmp_path: Path, hang: Any, kind: str, reason: str
 ) -> None:
     before = pids(trainer)
     config = {"folder": str(tmp_path), "hang": hang}
@@ -92,7 +86,7 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
     assert are_gone([before[1]], 2)
     (hung,) = events_of(trainer, "hang")
     assert (hung["rank"], hung["kind"]) == (1, kind)
-    assert told in hung["why"]
+    assert reason in hung["why"]
     assert set(hung["stacks"]) == {"0", "1", "2"}
     if kind == "stuck":  # py-spy leaves out the thread that stopped its own process
         assert hang.__name__ in hung["stacks"]["1"], "the stack does not show where it hangs"
@@ -103,13 +97,13 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_keep_their_processes(
 
 
 def check_flight_records(trainer: raysgd.Trainer, hung: dict[str, Any]) -> None:
-    """The last collectives of the ranks are told, and written down in the form that torch's own tool reads."""
+    """Check the last collectives of the ranks in the event, and in files in the format of torch's flight recorder."""
     for rank in ("0", "2"):
         (last,) = hung["collectives"][rank]
         assert (last["operation"], last["is_done"]) == ("gloo:all_reduce", False)
         assert last["sizes"] == [[1]]
     assert "; ranks 0, 2 wait in collective" in hung["why"]
-    if "1" in hung["collectives"]:  # a process that is stopped cannot tell, and one whose loop keeps the lock need not
+    if "1" in hung["collectives"]:  # a stopped process cannot answer; one whose loop holds the GIL may be unable to
         assert hung["collectives"]["1"][0]["number"] == hung["collectives"]["0"][0]["number"] - 1
         assert "which rank 1 has not begun" in hung["why"]
     run_dir = trainer.run_dir
@@ -119,9 +113,9 @@ def check_flight_records(trainer: raysgd.Trainer, hung: dict[str, Any]) -> None:
     assert pickle.loads(written[0].read_bytes())["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
 
-def test_a_c_call_that_holds_the_interpreters_lock_is_no_hang(ray_cluster: Any, tmp_path: Path) -> None:
+def test_c_call_that_holds_the_gil_is_not_a_hang(ray_cluster: Any, tmp_path: Path) -> None:
     def count() -> float:
-        """One call that lasts, and lets no other thread of the process run."""
+        """Make one long call during which no other thread of the process runs."""
         numbers, start = 10**8, time.monotonic()
         while True:
             sum(range(numbers))
@@ -131,13 +125,13 @@ def test_a_c_call_that_holds_the_interpreters_lock_is_no_hang(ray_cluster: Any, 
             numbers *= 2
 
     failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.5)
-    with make_trainer(tmp_path, failure=failure) as trainer:
+    with make_trainer(tmp_path, failure_config=failure) as trainer:
         before = pids(trainer)
         assert trainer.run(count, callbacks=quiet()) > 3
         assert events_of(trainer, "hang") == [] and pids(trainer) == before
 
 
-def test_slow_steps_within_the_limit_are_no_hang(trainer: raysgd.Trainer) -> None:
+def test_slow_steps_within_the_limit_are_not_a_hang(trainer: raysgd.Trainer) -> None:
     def slow() -> None:
         for step in range(4):
             time.sleep(0.7 * PROGRESS_S)
@@ -147,7 +141,7 @@ def test_slow_steps_within_the_limit_are_no_hang(trainer: raysgd.Trainer) -> Non
     assert events_of(trainer, "hang") == []
 
 
-def test_a_run_that_hangs_once_too_often_ends_with_the_guilty_rank(ray_cluster: Any, tmp_path: Path) -> None:
+def test_one_hang_too_many_ends_the_run_with_the_rank(ray_cluster: Any, tmp_path: Path) -> None:
     failure = raysgd.FailureConfig(max_failures=0, heartbeat_timeout_s=1.0)
 
     def stop_rank_1() -> None:
@@ -156,14 +150,14 @@ def test_a_run_that_hangs_once_too_often_ends_with_the_guilty_rank(ray_cluster: 
         raysgd.barrier()
 
     with (
-        make_trainer(tmp_path, failure=failure) as trainer,
+        make_trainer(tmp_path, failure_config=failure) as trainer,
         pytest.raises(WorkerDiedError, match=r"rank 1 on .* hung: it gave no sign of life for .*SIGSTOP") as raised,
     ):
         trainer.run(stop_rank_1, callbacks=quiet())
     assert raised.value.ranks == (1,)
 
 
-def test_a_worker_that_is_stopped_for_less_than_the_timeout_goes_on(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_worker_stopped_for_less_than_the_timeout_continues(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def step_on(config: dict[str, Any]) -> int:
         for step in range(30):
             time.sleep(0.1)

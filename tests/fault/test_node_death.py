@@ -1,4 +1,4 @@
-"""A node is lost with the worker on it, and there is room on another one: training goes on from the newest checkpoint."""
+"""A node is lost with its worker, and another node has room: training resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raysgd
-from raysgd.workers.faulty_nodes import TOGETHER_S
+from raysgd.workers.placement.avoided_nodes import SAME_DEATH_S
 from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
 
 @pytest.fixture(scope="module")
 def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """A head without CPUs, and three nodes with room for one worker each."""
+    """Start a head node without CPUs, and three nodes with room for one worker each."""
     # Ray counts a silent node as lost after three seconds instead of twenty.
     health = {
         "health_check_initial_delay_ms": 1000,
@@ -46,13 +46,13 @@ def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
     assert not left, "; ".join(left)
 
 
-#: Saves before a node is lost, and seconds for the copy of the last one: Ray tries a fetch that came too early again after 10.
+#: Saves before a node is lost, and seconds for the copy of the last one: Ray retries a failed fetch after 10 s.
 NUM_SAVES = 5
 COPY_S = 15
 
 
 def until_a_node_is_lost() -> dict[str, Any]:
-    """Without end, and for three steps where it goes on from a checkpoint."""
+    """Train until killed, or for three steps after a resume from a checkpoint."""
     state = raysgd.load_checkpoint()
     node = ray.get_runtime_context().get_node_id()
     start = 0 if state is None else state["step"] + 1
@@ -63,34 +63,34 @@ def until_a_node_is_lost() -> dict[str, Any]:
     return {"start": start, "node": node}
 
 
-def until_there_is_a_file(config: dict[str, Any]) -> None:
+def run_until_file_exists(config: dict[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     while not os.path.exists(config["file"]):
         raysgd.report(node=node, pid=os.getpid())
         time.sleep(0.05)
 
 
-def test_a_node_where_workers_die_again_and_again_is_used_no_more(cluster: Cluster, tmp_path: Path) -> None:
+def test_node_with_repeated_deaths_is_avoided(cluster: Cluster, tmp_path: Path) -> None:
     config = {"file": str(tmp_path / "go")}
-    with make_trainer(tmp_path / "runs", 2, failure=raysgd.FailureConfig(max_failures=2)) as trainer:
-        stream = trainer.run_generator(until_there_is_a_file, config, callbacks=quiet())
+    with make_trainer(tmp_path / "runs", 2, failure_config=raysgd.FailureConfig(max_failures=2)) as trainer:
+        stream = trainer.run_generator(run_until_file_exists, config, callbacks=quiet())
         nodes = []
         for attempt in (1, 2, 3):
             result = next(result for result in stream if result["attempt"] == attempt)
             (first, _), (node, pid) = [(metrics["node"], metrics["pid"]) for metrics in result.workers]
             nodes.append(node)
             if attempt < 3:
-                time.sleep(TOGETHER_S * (attempt - 1))  # deaths at the same time are one
+                time.sleep(SAME_DEATH_S * (attempt - 1))  # simultaneous deaths count as one
                 os.kill(pid, signal.SIGKILL)
         (tmp_path / "go").touch()
         stream.get_returns()
         warnings = [data["message"] for data in events_of(trainer, "warning")]
     assert nodes[0] == nodes[1] and nodes[2] not in (nodes[0], first)
-    assert sum("is used no more: workers have died there 2 times" in message for message in warnings) == 1
+    assert sum("is not used any more: workers have died there 2 times" in message for message in warnings) == 1
 
 
-def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, 2, checkpoint=raysgd.CheckpointConfig(num_to_keep=2)) as trainer:
+def test_worker_of_a_lost_node_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2)) as trainer:
         stream = trainer.run_generator(until_a_node_is_lost, callbacks=quiet(), returns="all")
         nodes = [metrics["node"] for metrics in next(stream).workers]
         # Ray chooses which node of this machine the driver belongs to, and the controller with it.
@@ -112,7 +112,7 @@ def test_a_node_with_a_worker(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def reduce_until_a_node_is_lost() -> dict[str, Any]:
-    """As above, with a collective in each step."""
+    """Train as in `until_a_node_is_lost`, with a collective in each step."""
     import torch
     import torch.distributed as dist
 
@@ -127,17 +127,17 @@ def reduce_until_a_node_is_lost() -> dict[str, Any]:
 
 
 def processes_of(node: Any) -> list[psutil.Process]:
-    """What Ray started for a node, its raylet first, and what that started."""
+    """Return the processes of a node: its raylet first, then all descendants."""
     raylets = [psutil.Process(each.process.pid) for started in node.all_processes.values() for each in started]
     return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]
 
 
-def test_a_node_that_freezes(cluster: Cluster, tmp_path: Path) -> None:
-    """No connection closes, so the survivor waits in a collective for a peer that nobody can kill."""
+def test_worker_of_a_frozen_node_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    """No connection closes, so the survivor waits in a collective for a peer that cannot be killed."""
     cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     failure = raysgd.FailureConfig(heartbeat_timeout_s=4, abort_grace_s=15)
-    with make_trainer(tmp_path, 2, "torch", failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, "torch", failure_config=failure) as trainer:
         stream = trainer.run_generator(reduce_until_a_node_is_lost, callbacks=quiet(), returns="all")
         before = [(metrics["node"], metrics["pid"]) for metrics in next(stream).workers]
         rank = int(before[0][0] == ray.get_runtime_context().get_node_id())
@@ -162,7 +162,7 @@ def test_a_node_that_freezes(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def parts_in_memory() -> dict[str, Any]:
-    """Each rank's part is too large for Ray to keep beside the object store, and none goes to storage."""
+    """Each rank's part is too large for Ray to inline, and none goes to storage."""
     state = raysgd.load_checkpoint()
     limit = time.monotonic() + PATIENCE_S
     node = ray.get_runtime_context().get_node_id()
@@ -177,13 +177,12 @@ def parts_in_memory() -> dict[str, Any]:
     return {"start": start, "node": node, "mine": float(state["weights"].mean())}
 
 
-@pytest.mark.long
-def test_a_node_with_a_part_of_a_checkpoint_in_memory(cluster: Cluster, tmp_path: Path) -> None:
-    """The other node holds a copy of it."""
+def test_checkpoint_part_of_a_lost_node_is_restored_from_its_copy(cluster: Cluster, tmp_path: Path) -> None:
+    """Another node holds a copy of the part."""
     cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    memory = raysgd.CheckpointConfig(memory_only_between=100_000)
-    with make_trainer(tmp_path, 2, checkpoint=memory) as trainer:
+    memory = raysgd.CheckpointConfig(storage_interval=100_000)
+    with make_trainer(tmp_path, 2, checkpoint_config=memory) as trainer:
         stream = trainer.run_generator(parts_in_memory, callbacks=quiet(), returns="all")
         nodes = [metrics["node"] for metrics in next(stream).workers]
         rank = int(nodes[0] == ray.get_runtime_context().get_node_id())

@@ -1,6 +1,6 @@
-"""A whole run on storage that is no local disk, as far as raysgd can tell: files are put whole, none is appended to.
+"""A whole run on object storage: files are put whole, and never appended to.
 
-fsspec's local file system takes that way too, and lets the test look at what is there.
+fsspec's local file system is handled in the same way, and its files can be inspected.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import raysgd
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.storage import Storage
 from support.runs import events_of, latest_run, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
 
 def six_steps(config: dict[str, Any]) -> int:
-    """Each saved and reported; rank 1 dies once, when step 3 is committed."""
+    """Save and report each step; rank 1 dies once, when step 3 is committed."""
     state = raysgd.load_checkpoint()
     start = 0 if state is None else state["step"] + 1
     for step in range(start, config["steps"]):
@@ -35,22 +35,24 @@ def six_steps(config: dict[str, Any]) -> int:
             raysgd.barrier()
             if raysgd.world_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raysgd.barrier()  # rank 0 shall not save again before it hears of it
+            raysgd.barrier()  # rank 0 must not save again before rank 1 sees the commit
     return start
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """When each file below a folder was last changed, in nanoseconds."""
+    """Return when each file below a folder was last changed, in nanoseconds."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
     }
 
 
-def test_save_keep_lose_a_worker_load_and_resume(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_on_object_storage_survives_a_worker_death(ray_cluster: Any, tmp_path: Path) -> None:
     uri = f"fsspec+file://{tmp_path}"
     assert not Storage.from_uri(uri).is_local
     keep = raysgd.CheckpointConfig(num_to_keep=2)
-    with raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path=uri, name="t"), checkpoint=keep) as trainer:
+    with raysgd.Trainer(
+        2, "none", run_config=raysgd.RunConfig(storage_path=uri, name="t"), checkpoint_config=keep
+    ) as trainer:
         assert trainer.run(six_steps, {"steps": 6}, callbacks=quiet(), returns="all") == [4, 4]
         assert trainer.run_dir == f"{uri}/t/run_001"
         (failure,) = events_of(trainer, "failure")
@@ -68,7 +70,7 @@ def test_save_keep_lose_a_worker_load_and_resume(ray_cluster: Any, tmp_path: Pat
             parts = {file: at for file, at in files.items() if file.startswith(f"checkpoints/{name}/")}
             assert len(parts) == 5 and max(parts, key=lambda file: parts[file]).endswith("manifest.json")
 
-        assert trainer.run(six_steps, {"steps": 8}, checkpoint=last, callbacks=quiet()) == 6
+        assert trainer.run(six_steps, {"steps": 8}, resume_from=last, callbacks=quiet()) == 6
         second = latest_run(trainer)
     assert (first.outcome, second.outcome) == ("done", "done")
     assert list(first.metrics["step"]) == list(range(6))

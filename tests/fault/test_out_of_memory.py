@@ -1,4 +1,4 @@
-"""Workers that the kernel kills for memory, in a cgroup with a real limit, on the controller's node and on another one."""
+"""Workers that the kernel kills for memory in a limited cgroup, on the node of the controller and on another node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 travels_by_value(__name__)
 
 LIMIT_BYTES = 300 << 20
@@ -30,7 +30,7 @@ SIZE = r"[\d.]+ [GM]iB"
 
 @pytest.fixture(scope="module", autouse=True)
 def two_nodes(_no_process_is_left: None) -> Iterator[None]:
-    """With room for one worker each."""
+    """Start a cluster whose nodes have room for one worker each."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, namespace="tests")
@@ -41,19 +41,19 @@ def two_nodes(_no_process_is_left: None) -> Iterator[None]:
     assert not left, "; ".join(left)
 
 
-def is_seen() -> bool:
-    """Whether the agent of this node, which is not the controller's, has had a look at this process."""
-    name = f"-agent-{ray.get_runtime_context().get_node_id()[:12]}"
-    agents = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].endswith(name)]
+def is_sampled() -> bool:
+    """Whether the agent of this node has sampled this process. The controller runs on the other node."""
+    name = f"-agent-{ray.get_runtime_context().get_node_id()[:12]}-"
+    agents = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if name in a["name"]]
     return any(ray.get(ray.get_actor(a, "raysgd").memory.remote(os.getpid())) is not None for a in agents)
 
 
 def dies_on(config: dict[str, Any]) -> None:
-    """The rank on the node ``dies`` does; the others wait for it."""
+    """Kill the rank on the node that ``dies_here`` selects; the others wait for it."""
     raysgd.barrier()
     is_here = ray.get_runtime_context().get_node_id() == config["controller"]
     if is_here == config["dies_here"]:
-        assert is_here or until(is_seen, PATIENCE_S)
+        assert is_here or until(is_sampled, PATIENCE_S)
         config["die"](config)
     time.sleep(1000)
 
@@ -63,10 +63,10 @@ def use_up_memory(config: dict[str, Any]) -> None:
     held = []
     while True:
         held.append(b"x" * (10 << 20))
-        time.sleep(0.1)  # slowly enough to be looked at on the way
+        time.sleep(0.1)  # slowly enough to be sampled in between
 
 
-def be_killed(config: dict[str, Any]) -> None:
+def kill_this_process(config: dict[str, Any]) -> None:
     held = b"x" * (100 << 20)
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(len(held))
@@ -75,12 +75,12 @@ def be_killed(config: dict[str, Any]) -> None:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[raysgd.Trainer]:
     failure = raysgd.FailureConfig(max_failures=0)
-    with make_trainer(tmp_path, 2, placement_strategy="STRICT_SPREAD", failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, placement_strategy="STRICT_SPREAD", failure_config=failure) as trainer:
         yield trainer
 
 
-def the_text_of_its_death(trainer: raysgd.Trainer, config: dict[str, Any]) -> str:
-    """Told twice, in the error and in the run's events."""
+def message_of_worker_death(trainer: raysgd.Trainer, config: dict[str, Any]) -> str:
+    """Return the text that both the error and the run's events have."""
     config["controller"] = ray.get_runtime_context().get_node_id()
     with pytest.raises(WorkerDiedError) as caught:
         trainer.run(dies_on, config, callbacks=quiet())
@@ -92,13 +92,11 @@ def the_text_of_its_death(trainer: raysgd.Trainer, config: dict[str, Any]) -> st
     return text
 
 
-@pytest.mark.parametrize(
-    "here", [pytest.param(True, marks=pytest.mark.long), False], ids=["controller's node", "another node"]
-)
-def test_a_worker_that_the_kernel_kills_for_memory(trainer: raysgd.Trainer, here: bool) -> None:
+@pytest.mark.parametrize("here", [True, False], ids=["controller's node", "another node"])
+def test_out_of_memory_kill_is_explained(trainer: raysgd.Trainer, here: bool) -> None:
     with limited_memory(LIMIT_BYTES) as cgroup:
         config = {"dies_here": here, "die": use_up_memory, "cgroup": str(cgroup)}
-        text = the_text_of_its_death(trainer, config)
+        text = message_of_worker_death(trainer, config)
     assert re.search(
         rf"\) died: out of memory: its resident size grew from {SIZE} to {SIZE} in \d+ s; its cgroup has 300 MiB"
         rf"(, {SIZE} of it in use)?; the kernel's count of memory kills in its cgroup went up\. Smaller batches",
@@ -107,13 +105,13 @@ def test_a_worker_that_the_kernel_kills_for_memory(trainer: raysgd.Trainer, here
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["controller's node", "another node"])
-def test_a_worker_that_somebody_kills(trainer: raysgd.Trainer, here: bool) -> None:
-    text = the_text_of_its_death(trainer, {"dies_here": here, "die": be_killed})
+def test_other_kill_is_not_called_out_of_memory(trainer: raysgd.Trainer, here: bool) -> None:
+    text = message_of_worker_death(trainer, {"dies_here": here, "die": kill_this_process})
     assert "died: SYSTEM_ERROR, " in text
     assert "out of memory" not in text
 
 
-def test_memory_that_python_refuses_is_the_users_error(trainer: raysgd.Trainer) -> None:
+def test_memory_error_of_user_code_is_raised(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         bytearray(1 << 60)
 

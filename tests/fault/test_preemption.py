@@ -1,4 +1,4 @@
-"""Workers that get SIGTERM while they train: the run goes on without them, repeats nothing, and counts no failure."""
+"""Workers that get SIGTERM while they train: the run continues without them, repeats nothing, and counts no failure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,14 @@ pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    """With which nothing may fail."""
-    failure = raysgd.FailureConfig(max_failures=0)
-    with make_trainer(tmp_path_factory.mktemp("runs"), failure=failure) as trainer:
-        yield trainer
+TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=0)}
 
 
-def until_told(config: dict[str, Any]) -> dict[str, Any]:
-    """Steps of 0.02 s with a collective in each, until the file ``enough`` is there; every rank's are told in files.
+def until_file_exists(config: dict[str, Any]) -> dict[str, Any]:
+    """Make steps of 0.02 s with a collective until the file ``enough`` exists; files list the steps of every rank.
 
-    ``looks``: it looks at should_stop() after each step, and saves its last checkpoint then; ``saves_each``: so many steps
-    lie between two others.
+    ``checks_stop``: check should_stop() after each step, and save a last checkpoint when it is set; ``saves_each``:
+    the number of steps between two other checkpoints.
     """
     state = raysgd.load_checkpoint()
     start = step = 0 if state is None else state["step"] + 1
@@ -51,7 +46,7 @@ def until_told(config: dict[str, Any]) -> dict[str, Any]:
         with Path(config["folder"], f"steps-{raysgd.world_rank()}").open("a") as file:
             file.write(f"{step}\n")
         raysgd.report(step=step, pid=os.getpid())
-        is_last = config["looks"] and raysgd.should_stop()
+        is_last = config["checks_stop"] and raysgd.should_stop()
         if is_last or (config["saves_each"] and step % config["saves_each"] == 0):
             raysgd.save_checkpoint({"step": step})
         if is_last:
@@ -62,11 +57,11 @@ def until_told(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(
-    trainer: raysgd.Trainer, folder: Path, *, looks: bool, saves_each: int, also: Sequence[raysgd.Callback] = ()
+    trainer: raysgd.Trainer, folder: Path, *, checks_stop: bool, saves_each: int, also: Sequence[raysgd.Callback] = ()
 ) -> tuple[raysgd.ResultStream, list[int]]:
-    """A run that has made a few steps, and the processes of its ranks."""
-    config = {"folder": str(folder), "looks": looks, "saves_each": saves_each}
-    stream = trainer.run_generator(until_told, config, callbacks=[*quiet(), *also], returns="all")
+    """Start a run, wait for a few steps, and return it with the processes of its ranks."""
+    config = {"folder": str(folder), "checks_stop": checks_stop, "saves_each": saves_each}
+    stream = trainer.run_generator(until_file_exists, config, callbacks=[*quiet(), *also], returns="all")
     result = next(result for result in stream if result["training_iteration"] == 3)
     return stream, [metrics["pid"] for metrics in result.workers]
 
@@ -81,7 +76,7 @@ def wait_for_attempt(stream: raysgd.ResultStream, attempt: int) -> raysgd.Result
 
 
 def journal_of(stream: raysgd.ResultStream) -> str:
-    """The events of a run that is under way, as far as they are written."""
+    """Return the events of a live run that are written so far."""
     path = Path(str(stream.run_dir), "events.jsonl")
     return path.read_text() if path.exists() else ""
 
@@ -95,11 +90,11 @@ def steps_of(folder: Path, rank: int) -> list[int]:
     return [int(line) for line in Path(folder, f"steps-{rank}").read_text().split()]
 
 
-@pytest.mark.parametrize(("looks", "saves_each"), [(True, 0), (False, 2), (True, 3)])
-def test_the_worker_is_replaced_and_no_step_is_lost_or_repeated(
-    trainer: raysgd.Trainer, tmp_path: Path, looks: bool, saves_each: int
+@pytest.mark.parametrize(("checks_stop", "saves_each"), [(True, 0), (False, 2), (True, 3)])
+def test_preempted_worker_is_replaced_and_no_step_is_lost_or_repeated(
+    trainer: raysgd.Trainer, tmp_path: Path, checks_stop: bool, saves_each: int
 ) -> None:
-    stream, before = start(trainer, tmp_path, looks=looks, saves_each=saves_each)
+    stream, before = start(trainer, tmp_path, checks_stop=checks_stop, saves_each=saves_each)
     os.kill(before[1], signal.SIGTERM)
     after = [metrics["pid"] for metrics in wait_for_attempt(stream, 2).workers]
     assert after[0] == before[0], "the survivor was replaced"
@@ -121,8 +116,8 @@ def test_the_worker_is_replaced_and_no_step_is_lost_or_repeated(
     assert run.metrics["step"].tolist() == list(range(len(run.metrics)))
 
 
-def test_all_workers_at_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    stream, before = start(trainer, tmp_path, looks=True, saves_each=0)
+def test_all_workers_are_preempted_at_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    stream, before = start(trainer, tmp_path, checks_stop=True, saves_each=0)
     for pid in before:
         os.kill(pid, signal.SIGTERM)
     after = [metrics["pid"] for metrics in wait_for_attempt(stream, 2).workers]
@@ -134,8 +129,7 @@ def test_all_workers_at_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     assert sorted(event["rank"] for event in events_of(trainer, "preemption")) == [0, 1]
 
 
-@pytest.mark.slow
-def test_a_process_group_of_torch_is_left_and_formed_anew(ray_cluster: Any, tmp_path: Path) -> None:
+def test_torch_group_forms_again_after_preemption(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> int:
         import torch
         import torch.distributed as dist
@@ -153,10 +147,10 @@ def test_a_process_group_of_torch_is_left_and_formed_anew(ray_cluster: Any, tmp_
             step += 1
         return os.getpid()
 
-    with make_trainer(tmp_path / "runs", 2, "torch", failure=raysgd.FailureConfig(max_failures=0)) as trainer:
+    with make_trainer(tmp_path / "runs", 2, "torch", failure_config=raysgd.FailureConfig(max_failures=0)) as trainer:
         stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         before = [metrics["pid"] for metrics in next(stream).workers]
-        for attempt, rank in [(2, 0), (3, 1)]:  # rank 0 is where the others meet
+        for attempt, rank in [(2, 0), (3, 1)]:  # rank 0 hosts the rendezvous
             os.kill(before[rank], signal.SIGTERM)
             after = [metrics["pid"] for metrics in wait_for_attempt(stream, attempt).workers]
             assert after[1 - rank] == before[1 - rank] and after[rank] != before[rank]
@@ -169,11 +163,13 @@ def test_a_process_group_of_torch_is_left_and_formed_anew(ray_cluster: Any, tmp_
 
 
 @pytest.mark.parametrize("then", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_cannot_wait(trainer: raysgd.Trainer, tmp_path: Path, then: signal.Signals) -> None:
-    """It neither looks nor saves; the platform kills it, or says it once more."""
-    stream, before = start(trainer, tmp_path, looks=False, saves_each=0)
+def test_preempted_worker_killed_before_its_grace_ends_is_not_a_failure(
+    trainer: raysgd.Trainer, tmp_path: Path, then: signal.Signals
+) -> None:
+    """The loop neither checks should_stop() nor saves; the platform kills the worker, or repeats SIGTERM."""
+    stream, before = start(trainer, tmp_path, checks_stop=False, saves_each=0)
     os.kill(before[1], signal.SIGTERM)
-    time.sleep(0.5)
+    assert until(lambda: next(stream) and "preemption" in journal_of(stream), PATIENCE_S)
     assert is_alive(before[1])
     os.kill(before[1], then)
     after = [metrics["pid"] for metrics in wait_for_attempt(stream, 2).workers]
@@ -184,10 +180,10 @@ def test_a_process_that_cannot_wait(trainer: raysgd.Trainer, tmp_path: Path, the
     assert "rank 1" in regroup["why"] and "died" in regroup["why"]
 
 
-def test_nobody_is_waited_for_beyond_the_grace(ray_cluster: Any, tmp_path: Path) -> None:
+def test_preemption_grace_is_not_exceeded(ray_cluster: Any, tmp_path: Path) -> None:
     failure = raysgd.FailureConfig(max_failures=0, preemption_grace_s=0.5)
-    with make_trainer(tmp_path / "runs", failure=failure) as trainer:
-        stream, before = start(trainer, tmp_path, looks=False, saves_each=0)
+    with make_trainer(tmp_path / "runs", failure_config=failure) as trainer:
+        stream, before = start(trainer, tmp_path, checks_stop=False, saves_each=0)
         os.kill(before[0], signal.SIGTERM)
         after = [metrics["pid"] for metrics in wait_for_attempt(stream, 2).workers]
         assert after[1] == before[1] and are_gone(before[:1])
@@ -195,9 +191,9 @@ def test_nobody_is_waited_for_beyond_the_grace(ray_cluster: Any, tmp_path: Path)
         assert events_of(trainer, "failure") == []
 
 
-def test_an_elastic_group_goes_on_with_those_who_are_left(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path / "runs", (1, 2), failure=raysgd.FailureConfig(max_failures=0)) as trainer:
-        stream, before = start(trainer, tmp_path, looks=True, saves_each=0)
+def test_elastic_group_continues_with_the_remaining_workers(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path / "runs", (1, 2), failure_config=raysgd.FailureConfig(max_failures=0)) as trainer:
+        stream, before = start(trainer, tmp_path, checks_stop=True, saves_each=0)
         os.kill(before[0], signal.SIGTERM)
         result = wait_for_attempt(stream, 2)
         assert (result["world_size"], result["pid"]) == (1, before[1])
@@ -208,10 +204,10 @@ def test_an_elastic_group_goes_on_with_those_who_are_left(ray_cluster: Any, tmp_
         assert events_of(trainer, "resize")[0] == {"old": 2, "new": 1}
 
 
-def test_a_spare_takes_the_place(ray_cluster: Any, tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(max_failures=0, spares=1)
-    with make_trainer(tmp_path / "runs", 1, failure=failure) as trainer:
-        stream, before = start(trainer, tmp_path, looks=True, saves_each=0)
+def test_spare_replaces_a_preempted_worker(ray_cluster: Any, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(max_failures=0, num_spares=1)
+    with make_trainer(tmp_path / "runs", 1, failure_config=failure) as trainer:
+        stream, before = start(trainer, tmp_path, checks_stop=True, saves_each=0)
         os.kill(before[0], signal.SIGTERM)
         result = wait_for_attempt(stream, 2)
         assert result["pid"] not in before and are_gone(before)
@@ -219,10 +215,10 @@ def test_a_spare_takes_the_place(ray_cluster: Any, tmp_path: Path) -> None:
         assert events_of(trainer, "failure") == []
 
 
-# ------------------------------------------------------------------------------------------------------ and otherwise
+# -- other cases -------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_worker_ends_at_once(trainer: raysgd.Trainer) -> None:
+def test_idle_worker_ends_at_once_at_sigterm(trainer: raysgd.Trainer) -> None:
     before = pids(trainer)
     os.kill(before[1], signal.SIGTERM)
     assert are_gone(before[1:], 5)
@@ -231,8 +227,8 @@ def test_an_idle_worker_ends_at_once(trainer: raysgd.Trainer) -> None:
     assert events_of(trainer, "failure") == []
 
 
-class StopWhenTold(raysgd.Callback):
-    """Stops the run when a file is there."""
+class StopWhenFileExists(raysgd.Callback):
+    """Stops the run when a file exists."""
 
     runs_in = "driver"
 
@@ -244,9 +240,11 @@ class StopWhenTold(raysgd.Callback):
             raise raysgd.Stop("enough")
 
 
-def test_a_stop_by_the_user_comes_first(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    """The loop does not look, so it ends at a report."""
-    stream, before = start(trainer, tmp_path, looks=False, saves_each=0, also=[StopWhenTold(tmp_path / "halt")])
+def test_user_stop_takes_precedence_over_preemption(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """The loop does not check should_stop(), so it ends at a report."""
+    stream, before = start(
+        trainer, tmp_path, checks_stop=False, saves_each=0, also=[StopWhenFileExists(tmp_path / "halt")]
+    )
     os.kill(before[1], signal.SIGTERM)
     assert until(lambda: next(stream) and "preemption" in journal_of(stream), PATIENCE_S)
     Path(tmp_path, "halt").touch()
@@ -257,17 +255,17 @@ def test_a_stop_by_the_user_comes_first(trainer: raysgd.Trainer, tmp_path: Path)
     assert pids(trainer)[0] == before[0]
 
 
-def test_a_run_that_never_saw_the_stop_is_done(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    """What was done to its end is not done again; the worker still goes."""
-    stream, before = start(trainer, tmp_path, looks=False, saves_each=0)
+def test_run_that_finishes_despite_a_notice_is_done(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """A run that finished is not repeated; the preempted worker still ends."""
+    stream, before = start(trainer, tmp_path, checks_stop=False, saves_each=0)
     os.kill(before[1], signal.SIGTERM)
     assert [value["pid"] for value in finish(stream, tmp_path)] == before
     assert latest_run(trainer).outcome == "done"
     assert events_of(trainer, "regroup") == [] and are_gone(before[1:])
 
 
-def test_a_process_of_the_users_own_obeys(trainer: raysgd.Trainer) -> None:
-    """Such as a data loader's, which inherits the handler and must not speak for its parent."""
+def test_sigterm_to_a_child_process_is_not_a_preemption(trainer: raysgd.Trainer) -> None:
+    """A process of a data loader inherits the handler, and must not act for its parent."""
 
     def train_func() -> tuple[int | None, bool]:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)

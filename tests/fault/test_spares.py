@@ -1,11 +1,10 @@
-"""Spares: processes that are up and idle, and take the place of those that die."""
+"""Spares: idle processes that are ready to replace dead workers."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,11 @@ pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    failure = raysgd.FailureConfig(max_failures=2, spares=1)
-    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch", failure=failure) as trainer:
-        yield trainer
+TRAINER = {"backend": "torch", "failure_config": raysgd.FailureConfig(max_failures=2, num_spares=1)}
 
 
 def worker_pids() -> set[int]:
-    """All processes of workers, spares among them, that are up."""
+    """Return the process ids of all workers, including spares."""
     family = psutil.Process().children(recursive=True)
     return {process.pid for process in family if "ray::WorkerActor" in " ".join(_command(process))}
 
@@ -42,10 +37,10 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def wait_for_spare(members: list[int], loaded: bool = True) -> int:
-    """The process of the one spare."""
+    """Wait for the only spare, and return its process id."""
     assert until(lambda: len(worker_pids() - set(members)) == 1, 30)
     (spare,) = worker_pids() - set(members)
-    if loaded:  # torch is in its memory when the process has stopped to grow
+    if loaded:  # the spare has imported torch
         assert until(lambda: "libtorch_cpu" in Path(f"/proc/{spare}/maps").read_text(), 30)
     return spare
 
@@ -72,7 +67,7 @@ def reduce_and_die_once(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_spare_takes_the_place_of_the_dead_and_another_comes_up(
+def test_spare_replaces_a_dead_worker_and_another_spare_starts(
     trainer: raysgd.Trainer, tmp_path: Path, rank: int
 ) -> None:
     before = pids(trainer)
@@ -87,7 +82,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_comes_up(
     assert len(events_of(trainer, "failure")) == 1
 
 
-def test_a_spare_that_died_is_passed_over(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_dead_spare_is_skipped(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     before = pids(trainer)
     spare = wait_for_spare(before)
     os.kill(spare, signal.SIGKILL)
@@ -97,7 +92,7 @@ def test_a_spare_that_died_is_passed_over(trainer: raysgd.Trainer, tmp_path: Pat
     assert len(events_of(trainer, "failure")) == 1, "the spare's death was counted"
 
 
-def test_a_spare_that_hangs_is_passed_over(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_hung_spare_is_skipped(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     before = pids(trainer)
     spare = wait_for_spare(before)
     os.kill(spare, signal.SIGSTOP)
@@ -107,9 +102,9 @@ def test_a_spare_that_hangs_is_passed_over(trainer: raysgd.Trainer, tmp_path: Pa
     wait_for_spare([value["pid"] for value in returned])
 
 
-def test_a_run_does_not_wait_for_spares(ray_cluster: Any, tmp_path: Path) -> None:
-    """Three of the module's eight CPUs are taken; two workers and three spares fit, and are asked for together."""
-    with make_trainer(tmp_path, 2, failure=raysgd.FailureConfig(spares=3)) as trainer:
+def test_run_does_not_wait_for_spares(ray_cluster: Any, tmp_path: Path) -> None:
+    """Three of the eight CPUs of the module are taken; two workers and three spares fit."""
+    with make_trainer(tmp_path, 2, failure_config=raysgd.FailureConfig(num_spares=3)) as trainer:
         members = pids(trainer)
         assert until(lambda: len(worker_pids()) == 3 + 5, 30)
         everyone = worker_pids()
@@ -117,17 +112,16 @@ def test_a_run_does_not_wait_for_spares(ray_cluster: Any, tmp_path: Path) -> Non
     assert until(lambda: len(worker_pids()) == 3, 20), "spares outlived their Trainer"
 
 
-def test_spares_the_cluster_cannot_hold_are_refused_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+def test_spares_that_do_not_fit_are_refused_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
     with (
-        make_trainer(tmp_path, 2, cpus_per_worker=2, failure=raysgd.FailureConfig(spares=3)) as trainer,
+        make_trainer(tmp_path, 2, cpus_per_worker=2, failure_config=raysgd.FailureConfig(num_spares=3)) as trainer,
         pytest.raises(InfeasibleError, match=r"needs 5 x 2 CPU = 10 \(2 workers, 3 spare\), the cluster has 8"),
     ):
         trainer.run(os.getpid, callbacks=quiet())
 
 
-def test_a_replacement_keeps_what_the_spare_was_given(ray_cluster: Any, tmp_path: Path) -> None:
-    """A spare has the runtime environment of the workers."""
-    settings = {"runtime_env": {"env_vars": {"SHADE": "green"}}, "failure": raysgd.FailureConfig(spares=1)}
+def test_spare_has_the_runtime_env_of_the_workers(ray_cluster: Any, tmp_path: Path) -> None:
+    settings = {"runtime_env": {"env_vars": {"SHADE": "green"}}, "failure_config": raysgd.FailureConfig(num_spares=1)}
 
     def shade(config: dict[str, Any]) -> str:
         if raysgd.world_rank() == 0 and once(config["folder"], "died"):

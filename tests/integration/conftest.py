@@ -1,4 +1,4 @@
-"""Fixtures of searches; `support.searches` has what they are made of, and imports Tune."""
+"""Fixtures of searches; `support.searches` implements them, and imports Tune."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a search without its display; see `support.searches.fit_in`."""
+    """Return a function that runs a search without its display; see `support.searches.fit_in`."""
     from support.searches import fit_in
 
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
@@ -19,8 +19,8 @@ def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.fixture
-def nothing_is_left_of_trials(ray_cluster: Any) -> Iterator[None]:
-    """The test must leave no resource, placement group or process behind."""
+def no_leftovers_of_trials(ray_cluster: Any) -> Iterator[None]:
+    """Check that the test leaves no resource, placement group or process behind."""
     from support.searches import check_nothing_is_held
 
     yield

@@ -1,4 +1,4 @@
-"""Callbacks in real runs: what they see in each process, how they end a run, what their own errors do."""
+"""Callbacks in real runs: what they get in each process, how they end a run, and how their errors are handled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,14 @@ from raysgd.callbacks import (
     TensorBoardCallback,
 )
 from support.poll import until
-from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
+from support.runs import PATIENCE_S, events_of, latest_run, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
 class Witness(raysgd.Callback):
-    """Writes down each call of a hook, in whatever process that is; raises ``error`` from hook ``fails_in``."""
+    """Records each call of a hook in any process; raises ``error`` from hook ``fails_in``."""
 
     def __init__(self, folder: Path, fails_in: str = "", error: BaseException | None = None) -> None:
         self.folder = str(folder)
@@ -93,7 +86,7 @@ CRITICAL = {"driver": CriticalInDriver, "controller": CriticalInController, "wor
 
 
 def seen(folder: Path, place: str) -> list[tuple[str, Any, int]]:
-    """What a witness saw, on rank 0 in a worker; read when its run is closed."""
+    """Return the calls that a witness recorded, in a worker those on rank 0; read when the run is closed."""
     file = folder / f"rank-{0 if place == 'worker' else None}.jsonl"
     assert until(file.exists, PATIENCE_S)
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
@@ -111,7 +104,7 @@ def three_steps(config: dict[str, Any]) -> str:
 
 
 def endless() -> str:
-    """Looks at should_stop, so that it can say its last word."""
+    """Check should_stop in each step, and return a value when it is set."""
     step = 0
     while not raysgd.should_stop():
         raysgd.report(step=step)
@@ -124,12 +117,12 @@ class Boom(Exception):
     pass
 
 
-# ------------------------------------------------------------------------------------------------------ what they see
+# -- what callbacks get ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_a_callback_sees(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
-    config = {"lr": 0.1, "api_key": "do not tell"}
+def test_callback_sees_the_whole_run(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+    config = {"lr": 0.1, "api_key": "secret"}
     witness = PLACES[place](tmp_path)
     assert trainer.run(three_steps, config, callbacks=[*quiet(), witness]) == "done"
     run_dir = str(trainer.run_dir)
@@ -152,9 +145,7 @@ def test_what_a_callback_sees(trainer: raysgd.Trainer, tmp_path: Path, place: st
     assert (processes == {os.getpid()}) == (place == "driver") and len(processes) == 1
 
 
-def test_a_driver_callback_is_the_object_that_was_given_and_serves_several_runs(
-    trainer: raysgd.Trainer, tmp_path: Path
-) -> None:
+def test_driver_callback_is_the_given_object_in_every_run(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     witness = Witness(tmp_path)
     for _ in range(2):
         trainer.run(three_steps, callbacks=[*quiet(), witness])
@@ -162,12 +153,12 @@ def test_a_driver_callback_is_the_object_that_was_given_and_serves_several_runs(
     assert hooks(tmp_path, "driver").count("on_run_start") == 2
 
 
-def test_each_worker_has_its_own_copy(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_each_worker_has_its_own_copy_of_a_callback(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     trainer.run(three_steps, callbacks=[*quiet(), InWorker(tmp_path)])
     assert sorted(os.listdir(tmp_path)) == ["rank-0.jsonl", "rank-1.jsonl"]
 
 
-# ------------------------------------------------------------------------------------------------------ ending a run
+# -- stopping a run ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hook", ["on_run_start", "on_result"])
@@ -175,7 +166,7 @@ def test_each_worker_has_its_own_copy(trainer: raysgd.Trainer, tmp_path: Path) -
 def test_stop_ends_the_run_as_a_success(trainer: raysgd.Trainer, tmp_path: Path, place: str, hook: str) -> None:
     witness = PLACES[place](tmp_path, hook, raysgd.Stop("enough"))
     returned = trainer.run(endless, callbacks=[*quiet(), witness])
-    assert returned in ("stopped early", None)  # None where it was stopped before it began
+    assert returned in ("stopped early", None)  # None if the run was stopped before train_func began
     assert latest_run(trainer).outcome == "stopped"
     assert [(end["kind"], end["message"]) for end in events_of(trainer, "run_end")] == [("stopped", "enough")]
     assert seen(tmp_path, place)[-1][:2] == ("on_run_end", None)
@@ -184,7 +175,7 @@ def test_stop_ends_the_run_as_a_success(trainer: raysgd.Trainer, tmp_path: Path,
         assert [event["why"] for event in events_of(trainer, "stop")] == ["enough"]
 
 
-def test_stop_also_ends_a_loop_that_does_not_look(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_stop_ends_a_loop_that_never_checks_should_stop(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def train_func() -> None:
         while True:
             raysgd.report(step=1)
@@ -194,7 +185,7 @@ def test_stop_also_ends_a_loop_that_does_not_look(trainer: raysgd.Trainer, tmp_p
     assert latest_run(trainer).outcome == "stopped"
 
 
-def test_early_stopping(trainer: raysgd.Trainer) -> None:
+def test_early_stopping_ends_the_run(trainer: raysgd.Trainer) -> None:
     def train_func() -> int:
         for step in range(1000):
             if raysgd.should_stop():
@@ -209,11 +200,11 @@ def test_early_stopping(trainer: raysgd.Trainer) -> None:
     assert "loss has not improved for 5 results" in event["why"]
 
 
-# ------------------------------------------------------------------------------------------------------ their errors
+# -- errors of callbacks -----------------------------------------------------------------------------------------------
 
 
-def test_a_callback_that_raises_is_reported_and_training_goes_on(
-    trainer: raysgd.Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_error_of_a_callback_is_reported_and_training_continues(
+    trainer: raysgd.Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train_func() -> str:
         for step in range(6):
@@ -222,23 +213,25 @@ def test_a_callback_that_raises_is_reported_and_training_goes_on(
 
     witness = Witness(tmp_path, "on_result", Boom("a bug in it"))
     assert trainer.run(train_func, callbacks=[*quiet(), witness]) == "done"
-    told = capsys.readouterr().err
-    assert "callback Witness failed in on_result" in told and "a bug in it" in told
-    assert "3 times in a row; it gets no further calls in this run" in told
+    logged = caplog.text
+    assert "callback Witness failed in on_result" in logged and "a bug in it" in logged
+    assert "3 times in a row; it gets no further calls in this run" in logged
     assert hooks(tmp_path, "driver") == ["on_run_start", "on_result", "on_result", "on_result", "on_run_end"]
 
 
 @pytest.mark.parametrize("place", ["controller", "worker"])
-def test_one_that_raises_elsewhere_is_a_warning_of_the_run(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+def test_error_of_a_remote_callback_is_a_warning_of_the_run(
+    trainer: raysgd.Trainer, tmp_path: Path, place: str
+) -> None:
     witness = PLACES[place](tmp_path, "on_result", Boom("a bug in it"))
     assert trainer.run(three_steps, callbacks=[*quiet(), witness]) == "done"
-    told = [event["message"] for event in events_of(trainer, "warning")]
-    assert any(f"callback {type(witness).__name__} failed in on_result" in message for message in told)
+    messages = [event["message"] for event in events_of(trainer, "warning")]
+    assert any(f"callback {type(witness).__name__} failed in on_result" in message for message in messages)
 
 
 @pytest.mark.parametrize("hook", ["on_run_start", "on_result", "on_run_end"])
 @pytest.mark.parametrize("place", CRITICAL)
-def test_the_error_of_a_critical_callback_is_the_runs(
+def test_error_of_a_critical_callback_ends_the_run(
     trainer: raysgd.Trainer, tmp_path: Path, place: str, hook: str
 ) -> None:
     witness = CRITICAL[place](tmp_path, hook, Boom("the disk is full"))
@@ -252,13 +245,13 @@ def test_the_error_of_a_critical_callback_is_the_runs(
     assert trainer.run(three_steps, callbacks=quiet()) == "done"
 
 
-def test_early_stopping_at_nan(trainer: raysgd.Trainer) -> None:
+def test_early_stopping_at_nan_raises(trainer: raysgd.Trainer) -> None:
     with pytest.raises(FloatingPointError, match="loss is nan at iteration 1"):
         trainer.run(lambda: raysgd.report(loss=math.nan), callbacks=[*quiet(), EarlyStoppingCallback("loss")])
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_end_of_a_failed_run_has_its_real_error(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
+def test_on_end_receives_the_error_of_a_failed_run(trainer: raysgd.Trainer, tmp_path: Path, place: str) -> None:
     def train_func() -> None:
         raysgd.report(step=0)
         raysgd.barrier()
@@ -274,7 +267,7 @@ def test_the_end_of_a_failed_run_has_its_real_error(trainer: raysgd.Trainer, tmp
     assert data[2] == (None if place == "worker" else "WorkerTraceback")
 
 
-def test_the_end_in_the_driver_has_the_very_error_that_run_raises(trainer: raysgd.Trainer) -> None:
+def test_on_end_in_the_driver_receives_the_raised_error(trainer: raysgd.Trainer) -> None:
     class Keeps(raysgd.Callback):
         error: BaseException | None = None
 
@@ -291,20 +284,20 @@ def test_the_end_in_the_driver_has_the_very_error_that_run_raises(trainer: raysg
     assert keeps.error is caught.value
 
 
-def test_a_controller_callback_that_cannot_be_opened_there_is_told(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_controller_callback_that_does_not_unpickle_is_reported(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     class OpensNowhere(InController):
         def __reduce__(self) -> Any:
             return os.stat, (str(tmp_path / "nothing here"),)
 
     assert trainer.run(three_steps, callbacks=[*quiet(), OpensNowhere(tmp_path)]) == "done"
-    told = [event["message"] for event in events_of(trainer, "warning")]
-    assert any("FileNotFoundError" in message for message in told)
+    messages = [event["message"] for event in events_of(trainer, "warning")]
+    assert any("FileNotFoundError" in message for message in messages)
 
 
-# ------------------------------------------------------------------------------------------------------ what is shipped
+# -- loggers and progress ----------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_loggers_are_in_the_runs_folder(trainer: raysgd.Trainer) -> None:
+def test_logger_files_are_in_the_run_folder(trainer: raysgd.Trainer) -> None:
     loggers = [JsonLinesCallback(), CsvCallback(), TensorBoardCallback()]
     trainer.run(three_steps, {"lr": 0.1}, callbacks=[*quiet(), *loggers])
     run_dir = Path(str(trainer.run_dir))
@@ -327,7 +320,7 @@ def tensorboard_scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_progress_that_is_no_terminal_is_lines_each_once(
+def test_progress_without_a_terminal_prints_each_line_once(
     trainer: raysgd.Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer.run(three_steps)
@@ -337,11 +330,11 @@ def test_progress_that_is_no_terminal_is_lines_each_once(
     assert len(lines) == len(set(lines))
     assert "started with 2 workers, none; files in" in lines[0]
     assert "finished after" in lines[-1] and "3 results" in lines[-1]
-    assert sum("step=" in line for line in lines) in (1, 2, 3)  # no more than one a second, the last one always
+    assert sum("step=" in line for line in lines) in (1, 2, 3)  # at most one per second, and always the last
     assert "step=2" in lines[-2]
 
 
-def test_progress_says_how_a_run_failed(trainer: raysgd.Trainer) -> None:
+def test_progress_shows_how_a_run_failed(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         raise Boom("no luck")
 

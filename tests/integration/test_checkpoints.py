@@ -1,4 +1,4 @@
-"""Checkpoints through a Trainer: what is saved, what a run starts from, which are kept, what storage that fails does."""
+"""Checkpoints of a Trainer: saving, resuming, retention, and failing storage."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ travels_by_value(__name__)
 
 
 @pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
 def picky_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    """One worker; keeps the two checkpoints with the highest accuracy."""
+    """A Trainer with one worker that keeps the two checkpoints with the highest accuracy."""
     keeps = raysgd.CheckpointConfig(num_to_keep=2, score_attribute="accuracy")
-    with make_trainer(tmp_path_factory.mktemp("runs"), 1, checkpoint=keeps) as trainer:
+    with make_trainer(tmp_path_factory.mktemp("runs"), 1, checkpoint_config=keeps) as trainer:
         yield trainer
 
 
@@ -64,7 +58,7 @@ def load() -> Any:
 
 
 def save_and_report(config: dict[str, Any]) -> Any:
-    """Saves and reports ``config["steps"]``, or goes on where it was; returns what it started from."""
+    """Save and report ``config["steps"]`` steps, or resume; return the state that the run started from."""
     state = raysgd.load_checkpoint()
     start = 0 if state is None else state["step"] + 1
     for step in range(start, config["steps"]):
@@ -73,15 +67,15 @@ def save_and_report(config: dict[str, Any]) -> Any:
     return state
 
 
-# ------------------------------------------------------------------------------------------------------ what is saved
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_state_of_rank_0_is_saved_and_all_ranks_get_it(trainer: raysgd.Trainer) -> None:
+def test_state_of_rank_0_is_saved_and_loaded_on_all_ranks(trainer: raysgd.Trainer) -> None:
     def train_func() -> Any:
         rank = raysgd.world_rank()
         before = raysgd.load_checkpoint()
         raysgd.save_checkpoint({"from": rank, "weights": [0.5, math.inf]} if rank == 0 else None)
-        while (state := raysgd.load_checkpoint()) is None:  # it is committed behind the training
+        while (state := raysgd.load_checkpoint()) is None:  # the commit happens in the background
             time.sleep(0.01)
         return before, state
 
@@ -91,12 +85,12 @@ def test_the_state_of_rank_0_is_saved_and_all_ranks_get_it(trainer: raysgd.Train
     assert last_of(trainer).load() == saved
 
 
-def test_all_ranks_load_the_same_whenever_they_ask(trainer: raysgd.Trainer) -> None:
+def test_all_ranks_load_the_same_checkpoint(trainer: raysgd.Trainer) -> None:
     def train_func() -> list[Any]:
         seen = []
         for step in range(40):
             raysgd.save_checkpoint(step)
-            time.sleep(0.02 * raysgd.world_rank())  # the second asks later, when more is committed
+            time.sleep(0.02 * raysgd.world_rank())  # rank 1 loads later, when more is committed
             seen.append(raysgd.load_checkpoint())
             raysgd.barrier()
         return seen
@@ -106,7 +100,7 @@ def test_all_ranks_load_the_same_whenever_they_ask(trainer: raysgd.Trainer) -> N
     assert first[-1] is not None
 
 
-def test_what_a_rank_is_told_is_still_there_when_it_reads_it(ray_cluster: Any, tmp_path: Path) -> None:
+def test_loaded_checkpoint_is_not_deleted_before_it_is_read(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func() -> list[Any]:
         seen = []
         for step in range(20):
@@ -116,21 +110,21 @@ def test_what_a_rank_is_told_is_still_there_when_it_reads_it(ray_cluster: Any, t
             seen.append(raysgd.load_checkpoint())
         return seen
 
-    with make_trainer(tmp_path, checkpoint=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
+    with make_trainer(tmp_path, checkpoint_config=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
         first, second = trainer.run(train_func, callbacks=quiet(), returns="all")
         assert first == second
         assert last_of(trainer).load() == (19, 1)
         assert len(on_storage(trainer)) == 1
 
 
-def test_a_run_that_saves_nothing_has_no_checkpoint(trainer: raysgd.Trainer) -> None:
+def test_run_without_a_save_has_no_checkpoint(trainer: raysgd.Trainer) -> None:
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
     assert trainer.get_last_checkpoint() is not None
     trainer.run(save_and_report, {"steps": 0}, callbacks=quiet())
     assert trainer.get_last_checkpoint() is None and trainer.get_best_checkpoint() is None
 
 
-def test_a_state_can_be_changed_as_soon_as_it_is_saved(trainer: raysgd.Trainer) -> None:
+def test_state_can_change_right_after_save(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         import numpy as np
 
@@ -153,13 +147,13 @@ def test_each_rank_saves_and_gets_its_own_part(trainer: raysgd.Trainer, tmp_path
     trainer.run(save, callbacks=quiet())
     checkpoint = last_of(trainer)
     assert [checkpoint.load(rank=rank) for rank in (0, 1)] == [{"part of": 0}, {"part of": 1}]
-    found = trainer.run(load, checkpoint=checkpoint, callbacks=quiet(), returns="all")
+    found = trainer.run(load, resume_from=checkpoint, callbacks=quiet(), returns="all")
     assert found == [{"part of": 0}, {"part of": 1}]
     with make_trainer(tmp_path, 1) as alone, pytest.raises(ReshardError, match="by 2 ranks and cannot be split over 1"):
-        alone.run(load, checkpoint=checkpoint, callbacks=quiet())
+        alone.run(load, resume_from=checkpoint, callbacks=quiet())
 
 
-def test_files_of_the_users_own(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_user_files_are_saved_and_loaded(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def save(config: dict[str, Any]) -> None:
         folder = Path(config["folder"])
         if raysgd.world_rank() == 0:
@@ -176,32 +170,32 @@ def test_files_of_the_users_own(trainer: raysgd.Trainer, tmp_path: Path) -> None
 
     trainer.run(save, {"folder": str(tmp_path / "of the user")}, callbacks=quiet())
     checkpoint = last_of(trainer)
-    found = trainer.run(read, checkpoint=checkpoint, callbacks=quiet(), returns="all")
+    found = trainer.run(read, resume_from=checkpoint, callbacks=quiet(), returns="all")
     assert found == [(b"weights", "words")] * 2
     assert (Path(checkpoint.load()) / "model.bin").read_bytes() == b"weights"
 
 
-def test_what_only_pickle_can_hold_is_named_and_refused(trainer: raysgd.Trainer) -> None:
+def test_state_that_needs_pickle_is_named_and_refused(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> None:
         state = {"step": 1, "scheduler": {"fn": [lambda step: step + 1]}}
-        raysgd.save_checkpoint(state, trusted=config["trusted"])
+        raysgd.save_checkpoint(state, allow_pickle=config["allow_pickle"])
 
     with pytest.raises(UnsafeStateError, match=r"state\['scheduler'\]\['fn'\]\[0\] is a function") as caught:
-        trainer.run(train_func, {"trusted": False}, callbacks=quiet())
+        trainer.run(train_func, {"allow_pickle": False}, callbacks=quiet())
     assert caught.value.path == "state['scheduler']['fn'][0]"
     assert trainer.get_last_checkpoint() is None
 
-    trainer.run(train_func, {"trusted": True}, callbacks=quiet())
+    trainer.run(train_func, {"allow_pickle": True}, callbacks=quiet())
     checkpoint = last_of(trainer)
-    with pytest.raises(UnsafeStateError, match="trusted=True"):
+    with pytest.raises(UnsafeStateError, match="allow_pickle=True"):
         checkpoint.load()
-    assert checkpoint.load(trusted=True)["scheduler"]["fn"][0](1) == 2
-    with pytest.raises(UnsafeStateError, match="trusted=True"):
-        trainer.run(load, checkpoint=checkpoint, callbacks=quiet())
+    assert checkpoint.load(allow_pickle=True)["scheduler"]["fn"][0](1) == 2
+    with pytest.raises(UnsafeStateError, match="allow_pickle=True"):
+        trainer.run(load, resume_from=checkpoint, callbacks=quiet())
 
 
 @pytest.mark.parametrize("other", ["reports", "returns", "saves once more"])
-def test_every_rank_calls_it_equally_often(trainer: raysgd.Trainer, other: str) -> None:
+def test_unequal_numbers_of_saves_raise(trainer: raysgd.Trainer, other: str) -> None:
     def train_func(config: dict[str, Any]) -> None:
         is_other = raysgd.world_rank() == 1
         for step in range(5):
@@ -218,7 +212,7 @@ def test_every_rank_calls_it_equally_often(trainer: raysgd.Trainer, other: str) 
         trainer.run(train_func, {"other": other}, callbacks=quiet())
 
 
-def test_a_rank_that_has_returned_is_not_waited_for(trainer: raysgd.Trainer) -> None:
+def test_save_does_not_wait_for_returned_ranks(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         for step in range(4 if raysgd.world_rank() == 0 else 2):
             raysgd.report(step=step)
@@ -229,23 +223,23 @@ def test_a_rank_that_has_returned_is_not_waited_for(trainer: raysgd.Trainer) -> 
     assert [checkpoint.iteration for checkpoint in latest_run(trainer).checkpoints] == [1, 2, 3, 4]
 
 
-def test_rank_0_gives_a_state(trainer: raysgd.Trainer) -> None:
+def test_save_without_a_state_on_rank_0_raises(trainer: raysgd.Trainer) -> None:
     with pytest.raises(CheckpointError, match=r"save_checkpoint\(None\) on rank 0"):
         trainer.run(lambda: raysgd.save_checkpoint(None), callbacks=quiet())
 
 
-# ------------------------------------------------------------------------------------------------------ where it starts
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "path", "Path", "state"])
-def test_a_run_goes_on_from_a_checkpoint(trainer: raysgd.Trainer, kind: str) -> None:
+def test_run_resumes_from_a_checkpoint(trainer: raysgd.Trainer, kind: str) -> None:
     trainer.run(save_and_report, {"steps": 3}, callbacks=quiet())
     saved = last_of(trainer)
     assert saved.iteration == 3 and saved.metrics["step"] == 2
     path = str(saved.path)
     given = {"checkpoint": saved, "path": path, "Path": Path(path), "state": {"step": 2, "from": 0}}[kind]
 
-    stream = trainer.run_generator(save_and_report, {"steps": 5}, checkpoint=given, callbacks=quiet())
+    stream = trainer.run_generator(save_and_report, {"steps": 5}, resume_from=given, callbacks=quiet())
     results = list(stream)
     assert stream.get_returns() == {"step": 2, "from": 0}
     assert [result["step"] for result in results] == [3, 4]
@@ -256,26 +250,26 @@ def test_a_run_goes_on_from_a_checkpoint(trainer: raysgd.Trainer, kind: str) -> 
     assert last_of(trainer).load()["step"] == 4
 
 
-def test_a_checkpoint_that_is_not_there(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_missing_checkpoint_raises(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
-        trainer.run(save_and_report, {"steps": 1}, checkpoint=tmp_path, callbacks=quiet())
+        trainer.run(save_and_report, {"steps": 1}, resume_from=tmp_path, callbacks=quiet())
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
     with pytest.raises(CheckpointNotFoundError, match=r"did you mean .*checkpoint_000001\?"):
-        trainer.run(save_and_report, {"steps": 1}, checkpoint=trainer.run_dir, callbacks=quiet())
+        trainer.run(save_and_report, {"steps": 1}, resume_from=trainer.run_dir, callbacks=quiet())
 
 
-def test_a_checkpoint_that_was_damaged(trainer: raysgd.Trainer) -> None:
+def test_damaged_checkpoint_raises(trainer: raysgd.Trainer) -> None:
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
     checkpoint = last_of(trainer)
     (part,) = Path(str(checkpoint.path)).glob("*-r00000.json")
     part.write_bytes(part.read_bytes().replace(b'"step"', b'"stop"'))
     with pytest.raises(CheckpointCorruptError, match=part.name):
-        trainer.run(save_and_report, {"steps": 2}, checkpoint=checkpoint, callbacks=quiet())
+        trainer.run(save_and_report, {"steps": 2}, resume_from=checkpoint, callbacks=quiet())
     with pytest.raises(CheckpointCorruptError, match=part.name):
         checkpoint.load()
 
 
-# ------------------------------------------------------------------------------------------------------ which are kept
+# -- retention ---------------------------------------------------------------------------------------------------------
 
 
 def save_scored(config: dict[str, Any]) -> None:
@@ -292,7 +286,7 @@ def save_scored(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("order", ["report first", "save first", "metrics given"])
-def test_the_best_and_the_newest_are_kept(picky_trainer: raysgd.Trainer, order: str) -> None:
+def test_best_and_newest_checkpoints_are_kept(picky_trainer: raysgd.Trainer, order: str) -> None:
     accuracies = [0.1, 0.9, math.nan, 0.8, 0.2]
     picky_trainer.run(save_scored, {"accuracies": accuracies, "order": order}, callbacks=quiet())
     assert on_storage(picky_trainer) == ["checkpoint_000002", "checkpoint_000004", "checkpoint_000005"]
@@ -311,7 +305,7 @@ def test_the_best_and_the_newest_are_kept(picky_trainer: raysgd.Trainer, order: 
     assert read == {1: 0.9, 3: 0.8, 4: 0.2}
 
 
-def test_each_run_keeps_its_own(picky_trainer: raysgd.Trainer) -> None:
+def test_retention_is_per_run(picky_trainer: raysgd.Trainer) -> None:
     config = {"order": "report first"}
     picky_trainer.run(save_scored, config | {"accuracies": [0.9, 0.95]}, callbacks=quiet())
     first = str(picky_trainer.run_dir)
@@ -323,8 +317,8 @@ def test_each_run_keeps_its_own(picky_trainer: raysgd.Trainer) -> None:
     assert sorted(os.listdir(Path(first) / "checkpoints")) == ["checkpoint_000001", "checkpoint_000002"]
 
 
-def test_one_that_is_kept_by_age_is_the_newest(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, 1, checkpoint=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
+def test_newest_checkpoint_is_kept_without_a_score(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1, checkpoint_config=raysgd.CheckpointConfig(num_to_keep=1)) as trainer:
         trainer.run(save_and_report, {"steps": 3}, callbacks=quiet())
         assert on_storage(trainer) == ["checkpoint_000003"]
         assert last_of(trainer).load()["step"] == 2
@@ -332,11 +326,11 @@ def test_one_that_is_kept_by_age_is_the_newest(ray_cluster: Any, tmp_path: Path)
         assert best == last_of(trainer)
 
 
-# ------------------------------------------------------------------------------------------------------ storage that fails
+# -- failing storage ---------------------------------------------------------------------------------------------------
 
 
-def lose_the_storage(config: dict[str, Any]) -> str:
-    """Saves once, then again after its folder has become a file."""
+def make_storage_unavailable(config: dict[str, Any]) -> str:
+    """Save once, and again after the folder became a file."""
     (run_dir,) = Path(config["storage"]).glob("*/run_*")
     file = Path(config["storage"]) / "model.bin"
     file.write_bytes(b"weights")
@@ -351,28 +345,28 @@ def lose_the_storage(config: dict[str, Any]) -> str:
     return "trained to the end"
 
 
-def test_a_write_that_fails_ends_the_run(ray_cluster: Any, tmp_path: Path) -> None:
+def test_failed_write_ends_the_run(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 1) as trainer:
         with pytest.raises(StorageError, match=r"checkpoint 2 could not be written: .*/checkpoint_000002"):
-            trainer.run(lose_the_storage, {"storage": str(tmp_path)}, callbacks=quiet())
+            trainer.run(make_storage_unavailable, {"storage": str(tmp_path)}, callbacks=quiet())
         assert latest_run(trainer).outcome == "error"
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_a_write_that_fails_is_only_told(ray_cluster: Any, tmp_path: Path, files: bool) -> None:
-    with make_trainer(tmp_path, 1, checkpoint=raysgd.CheckpointConfig(on_write_error="warn")) as trainer:
+def test_failed_write_is_only_a_warning(ray_cluster: Any, tmp_path: Path, files: bool) -> None:
+    with make_trainer(tmp_path, 1, checkpoint_config=raysgd.CheckpointConfig(on_write_error="warn")) as trainer:
         config = {"storage": str(tmp_path), "files": files}
-        assert trainer.run(lose_the_storage, config, callbacks=quiet()) == "trained to the end"
-        told = [warning["message"] for warning in events_of(trainer, "warning")]
-        assert any("checkpoint 2 could not be written" in message for message in told)
+        assert trainer.run(make_storage_unavailable, config, callbacks=quiet()) == "trained to the end"
+        messages = [warning["message"] for warning in events_of(trainer, "warning")]
+        assert any("checkpoint 2 could not be written" in message for message in messages)
         assert len(latest_run(trainer).metrics) == 2
 
 
-# ------------------------------------------------------------------------------------------------------ torch
+# -- torch -------------------------------------------------------------------------------------------------------------
 
 
 def train_epochs(config: dict[str, Any]) -> str:
-    """As in the guide: build, load, prepare, train. Draws in the model, in the loader and by itself."""
+    """Build, load, prepare and train, as in the guide; the model, the loader and the loop draw random numbers."""
     import torch
     from torch import nn
 
@@ -405,9 +399,9 @@ def train_epochs(config: dict[str, Any]) -> str:
 
 
 def test_repeated_and_resumed_runs_are_equal_bit_for_bit(torch_trainer: raysgd.Trainer) -> None:
-    undisturbed = torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet())
+    uninterrupted = torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet())
     first = torch_trainer.run_dir
-    assert torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet(), returns="all") == [undisturbed] * 3
+    assert torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet(), returns="all") == [uninterrupted] * 3
     assert not raysgd.compare_runs(str(first), str(torch_trainer.run_dir))
 
     stream = torch_trainer.run_generator(train_epochs, {"epochs": 5, "waits_in": 2}, callbacks=quiet())
@@ -417,15 +411,15 @@ def test_repeated_and_resumed_runs_are_equal_bit_for_bit(torch_trainer: raysgd.T
     checkpoint = last_of(torch_trainer)
     assert checkpoint.load()["epoch"] == 2
 
-    resumed = torch_trainer.run(train_epochs, {"epochs": 5}, checkpoint=checkpoint, callbacks=quiet())
-    assert resumed == undisturbed
+    resumed = torch_trainer.run(train_epochs, {"epochs": 5}, resume_from=checkpoint, callbacks=quiet())
+    assert resumed == uninterrupted
     assert list(latest_run(torch_trainer).metrics["training_iteration"])[-1] == 5
     difference = raysgd.compare_runs(str(first), str(torch_trainer.run_dir))
     assert not difference and "equal in the 2 iterations both have (4-5)" in str(difference)
-    assert torch_trainer.run(train_epochs, {"epochs": 4}, callbacks=quiet()) != undisturbed
+    assert torch_trainer.run(train_epochs, {"epochs": 4}, callbacks=quiet()) != uninterrupted
 
 
-def test_a_wrapped_model_an_optimizer_and_a_scheduler_are_saved_as_plain_ones(torch_trainer: raysgd.Trainer) -> None:
+def test_wrapped_torch_objects_are_saved_as_plain_state(torch_trainer: raysgd.Trainer) -> None:
     import torch
     from torch import nn
 
@@ -439,11 +433,11 @@ def test_a_wrapped_model_an_optimizer_and_a_scheduler_are_saved_as_plain_ones(to
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    assert optimizer.state[next(iter(model.parameters()))]["step"] == 4  # 24 rows, 3 ranks, 4 a batch, 2 epochs
+    assert optimizer.state[next(iter(model.parameters()))]["step"] == 4  # 24 rows, 3 ranks, 4 rows per batch, 2 epochs
     assert scheduler.get_last_lr() == pytest.approx([0.007])
 
 
-def test_parts_of_a_checkpoint_that_never_came_to_be_do_not_stay(trainer: raysgd.Trainer) -> None:
+def test_parts_of_an_incomplete_checkpoint_are_deleted(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> None:
         raysgd.save_checkpoint({"step": 1}, all_ranks=True)
         raysgd.report(step=1)

@@ -1,4 +1,4 @@
-"""start, execute and execute_single: what library authors build on. Real torch groups of two workers."""
+"""start, execute and execute_single, in torch groups of two workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch") as trainer:
-        yield trainer
+TRAINER = {"backend": "torch"}
 
 
 @pytest.fixture
@@ -36,20 +33,20 @@ def started(trainer: raysgd.Trainer) -> Iterator[raysgd.Trainer]:
 
 
 class TakesDevice(NoneBackend):
-    """Whose device is a thread's, as CUDA's is."""
+    """A backend whose device belongs to a thread, as with CUDA."""
 
-    def take_device(self) -> None:
+    def set_device(self) -> None:
         threading.current_thread().has_device = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakesDeviceConfig(NoneConfig):
-    def make(self) -> Backend:
+    def make_backend(self) -> Backend:
         return TakesDevice()
 
 
 class Learner:
-    """Counts, and sums over all ranks."""
+    """Counts its calls, and sums over all ranks."""
 
     def __init__(self, start: int, step: int = 1) -> None:
         self.count = start + raysgd.world_rank()
@@ -100,7 +97,7 @@ def test_execute_single_is_on_rank_0_alone(started: raysgd.Trainer) -> None:
     assert started.execute(lambda learner: learner.count) == [0, 11]
 
 
-def test_what_is_given_to_the_constructor_is_copied(trainer: raysgd.Trainer) -> None:
+def test_constructor_arguments_are_copied(trainer: raysgd.Trainer) -> None:
     class Keeps:
         def __init__(self, items: list[int]) -> None:
             items.append(raysgd.world_rank())
@@ -126,7 +123,7 @@ def test_models_come_back_unwrapped(trainer: raysgd.Trainer) -> None:
     trainer.start()
 
 
-def test_functions_without_a_class(trainer: raysgd.Trainer) -> None:
+def test_functions_are_executed_without_a_class(trainer: raysgd.Trainer) -> None:
     trainer.start()
     processes = trainer.execute(os.getpid)
     assert len(set(processes)) == 2
@@ -134,7 +131,7 @@ def test_functions_without_a_class(trainer: raysgd.Trainer) -> None:
     assert trainer.run(os.getpid, callbacks=quiet(), returns="all") == processes
 
 
-def test_an_error_in_a_function_is_raised_and_the_instances_stay(started: raysgd.Trainer) -> None:
+def test_error_in_a_function_is_raised_and_instances_stay(started: raysgd.Trainer) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         started.execute(lambda learner: learner.count // 0)
     assert type(caught.value) is ZeroDivisionError
@@ -142,7 +139,7 @@ def test_an_error_in_a_function_is_raised_and_the_instances_stay(started: raysgd
     assert started.execute(lambda learner: learner.train()) == [25.0, 25.0]
 
 
-def test_a_value_that_does_not_pickle(started: raysgd.Trainer) -> None:
+def test_value_that_does_not_pickle(started: raysgd.Trainer) -> None:
     with pytest.raises(SerializationError, match="the function's return value cannot be sent"):
         started.execute(lambda learner: threading.Lock())
     lock = threading.Lock()
@@ -152,7 +149,7 @@ def test_a_value_that_does_not_pickle(started: raysgd.Trainer) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_an_error_on_one_rank_while_the_other_is_in_a_collective(started: raysgd.Trainer) -> None:
+def test_instances_can_be_restarted_after_an_error_during_a_collective(started: raysgd.Trainer) -> None:
     with pytest.raises(LookupError, match="no data on rank 1"):
         started.execute(lambda learner: learner.fail_on(1))
     started.start(Learner, 20)
@@ -160,7 +157,7 @@ def test_an_error_on_one_rank_while_the_other_is_in_a_collective(started: raysgd
 
 
 @pytest.mark.timeout(90)
-def test_an_error_in_the_constructor(trainer: raysgd.Trainer) -> None:
+def test_trainer_is_usable_after_an_error_in_the_constructor(trainer: raysgd.Trainer) -> None:
     with pytest.raises(LookupError, match="no such data"):
         trainer.start(FailsOnRank1)
     trainer.start(Learner, 0)
@@ -169,15 +166,15 @@ def test_an_error_in_the_constructor(trainer: raysgd.Trainer) -> None:
     assert trainer.run(raysgd.world_size, callbacks=quiet()) == 2
 
 
-def test_a_run_while_instances_are_live(started: raysgd.Trainer) -> None:
-    with pytest.raises(TrainerBusyError, match=r"instances of Learner are live; start\(\) without a class drops them"):
+def test_run_while_instances_are_live_is_refused(started: raysgd.Trainer) -> None:
+    with pytest.raises(TrainerBusyError, match=r"instances of Learner are live on the workers; start"):
         started.run(os.getpid)
     assert started.execute_single(lambda learner: learner.count) == 10
     started.start()
     assert started.run(raysgd.world_size, callbacks=quiet()) == 2
 
 
-def test_a_second_class_takes_the_place_of_the_first(started: raysgd.Trainer) -> None:
+def test_second_class_replaces_the_first(started: raysgd.Trainer) -> None:
     class Other:
         pass
 
@@ -185,7 +182,7 @@ def test_a_second_class_takes_the_place_of_the_first(started: raysgd.Trainer) ->
     assert started.execute(lambda other: type(other).__name__) == ["Other", "Other"]
 
 
-def test_after_a_run(trainer: raysgd.Trainer) -> None:
+def test_instances_and_runs_alternate(trainer: raysgd.Trainer) -> None:
     def train_func() -> float:
         raysgd.report(step=1)
         return total(2)
@@ -197,10 +194,10 @@ def test_after_a_run(trainer: raysgd.Trainer) -> None:
     assert trainer.run(train_func, callbacks=quiet()) == 4.0
 
 
-def test_what_is_no_class_or_function(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"start\(.*got no class"):
+def test_start_refuses_other_objects(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start\(.*did not get a class"):
         trainer.start(Learner(0) if False else "Learner")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="got no function"):
+    with pytest.raises(ConfigError, match="is not callable"):
         trainer.execute("train")  # type: ignore[arg-type]
 
 
@@ -214,29 +211,29 @@ def generator(learner: Any = None) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda a, b: 1, r"execute\(\) got .*<lambda>\(a, b\), which gets one argument, the worker's instance .*'b'"),
-        (lambda: 1, "which gets one argument"),
+        (lambda a, b: 1, r"execute\(\) calls .*<lambda>\(a, b\) with one argument, the worker's instance: .*'b'"),
+        (lambda: 1, "with one argument"),
         (coroutine, "coroutine, which is async; give a plain function"),
         (generator, "generator, which is a generator"),
         (lambda learner: coroutine(), "the function is async: it returned a coroutine"),
         (lambda learner: generator(), "the function returned a generator"),
     ],
 )
-def test_what_cannot_be_executed(started: raysgd.Trainer, function: Any, says: str) -> None:
+def test_execute_refuses_other_objects(started: raysgd.Trainer, function: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         started.execute(function)
     with pytest.raises(ConfigError, match=says.replace("execute", "execute_single")):
         started.execute_single(function)
 
 
-def test_a_function_that_wants_an_instance_where_there_is_none(trainer: raysgd.Trainer) -> None:
+def test_function_without_its_instance_is_refused(trainer: raysgd.Trainer) -> None:
     trainer.start()
-    with pytest.raises(ConfigError, match=r"which gets no argument: start\(\) was given no class"):
+    with pytest.raises(ConfigError, match=r"with no argument, since start\(\) was given no class"):
         trainer.execute(lambda learner: learner)
 
 
 @pytest.mark.parametrize("has_class", [True, False])
-def test_an_error_says_where_it_was_raised(trainer: raysgd.Trainer, has_class: bool) -> None:
+def test_error_names_rank_and_line(trainer: raysgd.Trainer, has_class: bool) -> None:
     def fail(*instance: Any) -> None:
         if not has_class or raysgd.world_rank() == 1:
             raise LookupError("no data")
@@ -252,7 +249,7 @@ def test_an_error_says_where_it_was_raised(trainer: raysgd.Trainer, has_class: b
     trainer.start()
 
 
-def test_an_error_in_the_constructor_says_where_it_was_raised(trainer: raysgd.Trainer) -> None:
+def test_error_in_the_constructor_names_rank_and_line(trainer: raysgd.Trainer) -> None:
     with pytest.raises(LookupError) as caught:
         trainer.start(FailsOnRank1)
     cause = caught.value.__cause__
@@ -261,8 +258,8 @@ def test_an_error_in_the_constructor_says_where_it_was_raised(trainer: raysgd.Tr
     trainer.start()
 
 
-def test_a_function_runs_where_the_workers_device_is_taken(ray_cluster: Any, tmp_path: Path) -> None:
-    """In whichever of the worker's threads it comes."""
+def test_function_has_the_device_of_its_worker(ray_cluster: Any, tmp_path: Path) -> None:
+    """The device is set in every thread of the worker that executes functions."""
 
     def has_taken() -> bool:
         return getattr(threading.current_thread(), "has_device", False)

@@ -1,4 +1,4 @@
-"""The connections beside Ray: bound to the node's address, and a run that loses them goes on through Ray."""
+"""raysgd's own connections bind to the node's address; a run that loses them continues through Ray."""
 
 from __future__ import annotations
 
@@ -24,38 +24,35 @@ pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
 def cut(port: int) -> int:
-    """Cut this process's connections to a port, as a network would; returns how many there were."""
+    """Cut this process's connections to a port, as a network would; return their number."""
     count = 0
     for line in psutil.Process().net_connections("tcp"):
         if line.raddr and line.raddr.port == port:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(line.fd)) as other:  # closed meanwhile
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(line.fd)) as other,
+            ):  # the socket was closed meanwhile
                 other.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
 def endpoint_of(trainer: raysgd.Trainer) -> Any:
-    return trainer._channel.call("endpoint")  # type: ignore[union-attr]
+    return trainer._runs.connect().call("endpoint")
 
 
 def steps(config: dict[str, Any]) -> int:
     cuts = 0
     for step in range(config["steps"]):
         if step == config.get("cut_at") and raysgd.world_rank() == 1:
-            cuts = until(lambda: cut(config["port"]), PATIENCE_S)  # a quick loop may be ahead of its connection
+            cuts = until(lambda: cut(config["port"]), PATIENCE_S)  # a fast loop may run before its connection exists
         raysgd.report(step=step)
     raysgd.barrier()
     return cuts
 
 
-def test_reports_do_not_go_through_ray(trainer: raysgd.Trainer) -> None:
+def test_reports_bypass_ray(trainer: raysgd.Trainer) -> None:
     pids(trainer)
     port = endpoint_of(trainer).port
     stream = trainer.run_generator(
@@ -68,7 +65,7 @@ def test_reports_do_not_go_through_ray(trainer: raysgd.Trainer) -> None:
     assert len(latest_run(trainer).workers) == 2000
 
 
-def test_a_driver_that_loses_its_connection_misses_nothing(trainer: raysgd.Trainer) -> None:
+def test_driver_that_loses_its_connection_misses_no_result(trainer: raysgd.Trainer) -> None:
     pids(trainer)
     port = endpoint_of(trainer).port
     stream = trainer.run_generator(steps, {"steps": 20_000}, callbacks=quiet())
@@ -80,7 +77,7 @@ def test_a_driver_that_loses_its_connection_misses_nothing(trainer: raysgd.Train
     assert seen == list(range(20_000))
 
 
-def test_it_listens_on_the_nodes_address_alone(trainer: raysgd.Trainer) -> None:
+def test_listener_binds_to_the_node_address_only(trainer: raysgd.Trainer) -> None:
     pids(trainer)
     endpoint = endpoint_of(trainer)
     listening = {c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -88,9 +85,8 @@ def test_it_listens_on_the_nodes_address_alone(trainer: raysgd.Trainer) -> None:
     assert endpoint.host not in ("0.0.0.0", "::")
 
 
-@pytest.mark.slow
-def test_what_workers_listen_on_too(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    """Ray's own sockets are those that workers without a process group have."""
+def test_worker_listeners_bind_to_the_node_address(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """Workers without a process group have only the sockets of Ray."""
     without = trainer.run(listens_on, callbacks=quiet(), returns="all")
     with make_trainer(tmp_path, 2, "torch") as torch_trainer:
         within = torch_trainer.run(listens_on, callbacks=quiet(), returns="all")
@@ -111,11 +107,11 @@ def listens_on() -> list[str]:
     return [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
-# ------------------------------------------------------------------------------------------------------ none at all
+# -- Ray with TLS ------------------------------------------------------------------------------------------------------
 
 
 class SeemsEncrypted(raysgd.FailureConfig):
-    """Lets the process of the TrainerActor, and no other, take Ray for encrypted: when it opens its settings."""
+    """Makes only the TrainerActor believe that Ray uses TLS, when it unpickles its settings."""
 
     def __reduce__(self) -> Any:
         return _open_settings, (self.max_failures,)
@@ -128,7 +124,7 @@ def _open_settings(max_failures: int) -> raysgd.FailureConfig:
 
 @pytest.fixture(scope="module")
 def encrypted(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), failure=SeemsEncrypted()) as trainer:
+    with make_trainer(tmp_path_factory.mktemp("runs"), failure_config=SeemsEncrypted()) as trainer:
         pids(trainer)
         assert endpoint_of(trainer) is None
         yield trainer
@@ -152,7 +148,7 @@ def much(config: dict[str, Any]) -> Any:
     return start, bytes([raysgd.world_rank()]) * (8 << 20)
 
 
-def test_beside_an_encrypted_ray_all_goes_through_it(encrypted: raysgd.Trainer) -> None:
+def test_with_tls_results_go_through_ray(encrypted: raysgd.Trainer) -> None:
     stream = encrypted.run_generator(much, {"how": "ends"}, callbacks=[*quiet(), JsonLinesCallback()], returns="all")
     assert [result["step"] for result in stream] == list(range(2000))
     assert [(start, value[0], len(value)) for start, value in stream.get_returns()] == [
@@ -160,19 +156,19 @@ def test_beside_an_encrypted_ray_all_goes_through_it(encrypted: raysgd.Trainer) 
         (0, 1, 8 << 20),
     ]
     assert len(latest_run(encrypted).workers) == 4000
-    assert not [told for told in events_of(encrypted, "warning") if "connection" in told["message"]]
+    assert not [event for event in events_of(encrypted, "warning") if "connection" in event["message"]]
     logs = [file for file in Path(str(encrypted.run_dir)).rglob("*.jsonl") if "metrics" not in file.name]
     assert 2000 in [len(file.read_text().splitlines()) for file in logs], "what the callbacks' process got"
 
 
-def test_beside_an_encrypted_ray_an_error(encrypted: raysgd.Trainer) -> None:
+def test_with_tls_an_error_arrives(encrypted: raysgd.Trainer) -> None:
     stream = encrypted.run_generator(much, {"how": "raises"}, callbacks=quiet())
     with pytest.raises(ValueError, match="of the user"):
         stream.get_returns()
     assert len(latest_run(encrypted).metrics) == 2000
 
 
-def test_beside_an_encrypted_ray_a_worker_dies(encrypted: raysgd.Trainer) -> None:
+def test_with_tls_a_dead_worker_is_replaced(encrypted: raysgd.Trainer) -> None:
     assert encrypted.run(much, {"how": "dies"}, callbacks=quiet())[0] == 1000
     assert list(latest_run(encrypted).metrics["step"]) == list(range(2000))
     (failure,) = events_of(encrypted, "failure")
@@ -180,7 +176,7 @@ def test_beside_an_encrypted_ray_a_worker_dies(encrypted: raysgd.Trainer) -> Non
 
 
 class CannotListen(raysgd.FailureConfig):
-    """Leaves the process of the TrainerActor no address to listen on, when it opens its settings."""
+    """Leaves the TrainerActor no address to listen on, when it unpickles its settings."""
 
     def __reduce__(self) -> Any:
         return _open_settings_without_an_address, ()
@@ -196,8 +192,8 @@ def _open_settings_without_an_address() -> raysgd.FailureConfig:
     return raysgd.FailureConfig()
 
 
-def test_a_controller_that_cannot_listen_says_so_and_goes_on(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, failure=CannotListen()) as trainer:
+def test_controller_that_cannot_listen_warns_and_uses_ray(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, failure_config=CannotListen()) as trainer:
         stream = trainer.run_generator(steps, {"steps": 100}, callbacks=quiet())
         assert [result["step"] for result in stream] == list(range(100))
         (warning,) = events_of(trainer, "warning")

@@ -1,4 +1,4 @@
-"""Data for JAX and TensorFlow in real workers: a run goes on in the middle of an epoch, and no row comes twice."""
+"""Batches for JAX and TensorFlow in real workers: a run resumes inside an epoch, and no row comes twice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 import raysgd
 from support.runs import events_of, make_trainer, once, pids, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
 def read_and_save(config: dict[str, Any]) -> list[int]:
-    """Steps of two rows each, saved after each; leaves the loop after ``config["stop_after"]`` of them, if it has that."""
+    """Read two rows a step and save after each step; leave the loop after ``config["stop_after"]`` steps, if given."""
     shard = raysgd.get_dataset().get_split()
     raysgd.load_checkpoint()
     batches = shard.to_jax(2, shuffle="window") if config["framework"] == "jax" else shard.to_tf(2, shuffle="window")
@@ -35,7 +34,7 @@ def read_and_save(config: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Path, framework: str) -> None:
+def test_run_resumes_inside_an_epoch(ray_cluster: Any, tmp_path: Path, framework: str) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
@@ -44,13 +43,13 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Pat
         first = trainer.run(read_and_save, config | {"stop_after": 3}, **given)
         checkpoint = trainer.get_last_checkpoint()
     with make_trainer(tmp_path, 1) as trainer:
-        second = trainer.run(read_and_save, config, checkpoint=checkpoint, **given)
+        second = trainer.run(read_and_save, config, resume_from=checkpoint, **given)
     assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
     assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))
 
 
 def read_and_die_once(config: dict[str, Any]) -> list[int]:
-    """What was seen is part of the state; rank 1 dies in the middle, rank 0 is told so where TensorFlow reads its data."""
+    """Save the rows seen so far; rank 1 dies in the middle, while TensorFlow reads the data of rank 0."""
     state = raysgd.load_checkpoint() or {"seen": []}
     for batch in raysgd.get_dataset().get_split().to_tf(2):
         state["seen"] += batch["x"].numpy().tolist()
@@ -62,11 +61,11 @@ def read_and_die_once(config: dict[str, Any]) -> list[int]:
     return list(state["seen"])
 
 
-def test_a_worker_dies_while_another_is_in_a_loop_of_tensorflow(ray_cluster: Any, tmp_path: Path) -> None:
+def test_worker_death_ends_a_tensorflow_loop_of_another_worker(ray_cluster: Any, tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")
     failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
-    with make_trainer(tmp_path / "runs", failure=failure) as trainer:
+    with make_trainer(tmp_path / "runs", failure_config=failure) as trainer:
         before = pids(trainer)
         config = {"folder": str(tmp_path)}
         given: dict[str, Any] = {"dataset": {"x": np.arange(120)}, "callbacks": quiet(), "returns": "all"}

@@ -1,11 +1,10 @@
-"""Data given to a run: what the workers read, what a checkpoint knows of it, and when it is freed."""
+"""Datasets given to a run: what the workers read, the position in checkpoints, and when the rows are freed."""
 
 from __future__ import annotations
 
 import gc
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,8 @@ travels_by_value(__name__)
 NUM_ROWS = 10
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
 class Squares:
-    """A map-style dataset, as torch's: of items without columns."""
+    """A map-style dataset: items without columns."""
 
     def __len__(self) -> int:
         return NUM_ROWS
@@ -61,7 +54,7 @@ def torch_dataset() -> Any:
 
 
 def value_of(row: Any) -> int:
-    """A row of any of the datasets here as the number it stands for."""
+    """Return the number in a row of any of these datasets."""
     if isinstance(row, dict):
         row = row["x"]
     return int(row[0] if isinstance(row, tuple) else row)
@@ -72,7 +65,7 @@ def rows_of_this_rank(config: dict[str, Any]) -> list[int]:
 
 
 def read_and_save(config: dict[str, Any]) -> dict[str, Any]:
-    """Steps of two rows each, saved after each; leaves the loop after ``config["stop_after"]`` of them, if it has that."""
+    """Read two rows a step and save after each step; leave the loop after ``config["stop_after"]`` steps, if given."""
     state = raysgd.load_checkpoint()
     seen: list[int] = []
     batches = raysgd.get_dataset().get_split().iter_batches(2, shuffle=config.get("shuffle", False))
@@ -96,7 +89,7 @@ def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
     return checkpoint
 
 
-# ------------------------------------------------------------------------------------------------------ what is read
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,12 +105,12 @@ def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
     ],
     ids=["numpy", "pandas", "pyarrow", "rows", "ray", "torch", "map-style"],
 )
-def test_all_ranks_together_see_each_row_once(trainer: raysgd.Trainer, make: Any) -> None:
+def test_each_row_comes_once_for_every_kind_of_dataset(trainer: raysgd.Trainer, make: Any) -> None:
     first, second = trainer.run(rows_of_this_rank, {}, dataset=make(), callbacks=quiet(), returns="all")
     assert (first, second) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
 
 
-def test_files_are_read_by_the_workers_and_each_row_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_workers_read_each_row_of_files_once(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     for number in range(5):
         pq.write_table(pa.table(numbers(2, 2 * number)), tmp_path / f"{number}.parquet")
     for given in (tmp_path, str(tmp_path), pyarrow.dataset.dataset(tmp_path)):
@@ -125,7 +118,7 @@ def test_files_are_read_by_the_workers_and_each_row_once(trainer: raysgd.Trainer
         assert returned == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_a_run_over_files_goes_on_in_the_middle_with_another_number_of_workers(
+def test_run_over_files_resumes_inside_an_epoch_with_another_number_of_workers(
     trainer: raysgd.Trainer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data"
@@ -137,11 +130,11 @@ def test_a_run_over_files_goes_on_in_the_middle_with_another_number_of_workers(
     checkpoint = last_of(trainer)
     for num_workers in (1, 3):
         with make_trainer(tmp_path / "runs", num_workers) as other:
-            second = other.run(read_and_save, config, checkpoint=checkpoint, **given)
+            second = other.run(read_and_save, config, resume_from=checkpoint, **given)
         assert sorted(seen_by(first) + seen_by(second)) == list(range(23))
 
 
-def test_a_file_that_vanishes_ends_the_run_with_its_name(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_vanished_file_ends_the_run_and_is_named(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     pq.write_table(pa.table(numbers()), tmp_path / "gone.parquet")
     config = {"file": str(tmp_path / "gone.parquet")}
 
@@ -155,7 +148,7 @@ def test_a_file_that_vanishes_ends_the_run_with_its_name(trainer: raysgd.Trainer
         trainer.run(train_func, config, dataset=config["file"], callbacks=quiet())
 
 
-def test_batches_as_tensors_and_a_tail_that_is_not_for_all(trainer: raysgd.Trainer) -> None:
+def test_last_step_of_tensors_is_empty_on_some_ranks(trainer: raysgd.Trainer) -> None:
     def train_func() -> list[list[int]]:
         shard = raysgd.get_dataset().get_split()
         return [batch["x"].tolist() for batch in shard.to_torch(batch_size=4)]
@@ -164,7 +157,7 @@ def test_batches_as_tensors_and_a_tail_that_is_not_for_all(trainer: raysgd.Train
     assert returned == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], []]]
 
 
-def test_a_second_run_sees_the_rows_it_was_given(trainer: raysgd.Trainer) -> None:
+def test_second_run_reads_its_own_dataset(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> Any:
         return rows_of_this_rank(config), raysgd.get_dataset().num_rows
 
@@ -173,7 +166,7 @@ def test_a_second_run_sees_the_rows_it_was_given(trainer: raysgd.Trainer) -> Non
         assert returned == [([first, first + 2], 4), ([first + 1, first + 3], 4)]
 
 
-def test_several_by_name(trainer: raysgd.Trainer) -> None:
+def test_several_datasets_are_read_by_name(trainer: raysgd.Trainer) -> None:
     def train_func() -> Any:
         datasets = raysgd.get_datasets()
         assert raysgd.get_dataset("train") is datasets["train"]  # type: ignore[call-overload]
@@ -184,7 +177,7 @@ def test_several_by_name(trainer: raysgd.Trainer) -> None:
     assert returned == [{"train": [0, 2], "validation": [50]}, {"train": [1, 3], "validation": [51]}]
 
 
-def test_folds_come_as_they_were_given(trainer: raysgd.Trainer) -> None:
+def test_get_datasets_returns_folds_in_the_structure_given(trainer: raysgd.Trainer) -> None:
     def train_func() -> Any:
         return [[part.num_rows for part in fold] for fold in raysgd.get_datasets()]
 
@@ -192,7 +185,7 @@ def test_folds_come_as_they_were_given(trainer: raysgd.Trainer) -> None:
     assert trainer.run(train_func, dataset=folds, callbacks=quiet()) == [[6, 4], [7, 3]]
 
 
-def test_the_seed_chooses_the_order(ray_cluster: Any, tmp_path: Path) -> None:
+def test_seed_selects_the_order_of_rows(ray_cluster: Any, tmp_path: Path) -> None:
     orders = []
     for seed in (1, 1, 2):
         with make_trainer(tmp_path, 1, seed=seed) as trainer:
@@ -202,18 +195,18 @@ def test_the_seed_chooses_the_order(ray_cluster: Any, tmp_path: Path) -> None:
     assert sorted(orders[0]) == sorted(orders[2]) == list(range(100))
 
 
-# ------------------------------------------------------------------------------------------------------ errors
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_dataset_the_error_says_how_to_give_one(trainer: raysgd.Trainer) -> None:
-    with pytest.raises(ConfigError, match=r"no dataset was given; give one: run\(train_func, dataset=...\)"):
+def test_get_dataset_without_data_says_how_to_give_one(trainer: raysgd.Trainer) -> None:
+    with pytest.raises(ConfigError, match=r"the run has no dataset: give one as run\(train_func, dataset=...\)"):
         trainer.run(rows_of_this_rank, {}, callbacks=quiet())
     assert trainer.run(lambda: raysgd.get_datasets(), callbacks=quiet()) == {}
 
 
-def test_an_unknown_name_is_told_with_the_known_ones(trainer: raysgd.Trainer) -> None:
+def test_unknown_dataset_name_is_refused_with_the_known_names(trainer: raysgd.Trainer) -> None:
     given = {"train": numbers(), "test": numbers()}
-    with pytest.raises(ConfigError, match=r"no dataset 'trian'.*there are 'train', 'test'"):
+    with pytest.raises(ConfigError, match=r"no dataset 'trian'.*the run has 'train', 'test'"):
         trainer.run(rows_of_this_rank, {"name": "trian"}, dataset=given, callbacks=quiet())
 
 
@@ -221,11 +214,11 @@ def test_an_unknown_name_is_told_with_the_known_ones(trainer: raysgd.Trainer) ->
     ("dataset", "error", "message"),
     [
         ("rows.parquet", ConfigError, "no file or folder"),
-        (iter([1]), ConfigError, "cannot be read"),
-        (np.arange(3), ConfigError, "gives its column no name"),
+        (iter([1]), ConfigError, "which raysgd cannot read"),
+        (np.arange(3), ConfigError, "a column without a name"),
     ],
 )
-def test_what_is_no_dataset_starts_no_run(
+def test_invalid_dataset_starts_no_run(
     trainer: raysgd.Trainer, dataset: Any, error: type[Exception], message: str
 ) -> None:
     trainer.run(lambda: None, callbacks=quiet())
@@ -235,14 +228,14 @@ def test_what_is_no_dataset_starts_no_run(
     assert trainer.run_dir == before
 
 
-def test_a_dataset_that_does_not_pickle_is_named(trainer: raysgd.Trainer) -> None:
+def test_dataset_that_cannot_be_pickled_is_named(trainer: raysgd.Trainer) -> None:
     unfit = Squares()
     unfit.lines = (line for line in "abc")  # type: ignore[attr-defined]
     with pytest.raises(SerializationError, match="dataset 'train', a Squares, cannot be sent to the workers"):
         trainer.run(rows_of_this_rank, {}, dataset={"train": unfit}, callbacks=quiet())
 
 
-def test_ranks_that_save_at_different_places_break_a_rule(trainer: raysgd.Trainer) -> None:
+def test_save_with_ranks_at_different_positions_is_refused(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         batches = iter(raysgd.get_dataset().get_split().iter_batches(1))
         for _ in range(1 + raysgd.world_rank()):
@@ -250,22 +243,22 @@ def test_ranks_that_save_at_different_places_break_a_rule(trainer: raysgd.Traine
         raysgd.save_checkpoint({"step": 1})
         raysgd.barrier()
 
-    with pytest.raises(CheckpointError, match=r"different places of dataset 'dataset'.*equally many batches"):
+    with pytest.raises(CheckpointError, match=r"different positions in dataset 'dataset'.*equally many batches"):
         trainer.run(train_func, dataset=numbers(), callbacks=quiet())
     assert trainer.get_last_checkpoint() is None
 
 
-# ------------------------------------------------------------------------------------------------------ going on
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch(trainer: raysgd.Trainer) -> None:
+def test_run_resumes_inside_an_epoch(trainer: raysgd.Trainer) -> None:
     data = numbers(22)
     first = trainer.run(
         read_and_save, {"shuffle": "full", "stop_after": 2}, dataset=data, callbacks=quiet(), returns="all"
     )
     checkpoint = last_of(trainer)
     second = trainer.run(
-        read_and_save, {"shuffle": "full"}, dataset=data, checkpoint=checkpoint, callbacks=quiet(), returns="all"
+        read_and_save, {"shuffle": "full"}, dataset=data, resume_from=checkpoint, callbacks=quiet(), returns="all"
     )
     assert [one["state"] for one in second] == [{"step": 2}] * 2
     assert len(seen_by(first)) == 8
@@ -273,7 +266,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(trainer: raysgd.Trainer) -> Non
     assert [(one["epoch"], one["next"]) for one in second] == [(0, 1)] * 2
 
 
-def test_other_numbers_of_workers_go_on_at_the_same_place(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_other_numbers_of_workers_resume_at_the_same_position(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     data = numbers(23)
     first = trainer.run(
         read_and_save, {"shuffle": "window", "stop_after": 3}, dataset=data, callbacks=quiet(), returns="all"
@@ -285,31 +278,31 @@ def test_other_numbers_of_workers_go_on_at_the_same_place(trainer: raysgd.Traine
                 read_and_save,
                 {"shuffle": "window"},
                 dataset=data,
-                checkpoint=checkpoint,
+                resume_from=checkpoint,
                 callbacks=quiet(),
                 returns="all",
             )
         assert sorted(seen_by(first) + seen_by(second)) == list(range(23))
 
 
-def test_a_checkpoint_of_the_last_step_goes_on_with_an_empty_rest(trainer: raysgd.Trainer) -> None:
+def test_checkpoint_of_the_last_step_resumes_with_an_empty_remainder(trainer: raysgd.Trainer) -> None:
     trainer.run(read_and_save, {}, dataset=numbers(8), callbacks=quiet())
-    again = trainer.run(read_and_save, {}, dataset=numbers(8), checkpoint=last_of(trainer), callbacks=quiet())
+    again = trainer.run(read_and_save, {}, dataset=numbers(8), resume_from=last_of(trainer), callbacks=quiet())
     assert (again["seen"], again["epoch"], again["next"]) == ([], 0, 1)
 
 
-def test_a_checkpoint_inside_other_data_is_refused(trainer: raysgd.Trainer) -> None:
+def test_checkpoint_inside_another_dataset_is_refused(trainer: raysgd.Trainer) -> None:
     trainer.run(read_and_save, {"stop_after": 1}, dataset=numbers(8), callbacks=quiet())
     checkpoint = last_of(trainer)
     with pytest.raises(CheckpointError, match=r"in the middle of dataset 'dataset' .* has 9 rows now"):
-        trainer.run(read_and_save, {}, dataset=numbers(9), checkpoint=checkpoint, callbacks=quiet())
+        trainer.run(read_and_save, {}, dataset=numbers(9), resume_from=checkpoint, callbacks=quiet())
     from_state = trainer.run(
-        read_and_save, {}, dataset=numbers(9), checkpoint=checkpoint.load(), callbacks=quiet(), returns="all"
+        read_and_save, {}, dataset=numbers(9), resume_from=checkpoint.load(), callbacks=quiet(), returns="all"
     )
     assert (from_state[0]["state"], seen_by(from_state)) == ({"step": 1}, list(range(9)))
 
 
-def test_a_checkpoint_goes_on_without_a_trainer(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_checkpoint_resumes_without_a_trainer(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     first = trainer.run(read_and_save, {"stop_after": 1}, dataset=numbers(), callbacks=quiet(), returns="all")
     folder = Path(last_of(trainer).path or "").parent
     with raysgd.local(dataset=numbers(), dir=folder):
@@ -317,15 +310,15 @@ def test_a_checkpoint_goes_on_without_a_trainer(trainer: raysgd.Trainer, tmp_pat
     assert sorted(seen_by(first) + second["seen"]) == list(range(NUM_ROWS))
 
 
-def test_ray_data_is_read_without_a_trainer_too(ray_cluster: Any) -> None:
+def test_ray_dataset_is_read_without_a_trainer(ray_cluster: Any) -> None:
     with raysgd.local(dataset=ray_dataset()):
         assert rows_of_this_rank({}) == list(range(NUM_ROWS))
 
 
-# ------------------------------------------------------------------------------------------------------ the end
+# -- end of a run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_cancelled_leaves_its_loop_at_the_next_batch(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_cancelled_run_leaves_its_loop_at_the_next_batch(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
         try:
             for _ in range(10_000):
@@ -340,11 +333,11 @@ def test_a_run_that_is_cancelled_leaves_its_loop_at_the_next_batch(trainer: rays
     assert until((tmp_path / "reading").exists, PATIENCE_S)
     stream.cancel()
     assert until(lambda: len(list(tmp_path.glob("AttemptEnded-*"))) == 2, PATIENCE_S)
-    trainer.get_last_checkpoint()  # waits for the run to be closed
+    trainer.get_last_checkpoint()  # waits until the run is closed
 
 
 def plasma_bytes() -> int:
-    """What the node's object store holds."""
+    """Return the bytes in use in the node's object store."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return int(total["object_store_memory"] - free["object_store_memory"])
 
@@ -352,8 +345,8 @@ def plasma_bytes() -> int:
 BIG_ROWS = 4_000_000
 
 
-def fails_at_the_end(config: dict[str, Any]) -> int:
-    """Read the data once the driver has let go of it."""
+def fail_at_the_end(config: dict[str, Any]) -> int:
+    """Read the dataset after the driver has released it."""
     deadline = time.monotonic() + 60
     while not Path(config["go"]).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -364,14 +357,14 @@ def fails_at_the_end(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_data_lives_as_long_as_its_run(trainer: raysgd.Trainer, tmp_path: Path, fails: bool) -> None:
+def test_data_is_freed_when_its_run_ends(trainer: raysgd.Trainer, tmp_path: Path, fails: bool) -> None:
     go = tmp_path / "go"
     data: Any = {"x": np.zeros(BIG_ROWS)}
     config = {"go": str(go), "fails": fails}
-    stream = trainer.run_generator(fails_at_the_end, config, dataset=data, callbacks=quiet(), returns="all")
+    stream = trainer.run_generator(fail_at_the_end, config, dataset=data, callbacks=quiet(), returns="all")
     del data
     gc.collect()
-    assert until(lambda: plasma_bytes() >= 8 * BIG_ROWS, PATIENCE_S)  # Ray tells with a delay
+    assert until(lambda: plasma_bytes() >= 8 * BIG_ROWS, PATIENCE_S)  # Ray reports the usage with a delay
     go.touch()
     if fails:
         with pytest.raises(ValueError, match="read 2000000 rows"):

@@ -1,4 +1,4 @@
-"""What goes wrong in user code, in what is given to a run, and in how a Trainer is used: one clear error each.
+"""Errors of user code, of arguments of a run, and of the use of a Trainer: one clear error each.
 
 All tests of the module go through the same few Trainers, in the same processes: each error leaves its Trainer usable.
 """
@@ -36,15 +36,9 @@ pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
 @pytest.fixture
 def same_processes(trainer: raysgd.Trainer) -> Iterator[None]:
-    """The test must leave the Trainer usable, with the processes it had."""
+    """Check that the test leaves the Trainer usable, with the same processes."""
     before = pids(trainer)
     yield
     assert pids(trainer) == before
@@ -55,7 +49,7 @@ class Diverged(Exception):
 
 
 class WithDetails(Exception):
-    """Made of more than its message, as many libraries have them; pickle alone cannot make it anew."""
+    """An exception with more arguments than its message, as in many libraries; pickle alone cannot restore it."""
 
     def __init__(self, code: int, *, reason: str) -> None:
         super().__init__(f"{reason} ({code})")
@@ -75,17 +69,17 @@ class Unspeakable(BaseException):
 
 
 def linger() -> None:
-    """A rank that is busy with something of its own while another fails. (One in a long C call would be replaced.)"""
+    """Keep a rank busy while another fails. (A rank in a long C call would be replaced.)"""
     for _ in range(6000):
         time.sleep(0.01)
 
 
-# ------------------------------------------------------------------------------------------ exceptions in train_func
+# -- exceptions in train_func ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("same_processes")
 class TestExceptionsOfTheUser:
-    def test_arrives_as_its_own_type_with_rank_node_and_traceback(self, trainer: raysgd.Trainer) -> None:
+    def test_exception_keeps_its_type_with_rank_node_and_traceback(self, trainer: raysgd.Trainer) -> None:
         def check_loss(loss: float) -> None:
             raise Diverged(f"loss is {loss}")
 
@@ -105,7 +99,7 @@ class TestExceptionsOfTheUser:
         assert "check_loss(1e9)" in cause.traceback and "in check_loss" in cause.traceback
         assert f"in the worker of rank 1 on {hostname}" in str(cause)
 
-    def test_secrets_are_in_no_traceback_and_no_file(self, trainer: raysgd.Trainer) -> None:
+    def test_secrets_are_not_in_tracebacks_or_files(self, trainer: raysgd.Trainer) -> None:
         def train_func(config: dict[str, Any]) -> None:
             password = config["db_password"]
             raise ConnectionError(f"{password} was refused by {config['url']}")
@@ -120,7 +114,7 @@ class TestExceptionsOfTheUser:
         for file in run_dir.glob("*.json*"):
             assert "hunter2!" not in file.read_text(), file.name
 
-    def test_the_first_in_time_is_raised_and_the_others_are_listed(self, trainer: raysgd.Trainer) -> None:
+    def test_first_exception_is_raised_and_others_are_listed(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raysgd.barrier()
             end = time.monotonic() + 0.02 * (1 - raysgd.world_rank())
@@ -128,7 +122,7 @@ class TestExceptionsOfTheUser:
                 pass
             raise ValueError(time.time())
 
-        for _ in range(10):  # a rank that the machine holds up may be brought out before it can raise
+        for _ in range(10):  # a slow rank may be ended before it raises
             with pytest.raises(ValueError) as caught:  # noqa: PT011
                 trainer.run(train_func, callbacks=quiet())
             cause = caught.value.__cause__
@@ -140,13 +134,13 @@ class TestExceptionsOfTheUser:
         assert caught.value.args[0] < float(line.removeprefix("ValueError: "))
         assert f"rank {rank}: ValueError: " in str(cause)
 
-    def test_other_ranks_do_not_hold_it_up(self, trainer: raysgd.Trainer) -> None:
+    def test_error_does_not_wait_for_other_ranks(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raysgd.barrier()
             if raysgd.world_rank() == 0:
                 raysgd.report(raised_at=time.time())
                 raise Diverged("now")
-            while True:  # a loop in Python, which ends where it stands
+            while True:  # a Python loop can be ended at any point
                 sum(range(100))
 
         stream = trainer.run_generator(train_func, callbacks=quiet())
@@ -155,7 +149,7 @@ class TestExceptionsOfTheUser:
         # The target is 0.3 s on an idle machine; the benchmarks measure it.
         assert stream.wait_closed(PATIENCE_S)
 
-    def test_one_with_more_than_a_message(self, trainer: raysgd.Trainer) -> None:
+    def test_exception_keeps_its_attributes(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raise WithDetails(7, reason="no more disk")
 
@@ -165,7 +159,7 @@ class TestExceptionsOfTheUser:
         assert caught.value.reason == "no more disk"
         assert isinstance(caught.value.__cause__, WorkerTraceback)
 
-    def test_one_that_does_not_pickle_keeps_its_name_and_text(self, trainer: raysgd.Trainer) -> None:
+    def test_exception_that_does_not_pickle_keeps_its_name_and_text(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raise HoldsALock
 
@@ -175,26 +169,26 @@ class TestExceptionsOfTheUser:
         assert "does not pickle" in str(caught.value)
         assert "raise HoldsALock" in str(caught.value.__cause__)
 
-    def test_one_that_cannot_be_shown(self, trainer: raysgd.Trainer) -> None:
+    def test_exception_whose_str_raises_keeps_its_name(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raise Unspeakable
 
         with pytest.raises(TrainFuncError, match="Unspeakable"):
             trainer.run(train_func, callbacks=quiet())
 
-    def test_sys_exit(self, trainer: raysgd.Trainer) -> None:
+    def test_sys_exit_is_an_error(self, trainer: raysgd.Trainer) -> None:
         with pytest.raises(TrainFuncError, match=r"sys\.exit\(3\) on rank 0; return instead") as caught:
             trainer.run(lambda: sys.exit(3) if raysgd.world_rank() == 0 else linger(), callbacks=quiet())
         assert caught.value.type_name == "SystemExit"
 
-    def test_keyboard_interrupt_raised_by_user_code(self, trainer: raysgd.Trainer) -> None:
+    def test_keyboard_interrupt_of_user_code_is_an_error(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             raise KeyboardInterrupt("a signal handler of a library")
 
         with pytest.raises(TrainFuncError, match="KeyboardInterrupt in train_func on rank"):
             trainer.run(train_func, callbacks=quiet())
 
-    def test_a_value_that_does_not_pickle(self, trainer: raysgd.Trainer) -> None:
+    def test_value_that_does_not_pickle(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> dict[str, Any]:
             return {"model": {"lock": threading.Lock()}}
 
@@ -202,7 +196,7 @@ class TestExceptionsOfTheUser:
             trainer.run(train_func, callbacks=quiet())
         assert caught.value.path == "train_func's return value ['model']['lock']"
 
-    def test_a_value_of_one_rank_that_does_not_pickle(self, trainer: raysgd.Trainer) -> None:
+    def test_unpicklable_return_value_of_one_rank_is_refused(self, trainer: raysgd.Trainer) -> None:
         with pytest.raises(SerializationError, match="train_func's return value on rank 1 cannot be sent"):
             trainer.run(lambda: threading.Lock() if raysgd.world_rank() == 1 else 0, callbacks=quiet(), returns="all")
 
@@ -214,17 +208,17 @@ class TestExceptionsOfTheUser:
             (lambda: generator(None), "train_func returned a generator"),
         ],
     )
-    def test_a_function_that_hides_that_it_is_async(
+    def test_returned_coroutine_or_generator_is_refused(
         self, trainer: raysgd.Trainer, train_func: Callable[..., Any], says: str
     ) -> None:
         with pytest.raises(ConfigError, match=says):
             trainer.run(train_func, callbacks=quiet())
 
-    def test_results_before_the_error_are_iterated_and_then_it_is_raised(self, trainer: raysgd.Trainer) -> None:
+    def test_results_before_an_error_are_iterated_first(self, trainer: raysgd.Trainer) -> None:
         def train_func() -> None:
             for step in range(3):
                 raysgd.report(step=step)
-            raysgd.barrier()  # both have made all reports: a round that lacks one is dropped
+            raysgd.barrier()  # both ranks made all reports: an incomplete round is dropped
             raise Diverged("after three")
 
         stream = trainer.run_generator(train_func, callbacks=quiet())
@@ -237,7 +231,7 @@ class TestExceptionsOfTheUser:
         assert stream.is_finished()
 
 
-# ------------------------------------------------------------------------------------------ with a process group
+# -- with a process group ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -248,7 +242,7 @@ def torch_trainer(
         yield trainer
 
 
-def test_the_cause_is_raised_and_the_broken_collectives_are_listed(torch_trainer: raysgd.Trainer) -> None:
+def test_cause_is_raised_and_broken_collectives_are_listed(torch_trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> int:
         import torch
         import torch.distributed as dist
@@ -257,7 +251,7 @@ def test_the_cause_is_raised_and_the_broken_collectives_are_listed(torch_trainer
         for _step in range(3):
             model(torch.ones(2, 4)).sum().backward()
         if config["fails"] and raysgd.world_rank() == raysgd.world_size() - 1:
-            time.sleep(0.2)  # the others wait in the collective by now
+            time.sleep(0.2)  # the other ranks wait in the collective by now
             raise Diverged("the cause")
         dist.all_reduce(torch.ones(1))
         return os.getpid()
@@ -273,27 +267,27 @@ def test_the_cause_is_raised_and_the_broken_collectives_are_listed(torch_trainer
     assert torch_trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all") == before
 
 
-# ------------------------------------------------------------------------------------------ what is given to a run
+# -- arguments of a run ------------------------------------------------------------------------------------------------
 
 
-def test_a_config_that_does_not_pickle_names_the_key(trainer: raysgd.Trainer) -> None:
+def test_unpicklable_config_is_refused_with_its_key(trainer: raysgd.Trainer) -> None:
     with pytest.raises(SerializationError, match=r"config\['data'\]\['lock'\] cannot be sent") as caught:
         trainer.run(lambda config: None, {"lr": 1, "data": {"lock": threading.Lock()}})
     assert caught.value.path == "config['data']['lock']"
 
 
-def test_a_train_func_that_does_not_pickle_names_its_variable(trainer: raysgd.Trainer) -> None:
+def test_unpicklable_train_func_is_refused_with_its_variable(trainer: raysgd.Trainer) -> None:
     lock = threading.Lock()
     with pytest.raises(SerializationError, match=r"train_func \(its variable 'lock'\)"):
         trainer.run(lambda: lock.locked())
 
 
-def test_a_train_func_that_mentions_its_trainer(trainer: raysgd.Trainer) -> None:
+def test_train_func_that_captures_its_trainer_is_refused(trainer: raysgd.Trainer) -> None:
     with pytest.raises(SerializationError, match=r"its variable 'trainer'.*pass what it needs in the config"):
         trainer.run(lambda: trainer.run_dir)
 
 
-def test_a_trainer_does_not_pickle(trainer: raysgd.Trainer) -> None:
+def test_trainer_cannot_be_pickled(trainer: raysgd.Trainer) -> None:
     with pytest.raises(SerializationError, match="holds processes and cannot be pickled"):
         pickle.dumps(trainer)
 
@@ -316,14 +310,14 @@ def needs_keyword(config: Any, *, data: Any) -> None: ...
     [
         (coroutine, "train_func coroutine is async"),
         (generator, "train_func generator is a generator"),
-        (needs_two, r"needs config, data; it gets one argument.*functools\.partial"),
+        (needs_two, r"needs config, data, but it gets one argument.*functools\.partial"),
         (needs_keyword, "needs config, data"),
         (functools.partial(coroutine), "is async"),
-        (42, "train_func=42 is no function"),
-        (Diverged, "is no function"),
+        (42, "train_func=42 is not a function"),
+        (Diverged, "is not a function"),
     ],
 )
-def test_what_is_no_train_func(trainer: raysgd.Trainer, train_func: Any, says: str) -> None:
+def test_invalid_train_func_is_refused(trainer: raysgd.Trainer, train_func: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trainer.run(train_func)
 
@@ -338,19 +332,19 @@ def test_what_is_no_train_func(trainer: raysgd.Trainer, train_func: Any, says: s
         ({"callbacks": raysgd.Callback()}, r"give callbacks=\[...\]"),
     ],
 )
-def test_arguments_that_cannot_be(trainer: raysgd.Trainer, given: dict[str, Any], says: str) -> None:
+def test_invalid_arguments_are_refused(trainer: raysgd.Trainer, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trainer.run(lambda config: None, **given)
 
 
-def test_a_storage_path_that_cannot_be_made_fails_instead_of_hanging(ray_cluster: Any, tmp_path: Path) -> None:
+def test_storage_path_that_cannot_be_created_raises(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     trainer = make_trainer(tmp_path / "file" / "runs", 1)
     with trainer, pytest.raises(raysgd.errors.StorageError, match="could not make"):
         trainer.run(os.getpid, callbacks=quiet())
 
 
-# ------------------------------------------------------------------------------------------ metrics and sessions
+# -- metrics and sessions ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("same_processes")
@@ -361,22 +355,22 @@ class TestMisuseInTheWorker:
             ({"loss": {1, 2}}, r"report\(loss=\.\.\.\) got a builtins\.set"),
             ({"weights": bytes(10)}, "raysgd.save_checkpoint"),
             ({"text": "x" * (1 << 21)}, "the limit is 1 MiB"),
-            ({"a": {"b": {3: 4}}}, "names are strings"),
-            ({"timestamp": 1.0, "time_total_s": 2.0}, "sets time_total_s, timestamp by itself"),
+            ({"a": {"b": {3: 4}}}, "give a string"),
+            ({"timestamp": 1.0, "time_total_s": 2.0}, "sets time_total_s, timestamp itself"),
         ],
     )
-    def test_what_is_no_metric(self, trainer: raysgd.Trainer, metric: dict[str, Any], says: str) -> None:
+    def test_invalid_metric_is_refused(self, trainer: raysgd.Trainer, metric: dict[str, Any], says: str) -> None:
         with pytest.raises(MetricError, match=says) as caught:
             trainer.run(lambda config: raysgd.report(config["metric"]), {"metric": metric}, callbacks=quiet())
         assert caught.value.key.startswith(tuple(metric))
 
-    def test_a_trainer_made_in_train_func(self, trainer: raysgd.Trainer) -> None:
+    def test_trainer_inside_train_func_is_refused(self, trainer: raysgd.Trainer) -> None:
         with pytest.raises(UsageError, match="a Trainer inside train_func"):
             trainer.run(lambda: raysgd.Trainer(2) and None, callbacks=quiet())
 
     @pytest.mark.parametrize("during", ["nothing", "the next run"])
     @pytest.mark.parametrize("call", ["report", "save_checkpoint"])
-    def test_calls_of_a_thread_that_was_left_behind(
+    def test_calls_of_a_leftover_thread_raise(
         self, trainer: raysgd.Trainer, tmp_path: Path, call: str, during: str
     ) -> None:
         def train_func(config: dict[str, Any]) -> str:
@@ -395,26 +389,26 @@ class TestMisuseInTheWorker:
 
         gate = tmp_path / "gate"
         assert trainer.run(train_func, {"gate": str(gate), "call": call}, callbacks=quiet()) == "done"
-        said = [tmp_path / "gate0", tmp_path / "gate1"]
+        answers = [tmp_path / "gate0", tmp_path / "gate1"]
 
         def next_one(config: dict[str, Any]) -> None:
             raysgd.report(early=1)
             Path(config["gate"]).write_text("")
-            until(lambda: all(path.exists() and path.read_text() for path in map(Path, config["said"])), 60)
+            until(lambda: all(path.exists() and path.read_text() for path in map(Path, config["answers"])), 60)
 
         if during == "nothing":
             gate.write_text("")
         else:
-            trainer.run(next_one, {"gate": str(gate), "said": [str(path) for path in said]}, callbacks=quiet())
-        assert until(lambda: all(path.exists() and path.read_text() for path in said), PATIENCE_S)
-        for path in said:
+            trainer.run(next_one, {"gate": str(gate), "answers": [str(path) for path in answers]}, callbacks=quiet())
+        assert until(lambda: all(path.exists() and path.read_text() for path in answers), PATIENCE_S)
+        for path in answers:
             assert path.read_text().startswith(f"{SessionError.__name__}: train_func has returned")
         run = latest_run(trainer)
         assert len(run.workers) == 2 and not run.checkpoints
 
-    @pytest.mark.parametrize("goes_on", [True, False])
-    def test_a_device_scalar_that_cannot_be_read(self, trainer: raysgd.Trainer, goes_on: bool) -> None:
-        """It is taken at the call and read later, when train_func is elsewhere, or has returned."""
+    @pytest.mark.parametrize("is_running", [True, False])
+    def test_unreadable_device_scalar_raises(self, trainer: raysgd.Trainer, is_running: bool) -> None:
+        """The value is read after the call, when train_func continued or returned."""
 
         def train_func(config: dict[str, Any]) -> None:
             class Lost:
@@ -426,11 +420,11 @@ class TestMisuseInTheWorker:
             Lost.__module__ = "jaxlib.lost"
             raysgd.report(step=0)
             raysgd.report(loss=Lost() if raysgd.world_rank() == 1 else 0.0)
-            while config["goes_on"]:
+            while config["is_running"]:
                 raysgd.report(step=1)
                 time.sleep(0.001)
 
-        stream = trainer.run_generator(train_func, {"goes_on": goes_on}, callbacks=quiet())
+        stream = trainer.run_generator(train_func, {"is_running": is_running}, callbacks=quiet())
         with pytest.raises(
             MetricError, match=r"report\(loss=...\) could not be read: RuntimeError: buffer has been del"
         ):
@@ -439,13 +433,15 @@ class TestMisuseInTheWorker:
         assert events_of(trainer, "failure") == []
 
 
-# ------------------------------------------------------------------------------------------ the Trainer
+# -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_while_one_is_live(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_second_run_while_one_is_live_is_refused(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
     for second in (trainer.run, trainer.run_generator, trainer.start):
-        with pytest.raises(TrainerBusyError, match=r"is running; wait for it with get_returns\(\), or cancel\(\) it"):
+        with pytest.raises(
+            TrainerBusyError, match=r"is running; wait for its end with get_returns\(\), or cancel\(\) it"
+        ):
             second(None if second == trainer.start else os.getpid)  # type: ignore[operator]
     assert until(lambda: stream.run_dir, PATIENCE_S)
     with pytest.raises(TrainerBusyError, match=rf"^{Path(str(stream.run_dir)).name} is running;"):
@@ -461,7 +457,7 @@ def wait_for_file(config: dict[str, Any]) -> str:
     return "went"
 
 
-def test_calls_after_shutdown(ray_cluster: Any, tmp_path: Path) -> None:
+def test_calls_after_shutdown_raise(ray_cluster: Any, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1)
     trainer.shutdown()
     trainer.shutdown()
@@ -495,20 +491,20 @@ def trainer_node_ip() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-# ----------------------------------------------------------------------------------------- ranks that have returned
+# -- ranks that have returned ------------------------------------------------------------------------------------------
 
 
-def test_what_rank_0_has_cannot_be_had_when_it_has_returned(trainer: raysgd.Trainer, same_processes: None) -> None:
+def test_broadcast_after_rank_0_returned_raises(trainer: raysgd.Trainer, same_processes: None) -> None:
     def train_func() -> None:
         raysgd.barrier()
         if raysgd.world_rank() > 0:
             raysgd.broadcast()
 
-    with pytest.raises(SessionError, match="rank 0 has returned without calling it"):
+    with pytest.raises(SessionError, match="rank 0 returned without calling broadcast"):
         trainer.run(train_func, callbacks=quiet())
 
 
-def test_a_barrier_does_not_wait_for_ranks_that_have_returned(trainer: raysgd.Trainer, same_processes: None) -> None:
+def test_barrier_does_not_wait_for_returned_ranks(trainer: raysgd.Trainer, same_processes: None) -> None:
     def train_func() -> int:
         for _ in range(3 * raysgd.world_rank()):
             raysgd.barrier()

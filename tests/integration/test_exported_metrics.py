@@ -1,4 +1,4 @@
-"""What samples of the workers say is served where Prometheus, and Ray's dashboard, read it."""
+"""Samples of the workers are exported as metrics for Prometheus and Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import raysgd
 from support.poll import until
 from support.runs import PATIENCE_S, latest_run, make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
@@ -29,7 +26,7 @@ RAY_INIT = {"_metrics_export_port": PORT, "_system_config": {"metrics_report_int
 
 
 def exported(name: str) -> dict[tuple[str, str], float]:
-    """Values of a gauge by run and rank, as the node's exporter has them now."""
+    """Return the current values of a gauge in the node's exporter, by run and rank."""
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -44,7 +41,7 @@ def exported(name: str) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_workers_are_watched_while_they_train(ray_cluster: Any, tmp_path: Path) -> None:
+def test_worker_metrics_are_exported_during_training(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
         while not raysgd.should_stop():
             raysgd.report(pid=0)

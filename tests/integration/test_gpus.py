@@ -1,4 +1,4 @@
-"""GPUs as far as a machine without any can show them: what Ray hands out, what workers see of it, what comes back."""
+"""GPU assignment on a machine without GPUs: what Ray assigns, what workers see, and what is released."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from raysgd.backends.torch import TorchConfig
 from support.cluster import ClusterState
 from support.runs import make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 RAY_INIT = {"num_gpus": 2}
 
 
-def what_it_sees() -> dict[str, Any]:
+def describe_gpus() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -44,7 +43,7 @@ def test_workers_of_a_node_see_each_others_gpus_and_know_their_own(
     state, before = ClusterState.now(), ray.available_resources()["GPU"]
     settings: dict[str, Any] = {"gpus_per_worker": each, "placement_strategy": "STRICT_PACK"}
     with make_trainer(tmp_path, 2, TorchConfig(backend="gloo"), **settings) as trainer:
-        cold, warm = (trainer.run(what_it_sees, callbacks=quiet(), returns="all") for _ in range(2))
+        cold, warm = (trainer.run(describe_gpus, callbacks=quiet(), returns="all") for _ in range(2))
         assert before - ray.available_resources().get("GPU", 0) == pytest.approx(2 * each)
         rows = repr(trainer).splitlines()
     assert cold == warm, "a warm worker is another process, or sees other GPUs"
@@ -59,13 +58,13 @@ def test_workers_of_a_node_see_each_others_gpus_and_know_their_own(
     assert rows[0] == f"Trainer: 2 x torch worker (1 CPU + {each:g} GPU)"
     assert rows[4].split()[-2:] == ["1", f"{each:g}"]
     assert rows[-1].split() == f"total of the cluster 2 of 8 {taken}".split()
-    assert state.leftovers() == [], "GPUs were not given back"
+    assert state.leftovers() == [], "GPUs were not released"
 
 
-def alone_until_there_are_two() -> list[dict[str, Any]]:
-    """What rank 0 saw in each group."""
+def train_until_group_has_grown() -> list[dict[str, Any]]:
+    """Return what rank 0 saw in each group."""
     seen = raysgd.load_checkpoint() or []
-    seen.append({**what_it_sees(), "size": raysgd.world_size()})
+    seen.append({**describe_gpus(), "size": raysgd.world_size()})
     while raysgd.world_size() == 1:
         raysgd.report(size=1)
         raysgd.save_checkpoint(seen)
@@ -73,12 +72,12 @@ def alone_until_there_are_two() -> list[dict[str, Any]]:
     return list(seen)
 
 
-def test_who_stays_keeps_the_gpus_that_it_has_seen(ray_cluster: Any, tmp_path: Path) -> None:
-    """CUDA reads the variable once in a process: another list later, and the index in it, would mean another GPU."""
+def test_surviving_worker_keeps_its_gpus(ray_cluster: Any, tmp_path: Path) -> None:
+    """CUDA reads the variable once per process: a later list would give an index of another GPU."""
     holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
     ray.get(holder.is_there.remote())
     with make_trainer(tmp_path, (1, 2), TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
-        stream = trainer.run_generator(alone_until_there_are_two, callbacks=quiet(), returns="all")
+        stream = trainer.run_generator(train_until_group_has_grown, callbacks=quiet(), returns="all")
         next(stream)
         ray.kill(holder)
         alone, together = stream.get_returns()[0]

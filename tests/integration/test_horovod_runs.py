@@ -1,4 +1,4 @@
-"""What a user sees of the Horovod backend beside what all backends do."""
+"""Behaviour that only the Horovod backend has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 from support.totals import with_horovod_and_torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("ray_cluster"), needs_horovod]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("ray_cluster"), needs_horovod]
 travels_by_value(__name__)
 travels_by_value("support.totals")
 
@@ -28,23 +28,26 @@ def interface_and_sum() -> tuple[str | None, float]:
     return os.environ.get("HOROVOD_GLOO_IFACE"), with_horovod_and_torch()(1.0)
 
 
-def test_the_first_interface_that_a_node_has_is_used(tmp_path: Path) -> None:
+def test_first_network_interface_of_the_node_is_used(tmp_path: Path) -> None:
     config = raysgd.HorovodConfig(nics=["no_such_nic", "lo"])
     with make_trainer(tmp_path, 2, config) as trainer:
         assert trainer.run(interface_and_sum, callbacks=quiet(), returns="all") == [("lo", 2.0)] * 2
 
 
-def test_a_node_that_has_none_of_them_is_told_with_what_it_has(tmp_path: Path) -> None:
+def test_error_lists_the_interfaces_of_the_node(tmp_path: Path) -> None:
     config = raysgd.HorovodConfig(nics=["no_such_nic"])
     with (
         make_trainer(tmp_path, 2, config) as trainer,
-        pytest.raises(ValueError, match=r"HorovodConfig\(nics=\['no_such_nic'\]\): \S+ has .*lo"),
+        pytest.raises(
+            ValueError,
+            match=r"HorovodConfig\(nics=\['no_such_nic'\]\): the node \S+ has none of these interfaces; give one of .*lo",
+        ),
     ):
         trainer.run(interface_and_sum, callbacks=quiet())
 
 
-def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
-    """Rank 0 waits in an operation while rank 1 is stopped, and wakes it in the end. Whether it had given up by then."""
+def wait_for_stopped_rank(config: dict[str, Any]) -> bool | None:
+    """Rank 0 waits in an operation while rank 1 is stopped, then resumes rank 1; return whether the operation failed."""
     from horovod.common.exceptions import HorovodInternalError
 
     total = with_horovod_and_torch()
@@ -55,8 +58,8 @@ def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
         with contextlib.suppress(Exception):
             total(1.0)
         return None
-    told = Path(config["folder"], "pid")
-    stopped = psutil.Process(until(lambda: int((told.exists() and told.read_text()) or 0), PATIENCE_S))
+    pid_file = Path(config["folder"], "pid")
+    stopped = psutil.Process(until(lambda: int((pid_file.exists() and pid_file.read_text()) or 0), PATIENCE_S))
     assert until(lambda: stopped.status() == psutil.STATUS_STOPPED, PATIENCE_S)
     woken = threading.Event()
     waker = threading.Timer(15, lambda: (woken.set(), stopped.resume()))
@@ -70,15 +73,15 @@ def waits_for_one_that_is_stopped(config: dict[str, Any]) -> bool | None:
     return had_given_up
 
 
-@pytest.mark.parametrize(("timeout_s", "gives_up"), [(5, True), (60, False)])  # by default it would have, too
-def test_an_operation_waits_for_timeout_s_and_no_longer(tmp_path: Path, timeout_s: float, gives_up: bool) -> None:
+@pytest.mark.parametrize(("timeout_s", "gives_up"), [(5, True), (60, False)])  # the default timeout fails too
+def test_operation_fails_after_timeout_s(tmp_path: Path, timeout_s: float, gives_up: bool) -> None:
     failure = raysgd.FailureConfig(heartbeat_timeout_s=100)
-    with make_trainer(tmp_path, 2, raysgd.HorovodConfig(timeout_s=timeout_s), failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, raysgd.HorovodConfig(timeout_s=timeout_s), failure_config=failure) as trainer:
         config = {"folder": str(tmp_path)}
-        assert trainer.run(waits_for_one_that_is_stopped, config, callbacks=quiet()) is gives_up
+        assert trainer.run(wait_for_stopped_rank, config, callbacks=quiet()) is gives_up
 
 
-def recovers_by_itself() -> None:
+def run_elastic() -> None:
     import horovod.torch as hvd
     import torch
 
@@ -89,10 +92,9 @@ def recovers_by_itself() -> None:
     train(hvd.elastic.TorchState(model=torch.nn.Linear(1, 1)))
 
 
-def test_only_one_of_two_recovers(tmp_path: Path) -> None:
-    """Horovod's driver, which would tell it of other members, is not there."""
+def test_hvd_elastic_run_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
     with (
         make_trainer(tmp_path, 2, "horovod") as trainer,
-        pytest.raises(ConfigError, match=r"hvd.elastic.run .*backend_args=\{'elastic': 'horovod'\}"),
+        pytest.raises(ConfigError, match=r"hvd\.elastic\.run .*save_checkpoint.*load_checkpoint"),
     ):
-        trainer.run(recovers_by_itself, callbacks=quiet())
+        trainer.run(run_elastic, callbacks=quiet())

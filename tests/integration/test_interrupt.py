@@ -1,4 +1,4 @@
-"""Ctrl-C in a driver of its own: once ends the run in peace, twice at once; nothing is left either way."""
+"""Ctrl-C in a driver process: the first cancels the run, the second ends it immediately; both leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import raysgd
 from support.poll import until
 from support.project import ROOT
 from support.runs import PATIENCE_S
-
-pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os
@@ -48,7 +46,7 @@ def train_func(config):
                 import torch
                 import torch.distributed as dist
 
-                dist.recv(torch.ones(()), src=1 - raysgd.world_rank())  # each waits for the other, below Python
+                dist.recv(torch.ones(()), src=1 - raysgd.world_rank())  # each rank waits for the other in native code
         step += 1
         time.sleep(0.01)
 
@@ -56,7 +54,7 @@ def train_func(config):
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 failure = raysgd.FailureConfig(abort_grace_s=30 if how in ("stubborn", "collective") else 2)
 backend = "torch" if how in ("collective", "cold") else "none"
-trainer = raysgd.Trainer(2, backend, run=raysgd.RunConfig(storage_path=folder), failure=failure)
+trainer = raysgd.Trainer(2, backend, run_config=raysgd.RunConfig(storage_path=folder), failure_config=failure)
 config = {"folder": folder, "how": how}
 try:
     if how == "generator":
@@ -103,7 +101,7 @@ class Driver:
         return [int(path.name.rpartition("-")[2]) for path in self.folder.glob("training-*")]
 
     def has_a_controller(self) -> bool:
-        """Whether a TrainerActor is up, which is about to start workers."""
+        """Whether a TrainerActor exists, which is about to start workers."""
         processes = psutil.Process(self.process.pid).children(recursive=True)
         return any("ray::TrainerActor" in title for title in map(_title, processes))
 
@@ -111,7 +109,7 @@ class Driver:
         self.process.send_signal(signal.SIGINT)
 
     def ends(self) -> tuple[str, str]:
-        """What it wrote, once it has ended and nothing of it is left."""
+        """Wait for the end, check that nothing is left, and return the output and the errors."""
         out, _ = self.process.communicate(timeout=PATIENCE_S)
         _, alive = psutil.wait_procs(self.family, timeout=30)
         assert not alive, [process.cmdline() for process in alive]
@@ -143,7 +141,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("how", ["run", "generator"])
-def test_once_ends_in_peace(start: Any, tmp_path: Path, how: str) -> None:
+def test_first_ctrl_c_cancels_the_run_and_keeps_its_checkpoints(start: Any, tmp_path: Path, how: str) -> None:
     driver = start(how)
     driver.interrupt()
     out, err = driver.ends()
@@ -151,7 +149,7 @@ def test_once_ends_in_peace(start: Any, tmp_path: Path, how: str) -> None:
     assert "KeyboardInterrupt" in err
     assert "interrupted, free: 2.0" in out, "resources were held until the driver's end"
     if how == "run":
-        assert "interrupted: ending the run, keeping its checkpoints (Ctrl-C again to kill)" in err
+        assert "interrupted: ending the run and keeping its checkpoints (Ctrl-C again to kill)" in err
     (run_dir,) = tmp_path.glob("train_func_*/run_001")
     run = raysgd.load_run(run_dir)
     assert run.outcome == "cancelled"
@@ -160,9 +158,9 @@ def test_once_ends_in_peace(start: Any, tmp_path: Path, how: str) -> None:
     assert len(run.metrics) >= 5
 
 
-def test_while_the_workers_are_started(start: Any, tmp_path: Path) -> None:
+def test_ctrl_c_while_workers_start_ends_the_driver(start: Any, tmp_path: Path) -> None:
     driver = start("cold")
-    assert not driver.workers(), "they train already"
+    assert not driver.workers(), "the workers train already"
     driver.interrupt()
     out, err = driver.ends()
     assert driver.process.returncode != 0
@@ -173,13 +171,12 @@ def test_while_the_workers_are_started(start: Any, tmp_path: Path) -> None:
     assert raysgd.load_run(run_dir).outcome == "cancelled"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["stubborn", "collective"])
-def test_twice_ends_at_once(start: Any, tmp_path: Path, how: str) -> None:
+def test_second_ctrl_c_ends_the_driver_immediately(start: Any, tmp_path: Path, how: str) -> None:
     driver = start(how)
     driver.interrupt()
     assert until(lambda: "Ctrl-C again to kill" in driver.errors.read_text(), PATIENCE_S)
-    assert driver.process.poll() is None and not (tmp_path / "raised").exists(), "it waits for the workers"
+    assert driver.process.poll() is None and not (tmp_path / "raised").exists(), "the driver waits for the workers"
     driver.interrupt()
-    assert until((tmp_path / "raised").exists, 20), "it went on waiting for the workers, which take 30 s"
+    assert until((tmp_path / "raised").exists, 20), "the driver waited for the workers, which take 30 s"
     driver.ends()

@@ -14,7 +14,7 @@ from raysgd.errors import CheckpointError, ReshardError
 from support.runs import make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 ROWS, COLUMNS = 48, 24
 #: The specs of the arrays below, on the mesh that saves and on those that restore.
 SAVED = {
@@ -30,14 +30,14 @@ TURNED = {"axes": [("model", 2), ("data", -1)], "w": ("model", "data"), "h": ("d
 
 
 class Moments(NamedTuple):
-    """As optimizers keep their state."""
+    """Moments of an optimizer, in the type that optimizers use."""
 
     mu: Any
     nu: Any
 
 
 def numbers() -> dict[str, Any]:
-    """What the arrays hold."""
+    """Return the values of the arrays."""
     import ml_dtypes
 
     w = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
@@ -45,7 +45,7 @@ def numbers() -> dict[str, Any]:
 
 
 def make_state(where: dict[str, Any], values: dict[str, Any], step: int) -> dict[str, Any]:
-    """The values on a mesh of all devices, and what a state has beside arrays."""
+    """Return a state with the values on a mesh of all devices."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -55,7 +55,7 @@ def make_state(where: dict[str, Any], values: dict[str, Any], step: int) -> dict
         sharding = NamedSharding(mesh, PartitionSpec(*where[name]))
         return jax.make_array_from_callback(values[name].shape, sharding, lambda index: values[name][index])
 
-    total = jax.jit(lambda x: x.sum() * 0 + step)(put("b"))  # a scalar that all processes have
+    total = jax.jit(lambda x: x.sum() * 0 + step)(put("b"))  # a scalar that is replicated on all processes
     return {
         "params": [put("w"), {"half": put("h")}],
         "moments": Moments(put("f"), None),
@@ -70,7 +70,7 @@ def saves(config: dict[str, Any]) -> None:
 
 
 def restores(config: dict[str, Any]) -> dict[str, Any]:
-    """Whether each shard of each array has the bits that were saved, and the specs that were asked for."""
+    """Whether each shard of each array has the saved bits and the requested spec."""
     import jax
 
     values = numbers()
@@ -91,7 +91,7 @@ def restores(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def checkpoint(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> raysgd.Checkpoint:
-    """Of two workers with two devices each."""
+    """Save a checkpoint with two workers that have two devices each."""
     with make_trainer(tmp_path_factory.mktemp("runs"), 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
         trainer.run(saves, {"where": SAVED}, callbacks=quiet())
         found = trainer.get_last_checkpoint()
@@ -111,7 +111,7 @@ def test_each_distinct_piece_is_written_once(checkpoint: raysgd.Checkpoint) -> N
     assert len(sizes) == 4 + 2 + 4 + 1 + 1 and min(owners) >= 4  # w and f in four pieces, h in two
 
 
-def test_the_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:
+def test_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:
     state, values = checkpoint.load(), numbers()
     loaded = {"w": state["params"][0], "h": state["params"][1]["half"], "f": state["moments"].mu, "b": state["b"]}
     for name, array in loaded.items():
@@ -126,7 +126,7 @@ def test_the_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:
     [(2, 2, SAVED), (2, 2, TURNED), (1, 4, BY_COLUMNS), (3, 1, BY_ROWS), (3, 2, TURNED)],
     ids=["the same", "turned", "one worker", "three workers", "three workers, turned"],
 )
-def test_any_mesh_restores_the_same_bits(
+def test_restore_on_any_mesh_gives_the_same_bits(
     ray_cluster: Any,
     tmp_path: Path,
     checkpoint: raysgd.Checkpoint,
@@ -137,26 +137,26 @@ def test_any_mesh_restores_the_same_bits(
     with make_trainer(tmp_path, num_workers, raysgd.JaxConfig(devices_per_worker=devices)) as trainer:
         for by_shardings in (False, True):
             config = {"where": where, "by_shardings": by_shardings}
-            seen = trainer.run(restores, config, checkpoint=checkpoint, callbacks=quiet(), returns="all")
+            seen = trainer.run(restores, config, resume_from=checkpoint, callbacks=quiet(), returns="all")
             shown = f"SavedArray(state['params'][0], shape=({ROWS}, {COLUMNS}), dtype=float32)"
             assert seen == [{"saved": shown, "step": 3, "total": 3.0}] * num_workers
 
 
-def test_what_one_worker_saved_is_for_any_number(ray_cluster: Any, tmp_path: Path) -> None:
+def test_state_of_one_worker_loads_in_any_number(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 1, raysgd.JaxConfig(devices_per_worker=1)) as trainer:
         trainer.run(saves, {"where": BY_ROWS}, callbacks=quiet())
         found = trainer.get_last_checkpoint()
     with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        seen = trainer.run(restores, {"where": TURNED}, checkpoint=found, callbacks=quiet(), returns="all")
+        seen = trainer.run(restores, {"where": TURNED}, resume_from=found, callbacks=quiet(), returns="all")
     assert [each["step"] for each in seen] == [3, 3]
 
 
-def test_without_all_ranks_it_is_said_what_to_do(ray_cluster: Any, tmp_path: Path) -> None:
+def test_sharded_state_without_all_ranks_names_the_argument(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func() -> None:
         raysgd.save_checkpoint(make_state(BY_ROWS, numbers(), 1))
 
-    told = pytest.raises(CheckpointError, match=r"state\['params'\]\[0\] is distributed.*all_ranks=True")
-    with make_trainer(tmp_path, 2, "jax") as trainer, told:
+    refused = pytest.raises(CheckpointError, match=r"state\['params'\]\[0\] is distributed.*all_ranks=True")
+    with make_trainer(tmp_path, 2, "jax") as trainer, refused:
         trainer.run(train_func, callbacks=quiet())
 
 
@@ -173,7 +173,7 @@ def test_replicated_and_local_arrays_need_no_ranks(ray_cluster: Any, tmp_path: P
     assert (float(state["total"]), state["local"].tolist()) == (7.0, [0, 1, 2])
 
 
-def test_what_differs_between_ranks_is_not_given_to_others(ray_cluster: Any, tmp_path: Path) -> None:
+def test_state_that_differs_between_ranks_is_not_shared(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, bool]) -> Any:
         saved = raysgd.load_checkpoint()
         if saved is not None:
@@ -186,10 +186,10 @@ def test_what_differs_between_ranks_is_not_given_to_others(ray_cluster: Any, tmp
     shared, private = {"is_private": False}, {"is_private": True}
     with make_trainer(tmp_path, 2, "jax") as two, make_trainer(tmp_path, 1, "jax") as one:
         two.run(train_func, shared, callbacks=quiet())
-        assert one.run(train_func, shared, checkpoint=two.get_last_checkpoint(), callbacks=quiet()) == [5, 0]
+        assert one.run(train_func, shared, resume_from=two.get_last_checkpoint(), callbacks=quiet()) == [5, 0]
         two.run(train_func, private, callbacks=quiet())
         saved = two.get_last_checkpoint()
-        own = two.run(train_func, private, checkpoint=saved, callbacks=quiet(), returns="all")
+        own = two.run(train_func, private, resume_from=saved, callbacks=quiet(), returns="all")
         assert own == [[5, 0], [5, 1]]
-        with pytest.raises(ReshardError, match="mine is not the same on ranks 0 and 1"):
-            one.run(train_func, private, checkpoint=saved, callbacks=quiet())
+        with pytest.raises(ReshardError, match="mine differs between ranks 0 and 1"):
+            one.run(train_func, private, resume_from=saved, callbacks=quiet())

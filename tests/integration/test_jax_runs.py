@@ -1,4 +1,4 @@
-"""JAX over two workers with two devices each: meshes, arrays of parts, and a worker that dies."""
+"""JAX on two workers with two devices each: meshes, global arrays, and worker deaths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.totals import with_jax
 
 travels_by_value(__name__)
 travels_by_value("support.totals")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 NUM_ROWS = 64
 
 
@@ -26,7 +26,7 @@ def rows() -> dict[str, Any]:
     return {"x": np.arange(NUM_ROWS, dtype=np.float32)}
 
 
-def test_a_mesh_has_all_devices_and_its_last_axis_within_a_worker(ray_cluster: Any, tmp_path: Path) -> None:
+def test_mesh_has_all_devices_with_its_last_axis_within_a_worker(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func() -> dict[str, Any]:
         mesh = raysgd.jax.mesh(("data", -1), ("model", 2))
         return {
@@ -43,9 +43,7 @@ def test_a_mesh_has_all_devices_and_its_last_axis_within_a_worker(ray_cluster: A
         assert each["default"] == {"data": 4}
 
 
-def test_batches_of_all_workers_are_one_array_through_a_death(
-    ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]
-) -> None:
+def test_global_batches_stay_one_array_after_a_death(ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]) -> None:
     mark = tmp_path / "killed"
 
     def train_func() -> dict[str, Any]:
@@ -73,10 +71,10 @@ def test_batches_of_all_workers_are_one_array_through_a_death(
     assert [each["steps"] for each in ended] == [NUM_ROWS // 8] * 2
     assert (
         ended[1]["pid"] == before[1] and ended[0]["pid"] != before[0]
-    )  # it was rank 0 that died, and the other stayed
+    )  # rank 0 died, and the other rank kept its process
 
 
-def test_a_coordinator_that_was_killed_is_replaced_for_the_next_run(ray_cluster: Any, tmp_path: Path) -> None:
+def test_killed_coordinator_is_replaced_for_the_next_run(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func() -> int:
         import jax
 
@@ -85,15 +83,13 @@ def test_a_coordinator_that_was_killed_is_replaced_for_the_next_run(ray_cluster:
     with make_trainer(tmp_path, 2, "jax") as trainer:
         assert trainer.run(train_func, callbacks=quiet()) == 2
         (coordinator,) = actor_pids("CoordinatorActor")
-        trainer.execute(os.getpid)  # the workers have left their group: JAX ends those that have not
+        trainer.execute(os.getpid)  # the workers left their group; JAX would end them otherwise
         os.kill(coordinator, signal.SIGKILL)
         assert are_gone([coordinator])
         assert trainer.run(train_func, callbacks=quiet()) == 2
 
 
-def test_parts_that_could_be_of_different_lengths_are_refused(
-    ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]
-) -> None:
+def test_shards_of_unequal_length_are_refused(ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]) -> None:
     def train_func() -> None:
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -105,7 +101,7 @@ def test_parts_that_could_be_of_different_lengths_are_refused(
 
 
 class ArrayOfJax:
-    """Is one where it is unpickled. One in this process would start threads, and tests fork."""
+    """Becomes a JAX array when it is unpickled. An array in this process would start threads, and tests fork."""
 
     def __reduce__(self) -> Any:
         import jax
@@ -113,9 +109,7 @@ class ArrayOfJax:
         return jax.numpy.ones, (3,)
 
 
-def test_arrays_that_were_made_before_the_group_are_refused_and_the_process_serves_on(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_arrays_created_before_the_group_are_refused(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> tuple[int, int]:
         import jax
 
@@ -132,14 +126,14 @@ def test_arrays_that_were_made_before_the_group_are_refused_and_the_process_serv
 
 
 class BrokenToken:
-    """Of a step that has failed."""
+    """A token of a failed step."""
 
     def block_until_ready(self) -> None:
         raise RuntimeError("the step has failed")
 
 
-def test_a_step_that_prints_is_left_when_a_rank_is_killed_in_it(ray_cluster: Any, tmp_path: Path) -> None:
-    """What it had still to do for the printing must not keep its devices.
+def test_jit_step_with_effects_ends_after_a_death(ray_cluster: Any, tmp_path: Path) -> None:
+    """Pending prints of the ended step must not keep its devices.
 
     Pretended: by JAX's source, steps on GPUs would leave such tokens; those on CPUs fail where they are called.
     """
@@ -160,7 +154,7 @@ def test_a_step_that_prints_is_left_when_a_rank_is_killed_in_it(ray_cluster: Any
         return os.getpid(), found
 
     failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
-    with make_trainer(tmp_path, 2, "jax", failure=failure) as trainer:
+    with make_trainer(tmp_path, 2, "jax", failure_config=failure) as trainer:
         survivor, _ = trainer.run(os.getpid, callbacks=quiet(), returns="all")
         ended = trainer.run(train_func, callbacks=quiet(), returns="all")
         failures = events_of(trainer, "failure")

@@ -1,4 +1,4 @@
-"""Keras's ``fit`` on two real workers: what each trains on, how it goes on after a death, and Keras 3, which cannot."""
+"""Keras's ``fit`` on two workers: the batches of each rank, the resume after a death, and the refusal of Keras 3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from raysgd.errors import WorkerTraceback
 from support.runs import events_of, latest_run, make_trainer, once, pids, quiet, travels_by_value
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="TensorFlow or tf_keras is not installed"),
 ]
@@ -29,7 +28,7 @@ def pairs(batch: dict[str, Any]) -> Any:
 
 
 def recording(seen: list[Any], more: Any = None) -> Any:
-    """A model that puts down the rows of each batch that it trains on, and calls ``more`` in each step."""
+    """A model that records the rows of each batch that it trains on, and calls ``more`` in each step."""
     import tensorflow as tf
 
     def record(x: Any) -> Any:
@@ -50,7 +49,7 @@ def recording(seen: list[Any], more: Any = None) -> Any:
 
 
 def fit_two_epochs(config: dict[str, Any]) -> Any:
-    """What was trained on, and where the dataset stood after each step: rows consumed of the epoch."""
+    """Return the rows of each step, and the rows of the epoch consumed after each step."""
     import tensorflow as tf
 
     module = raysgd.tensorflow if config["is_own"] else tf.distribute
@@ -73,7 +72,7 @@ def fit_two_epochs(config: dict[str, Any]) -> Any:
 
 
 def loop_two_epochs(config: dict[str, Any]) -> Any:
-    """The same by a loop of its own."""
+    """Do the same in a custom training loop."""
     strategy = raysgd.tensorflow.MultiWorkerMirroredStrategy()
     data = raysgd.get_dataset().get_split().to_tf(4, collate_fn=pairs)
     if config["way"] == "function":
@@ -99,7 +98,7 @@ SECOND = {
 }
 
 
-def test_each_batch_of_a_share_is_one_step_and_is_taken_when_it_comes(ray_cluster: Any, tmp_path: Path) -> None:
+def test_each_batch_of_a_shard_is_one_step(ray_cluster: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"callbacks": quiet(), "returns": "all"}
     with make_trainer(tmp_path, backend="tensorflow") as trainer:
         for num_rows in (23, 17):
@@ -112,8 +111,8 @@ def test_each_batch_of_a_share_is_one_step_and_is_taken_when_it_comes(ray_cluste
                 assert [seen for seen, _ in ranks] == [2 * FIRST[num_rows], 2 * SECOND[num_rows]]
 
 
-def test_plain_tensorflow_makes_smaller_steps_and_shares_may_end_apart(ray_cluster: Any, tmp_path: Path) -> None:
-    """What the guide on data tells of both."""
+def test_plain_tensorflow_may_use_unequal_shards(ray_cluster: Any, tmp_path: Path) -> None:
+    """The guide on data states this for both loops."""
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
     with make_trainer(tmp_path, backend="tensorflow") as trainer:
         plain = trainer.run(fit_two_epochs, {"is_own": False}, **given)
@@ -143,11 +142,11 @@ def fit_with_callback(config: dict[str, Any]) -> Any:
     return first, seen, model.get_weights()
 
 
-def test_a_run_goes_on_with_the_epoch_in_which_a_worker_died(ray_cluster: Any, tmp_path: Path) -> None:
+def test_fit_resumes_in_the_epoch_of_a_worker_death(ray_cluster: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
     config = {"folder": str(tmp_path)}
     failure = raysgd.FailureConfig(max_failures=1)
-    with make_trainer(tmp_path / "runs", backend="tensorflow", failure=failure) as trainer:
+    with make_trainer(tmp_path / "runs", backend="tensorflow", failure_config=failure) as trainer:
         calm = trainer.run(fit_with_callback, config | {"dies": False}, **given)
         before = pids(trainer)
         ranks = trainer.run(fit_with_callback, config | {"dies": True}, **given)
@@ -164,7 +163,7 @@ def test_a_run_goes_on_with_the_epoch_in_which_a_worker_died(ray_cluster: Any, t
 
 
 class Enough(raysgd.Callback):
-    """Ends the run from the driver's side."""
+    """Stops the run from the driver."""
 
     def on_result(self, result: Any) -> None:
         if result["epoch"] == 2:
@@ -201,7 +200,7 @@ def fit_with_keras_3(config: dict[str, Any]) -> None:
     model.fit(np.ones((8, 1)), np.ones((8, 1)), verbose=0)
 
 
-def test_fit_of_keras_3_says_what_to_do(ray_cluster: Any, tmp_path: Path) -> None:
+def test_fit_of_keras_3_is_refused_with_a_hint(ray_cluster: Any, tmp_path: Path) -> None:
     advice = "leave TensorflowConfig(legacy_keras=True) at its default"
     backend = raysgd.TensorflowConfig(legacy_keras=False)
     with make_trainer(tmp_path, backend=backend) as trainer, pytest.raises(ValueError, match="PerReplica") as caught:

@@ -1,4 +1,4 @@
-"""Lazy `ray.data.Dataset`s in runs: executed while workers read, each row once through deaths, with flat memory."""
+"""Lazy `ray.data.Dataset`s in runs: executed while workers read them, each row once through deaths, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,20 @@ import ray
 
 import raysgd
 from raysgd.config import ScalingConfig
-from raysgd.controller.keeper import DataKeeper, Kept
-from raysgd.data import DataContext, stream_order
+from raysgd.controller.processes.data_holder import DataHolder, Kept
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.order import stream_order
 from raysgd.errors import ConfigError, DataError
-from raysgd.trainer.given import resolve_data
+from raysgd.trainer.arguments import resolve_data
 from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_trainer]
+pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 RAY_INIT = {"num_cpus": 6, "object_store_memory": 200 * 2**20}
 NUM_ROWS = 1_000
 EPOCHS = 2
-
-
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
 
 
 def lazy(num_rows: int = NUM_ROWS, num_blocks: int = 20) -> Any:
@@ -49,7 +43,7 @@ def _with_square(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_stretches() -> None:
-    """Some groups in a dataset of some kilobytes."""
+    """Shorten the stretches, so that a dataset of a few kilobytes has several groups."""
     stream_order.MIN_STRETCH_BYTES = 16
 
 
@@ -70,7 +64,7 @@ def read(config: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shuffle", [False, "window"])
-def test_all_workers_together_read_each_row_once_in_each_epoch(trainer: raysgd.Trainer, shuffle: Any) -> None:
+def test_workers_read_each_row_of_a_lazy_dataset_once_per_epoch(trainer: raysgd.Trainer, shuffle: Any) -> None:
     config = {"epochs": EPOCHS, "shuffle": shuffle}
     stream = trainer.run_generator(read, config, dataset=lazy(), callbacks=quiet(), returns="all")
     results = list(stream)
@@ -96,7 +90,7 @@ def names(config: dict[str, Any]) -> list[str]:
     return [name for table in shard.iter_batches(8, format="pyarrow") for name in table["name"].to_pylist()]
 
 
-def test_blocks_that_are_frames_and_columns_of_strings(trainer: raysgd.Trainer) -> None:
+def test_pandas_blocks_and_string_columns_are_read(trainer: raysgd.Trainer) -> None:
     first, second = trainer.run(names, dataset=frames(50), callbacks=quiet(), returns="all")
     assert sorted(first + second) == sorted(f"row {number}" for number in range(50))
 
@@ -107,13 +101,13 @@ def shape_of(config: dict[str, Any]) -> Any:
     return data.schema.names, data.num_rows, batch["id"].tolist(), sum(1 for _ in data.get_split().iter_rows())
 
 
-def test_what_is_known_of_a_lazy_dataset(trainer: raysgd.Trainer) -> None:
+def test_lazy_dataset_has_a_schema_and_no_length(trainer: raysgd.Trainer) -> None:
     first, second = trainer.run(shape_of, dataset=lazy(11, 2), callbacks=quiet(), returns="all")
     assert first == (["id", "square", "pair"], None, [0, 1, 2], 6)
     assert second[3] == 5
 
 
-def test_filters_sorts_and_no_rows_at_all(trainer: raysgd.Trainer) -> None:
+def test_filtered_sorted_and_empty_lazy_datasets_are_read(trainer: raysgd.Trainer) -> None:
     some = lazy().filter(_is_small)
     first, second = trainer.run(read, dataset=some, callbacks=quiet(), returns="all")
     assert sorted(first[0] + second[0]) == list(range(33))
@@ -135,14 +129,14 @@ def _fail_at_500(batch: dict[str, Any]) -> dict[str, Any]:
     return _with_square(batch)
 
 
-def test_what_fails_in_a_transformation_is_raised(trainer: raysgd.Trainer) -> None:
+def test_exception_of_a_transformation_is_raised(trainer: raysgd.Trainer) -> None:
     bad = ray.data.range(NUM_ROWS, override_num_blocks=20).map_batches(_fail_at_500)
     with pytest.raises(DataError, match="row 500 is bad"):
         trainer.run(read, dataset=bad, callbacks=quiet())
     assert len(trainer.run(read, dataset=lazy(), callbacks=quiet())[0]) > 0
 
 
-def test_workers_that_leave_no_cpu_are_refused_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+def test_workers_that_leave_no_cpu_for_ray_data_are_refused(ray_cluster: Any, tmp_path: Path) -> None:
     with (
         make_trainer(tmp_path, 6) as trainer,
         pytest.raises(ConfigError, match=r"6 workers of 1 CPUs take 6 of the 6 that the cluster has"),
@@ -150,34 +144,34 @@ def test_workers_that_leave_no_cpu_are_refused_with_the_arithmetic(ray_cluster: 
         trainer.run(read, dataset=lazy(), callbacks=quiet())
 
 
-def test_one_that_waits_for_a_cpu_says_so_and_goes_on_when_there_is_one(
+def test_execution_without_a_cpu_warns_and_continues_once_one_is_free(
     trainer: raysgd.Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.run(lambda: None, callbacks=quiet())  # its two workers are up
-    said = ""
+    trainer.run(lambda: None, callbacks=quiet())  # starts the two workers
+    output = ""
 
-    def is_said() -> bool:
-        nonlocal said
-        said += "".join(capsys.readouterr())
-        return "has waited 20 s for a CPU: all 6 of the cluster are taken" in said
+    def has_warned() -> bool:
+        nonlocal output
+        output += "".join(capsys.readouterr())
+        return "has waited 20 s for a CPU: all 6 of the cluster are in use" in output
 
-    with raysgd.Trainer(1, "none", cpus_per_worker=4, run=raysgd.RunConfig(storage_path=tmp_path)) as other:
+    with raysgd.Trainer(1, "none", cpus_per_worker=4, run_config=raysgd.RunConfig(storage_path=tmp_path)) as other:
         other.run(lambda: None, callbacks=quiet())
         stream = trainer.run_generator(read, {}, dataset=lazy(), callbacks=quiet(), returns="all")
-        assert until(is_said, PATIENCE_S), said
+        assert until(has_warned, PATIENCE_S), output
     assert sorted(chain(*(rows for (rows,) in stream.get_returns()))) == list(range(NUM_ROWS))
 
 
-def test_without_a_trainer(ray_cluster: Any) -> None:
+def test_lazy_dataset_is_read_without_a_trainer(ray_cluster: Any) -> None:
     with raysgd.local(dataset=lazy(30, 3)):
         assert read({}) == [list(range(30))]
 
 
-# ----------------------------------------------------------------------------------------------- failures and memory
+# -- failures and memory -----------------------------------------------------------------------------------------------
 
 
 def logged(config: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
-    """The rows of this rank since the newest checkpoint of each attempt, by step."""
+    """Read an epoch; save the rows that all ranks have seen in each step, and return them."""
     small_stretches()
     state = raysgd.load_checkpoint() or {"seen": []}
     seen = list(state["seen"])
@@ -200,9 +194,9 @@ def logged(config: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("victim", ["worker", "host"])
-def test_each_row_once_when_a_process_dies(ray_cluster: Any, tmp_path: Path, victim: str) -> None:
+def test_each_row_comes_once_when_a_process_dies(ray_cluster: Any, tmp_path: Path, victim: str) -> None:
     hosts_before = _hosts()
-    with make_trainer(tmp_path, 2, "torch", failure=raysgd.FailureConfig(max_failures=3)) as trainer:
+    with make_trainer(tmp_path, 2, "torch", failure_config=raysgd.FailureConfig(max_failures=3)) as trainer:
         stream = trainer.run_generator(logged, dataset=lazy(), callbacks=quiet())
         attempts = set()
         for result in stream:
@@ -217,7 +211,7 @@ def test_each_row_once_when_a_process_dies(ray_cluster: Any, tmp_path: Path, vic
 
 
 def _hosts() -> set[int]:
-    """Processes of actors that execute datasets."""
+    """Return the process ids of actors that execute datasets."""
     import psutil
 
     found = set()
@@ -236,8 +230,8 @@ def count_large(config: dict[str, Any]) -> int:
     return sum(len(batch["id"]) for batch in raysgd.get_dataset().get_split().to_torch(2))
 
 
-def test_a_dataset_larger_than_the_object_store_streams(trainer: raysgd.Trainer) -> None:
-    """600 MB through a store of 200 MB, of which nothing is spilled."""
+def test_dataset_larger_than_the_object_store_is_streamed(trainer: raysgd.Trainer) -> None:
+    """Stream 600 MB through an object store of 200 MB; nothing may be spilled to disk."""
     large = ray.data.range(600, override_num_blocks=150).map_batches(_large)
     first, second = trainer.run(count_large, dataset=large, callbacks=quiet(), returns="all")
     assert first + second == 600
@@ -255,12 +249,12 @@ def _spilled_bytes() -> int:
     return sum(int(line.split()[1]) for line in lines)
 
 
-def test_the_host_and_its_blocks_are_gone_with_the_run(trainer: raysgd.Trainer) -> None:
+def test_stream_host_and_blocks_are_removed_with_the_run(trainer: raysgd.Trainer) -> None:
     trainer.run(read, dataset=lazy(), callbacks=quiet())
     assert until(lambda: not _hosts(), PATIENCE_S) or not _hosts()
 
 
-def test_a_table_beside_it_and_names(trainer: raysgd.Trainer) -> None:
+def test_lazy_dataset_and_table_are_read_in_one_run(trainer: raysgd.Trainer) -> None:
     given = {"train": lazy(40, 4), "validation": pa.table({"x": [1, 2, 3]})}
     first, second = trainer.run(both, dataset=given, callbacks=quiet(), returns="all")
     assert sorted(first[0] + second[0]) == list(range(40)) and sorted(first[1] + second[1]) == [1, 2, 3]
@@ -272,26 +266,26 @@ def both(config: dict[str, Any]) -> tuple[list[int], list[int]]:
     return train, [row["x"] for row in data["validation"].get_split().iter_rows()]
 
 
-class Nobody:
-    """Stands for a TrainerActor that lives on."""
+class FakeTrainerActor:
+    """A double of a TrainerActor that stays alive."""
 
-    def live_on(self) -> None:
+    def wait_for_end(self) -> None:
         time.sleep(3600)
 
 
-def test_what_a_detached_run_keeps_is_executed_without_its_driver(ray_cluster: Any) -> None:
-    controller = ray.remote(Nobody).options(num_cpus=0).remote()
-    keeper: Any = ray.remote(DataKeeper).options(num_cpus=0).remote(controller)
+def test_detached_run_executes_a_lazy_dataset_without_its_driver(ray_cluster: Any) -> None:
+    controller = ray.remote(FakeTrainerActor).options(num_cpus=0).remote()
+    data_holder: Any = ray.remote(DataHolder).options(num_cpus=0).remote(controller)
     try:
         given = resolve_data(lazy(50, 5), ScalingConfig(num_workers=1))
         first = given.sources["dataset"].blocks[0].host
-        kept = ray.get(keeper.keep.remote(Kept(given))).datasets
+        kept = ray.get(data_holder.keep.remote(Kept(given))).datasets
         ray.kill(first)
-        shard = DataContext(kept, 0, 1, 0, fetch=ray.get).get().get_split()
+        shard = WorkerDatasets(kept, 0, 1, 0, fetch=ray.get).get().get_split()
         assert sorted(row["id"] for row in shard.iter_rows()) == list(range(50))
         of_the_driver = ray.data.from_items([{"id": 1}]).map_batches(_with_square)
         with pytest.raises(ConfigError, match="rows that the driver holds"):
-            ray.get(keeper.keep.remote(Kept(resolve_data(of_the_driver, ScalingConfig(num_workers=1)))))
+            ray.get(data_holder.keep.remote(Kept(resolve_data(of_the_driver, ScalingConfig(num_workers=1)))))
     finally:
-        ray.kill(keeper)
+        ray.kill(data_holder)
         ray.kill(controller)

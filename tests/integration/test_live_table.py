@@ -1,4 +1,4 @@
-"""The live table on a real terminal: it is there without being asked for, and ends with the whole run on it."""
+"""The live table on a real terminal: it is shown by default, and its last state shows the whole run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ import sys
 import termios
 from pathlib import Path
 
-import pytest
-
 from support.project import ROOT
-
-pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import time
@@ -35,14 +31,14 @@ def train_func(config):
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-with raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path="runs", name="shown")) as trainer:
+with raysgd.Trainer(2, "none", run_config=raysgd.RunConfig(storage_path="runs", name="shown")) as trainer:
     trainer.run(train_func)
     print("workers:", *trainer.execute(__import__("os").getpid))
 """
 
 
 def on_a_terminal(command: list[str], folder: Path, rows: int = 40, columns: int = 120) -> tuple[int, str]:
-    """What a program shows on a terminal of this size, and its exit status."""
+    """Return what a program shows on a terminal of this size, and its exit status."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
@@ -50,14 +46,14 @@ def on_a_terminal(command: list[str], folder: Path, rows: int = 40, columns: int
     process = subprocess.Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its)
     os.close(its)
     shown = b""
-    with contextlib.suppress(OSError):  # how Linux says that nobody holds the other end any more
+    with contextlib.suppress(OSError):  # Linux raises this when the other end is closed
         while chunk := os.read(ours, 1 << 16):
             shown += chunk
     os.close(ours)
     return process.wait(timeout=60), shown.decode(errors="replace")
 
 
-def test_a_terminal_gets_the_table_by_default(tmp_path: Path) -> None:
+def test_terminal_shows_the_live_table_by_default(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     status, shown = on_a_terminal([sys.executable, "train.py"], tmp_path)
     assert status == 0, shown

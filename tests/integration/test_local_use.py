@@ -1,4 +1,4 @@
-"""The same train_func without Ray: called as it is, under raysgd.local, and then by a Trainer.
+"""The same train_func without Ray: called directly, under raysgd.local, and then by a Trainer.
 
 The plain calls are in processes of their own, as a user would start them; importing Ray there is an error.
 """
@@ -62,7 +62,7 @@ def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_called_as_it_is(tmp_path: Path) -> None:
+def test_train_func_can_be_called_directly(tmp_path: Path) -> None:
     done = python(tmp_path, "print(train_func({'steps': 2}), json.dumps(facts()))")
     assert done.returncode == 0, done.stderr
     returned, _, facts = done.stdout.partition(" ")
@@ -79,13 +79,13 @@ def test_called_as_it_is(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["train.py"], "there is no place for checkpoints"
 
 
-def test_what_is_no_metric_is_refused_here_too(tmp_path: Path) -> None:
+def test_local_run_refuses_invalid_metrics(tmp_path: Path) -> None:
     done = python(tmp_path, "raysgd.report(loss={1, 2})")
     assert done.returncode == 1
     assert "MetricError: report(loss=...) got a builtins.set" in done.stderr
 
 
-def test_local_keeps_checkpoints_and_goes_on_from_them(tmp_path: Path) -> None:
+def test_local_run_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     call = "with raysgd.local(dir='kept'):\n    print(train_func({'steps': 4, 'fails_at': %s}))"
     done = python(tmp_path, call % 1)
     assert done.returncode == 1 and "RuntimeError: the power is out" in done.stderr
@@ -96,7 +96,7 @@ def test_local_keeps_checkpoints_and_goes_on_from_them(tmp_path: Path) -> None:
     assert done.stdout == "4\n"
 
 
-def test_local_data_needs_no_ray(tmp_path: Path) -> None:
+def test_local_data_does_not_need_ray(tmp_path: Path) -> None:
     call = """
 import numpy as np
 
@@ -110,7 +110,7 @@ print(raysgd.get_datasets())
     assert done.stdout.splitlines() == ["[[0, 1], [2, 3], [4]]", "{}"]
 
 
-def test_a_trainer_goes_on_from_a_local_checkpoint_and_the_other_way_round(ray_cluster: Any, tmp_path: Path) -> None:
+def test_trainer_and_local_run_resume_from_each_other(ray_cluster: Any, tmp_path: Path) -> None:
     call = "with raysgd.local(dir='kept'):\n    print(train_func({'steps': 2}))"
     assert python(tmp_path, call).stdout == "0\n"
     (newest,) = (tmp_path / "kept").glob("checkpoint_*2")
@@ -119,13 +119,13 @@ def test_a_trainer_goes_on_from_a_local_checkpoint_and_the_other_way_round(ray_c
     exec(SCRIPT.replace('sys.modules["ray"] = None', ""), namespace)
     train_func = namespace["train_func"]
     with make_trainer(tmp_path / "runs") as trainer:
-        assert trainer.run(train_func, {"steps": 4}, checkpoint=newest, callbacks=quiet(), returns="all") == [2, 2]
+        assert trainer.run(train_func, {"steps": 4}, resume_from=newest, callbacks=quiet(), returns="all") == [2, 2]
         saved = trainer.get_last_checkpoint()
     assert saved is not None
     assert python(tmp_path, f"print(raysgd.load_checkpoint({saved.path!r}))").stdout == "{'step': 3}\n"
 
 
-def test_local_has_its_place(ray_cluster: Any, tmp_path: Path) -> None:
+def test_local_inside_a_worker_is_refused(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func() -> None:
         with raysgd.local():
             pass
@@ -134,7 +134,7 @@ def test_local_has_its_place(ray_cluster: Any, tmp_path: Path) -> None:
         trainer.run(train_func, callbacks=quiet())
     with (
         raysgd.local(dir=tmp_path / "kept"),
-        pytest.raises(UsageError, match="there is a session already"),
+        pytest.raises(UsageError, match="a session exists already"),
         raysgd.local(),
     ):
         pass

@@ -14,7 +14,7 @@ from raysgd.callbacks import MLflowCallback, TorchProfilerCallback, WandbCallbac
 from support.runs import events_of, make_trainer, quiet, travels_by_value
 from support.wandb_files import exit_codes, read, rows, updates
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_trainer]
+pytestmark = pytest.mark.shared_trainer
 tracking = pytest.importorskip("mlflow.tracking")
 pytest.importorskip("wandb")
 travels_by_value(__name__)
@@ -38,14 +38,14 @@ def train_func(config: dict[str, Any]) -> str:
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()
         raysgd.report(step=step, loss=loss)
-    raysgd.barrier()  # all have made all reports
+    raysgd.barrier()  # all ranks made all reports
     if config["fails"]:
         raise ValueError("loss is nan")
     return "done"
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
-def test_what_is_left_of_a_run_that(trainer: raysgd.Trainer, fails: bool) -> None:
+def test_mlflow_wandb_and_profiler_record_a_run(trainer: raysgd.Trainer, fails: bool) -> None:
     loggers = [MLflowCallback(), WandbCallback(mode="offline"), TorchProfilerCallback(ranks=(0, 1))]
     config = {"steps": 6, "fails": fails}
     if fails:
@@ -53,7 +53,7 @@ def test_what_is_left_of_a_run_that(trainer: raysgd.Trainer, fails: bool) -> Non
             trainer.run(train_func, config, callbacks=[*quiet(), *loggers])
     else:
         assert trainer.run(train_func, config, callbacks=[*quiet(), *loggers]) == "done"
-    assert [told["message"] for told in events_of(trainer, "warning") if "callback" in told["message"]] == []
+    assert [event["message"] for event in events_of(trainer, "warning") if "callback" in event["message"]] == []
     run_dir = Path(str(trainer.run_dir))
 
     client = tracking.MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")

@@ -1,4 +1,4 @@
-"""A node whose GPUs have names in place of numbers, as where it was given parts of some: MIG, Slurm, Kubernetes."""
+"""A node whose GPUs have names instead of numbers, as with MIG, Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from raysgd.backends.torch import TorchConfig
 from support.cluster import ClusterState, start_ray
 from support.runs import make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 NAMES = ("MIG-4f6b", "MIG-0a1c")
@@ -35,7 +34,7 @@ def own_and_visible() -> tuple[str, str, str]:
     return own, visible[int(os.environ["RAYSGD_DEVICE_INDEX"])], ",".join(visible)
 
 
-def test_workers_see_them_by_their_names(cluster: None, tmp_path: Path) -> None:
+def test_workers_see_gpus_by_their_names(cluster: None, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 2, TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
         seen = trainer.run(own_and_visible, callbacks=quiet(), returns="all")
     assert sorted(own for own, _, _ in seen) == sorted(NAMES)

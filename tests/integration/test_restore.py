@@ -1,4 +1,4 @@
-"""`Trainer.restore`: a run that is over, failed or lost is gone on with from its folder alone."""
+"""`Trainer.restore`: a finished, failed or lost run is resumed from its folder alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ travels_by_value(__name__)
 
 
 def steps(config: dict[str, Any]) -> dict[str, Any]:
-    """Six steps, the state of each saved; fails where it is told to."""
+    """Make six steps, save each, and fail at ``fails_at``."""
     state = raysgd.load_checkpoint() or {"step": 0}
     begun_at = state["step"]
     for step in range(begun_at, 6):
         if step == config.get("fails_at"):
-            raysgd.barrier()  # both have made the saves before
+            raysgd.barrier()  # both ranks made the saves before
             raise ValueError("a mistake")
         raysgd.report(step=step)
         raysgd.save_checkpoint({"step": step + 1})
@@ -32,15 +32,15 @@ def steps(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def failed_run(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that failed after step 3, of a Trainer that is no more."""
+    """Return the folder of a run that failed after step 3, and whose Trainer is shut down."""
     folder = tmp_path_factory.mktemp("runs")
-    with make_trainer(folder, failure=raysgd.FailureConfig(max_failures=1), seed=3) as trainer:
+    with make_trainer(folder, failure_config=raysgd.FailureConfig(max_failures=1), seed=3) as trainer:
         with pytest.raises(ValueError, match="a mistake"):
             trainer.run(steps, {"fails_at": 4}, callbacks=quiet())
         return Path(str(trainer.run_dir))
 
 
-def test_the_next_run_goes_on_where_the_failed_one_stood(failed_run: Path) -> None:
+def test_restored_run_resumes_where_the_failed_run_stopped(failed_run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in failed_run.rglob("*") if path.is_file()}
     with raysgd.Trainer.restore(failed_run) as trainer:
         assert trainer.run(steps, {}, callbacks=quiet()) == {"begun_at": 4, "size": 2}
@@ -48,25 +48,25 @@ def test_the_next_run_goes_on_where_the_failed_one_stood(failed_run: Path) -> No
         assert trainer.run_dir != str(failed_run)
         run = latest_run(trainer)
         assert list(run.metrics["training_iteration"]) == [5, 6]
-        assert run.description["seed"] == 3 and run.description["failure"]["max_failures"] == 1
-        # That is so for one run: the next begins anew, as any.
+        assert run.description["seed"] == 3 and run.description["failure_config"]["max_failures"] == 1
+        # This holds for one run: the next one starts from the beginning.
         assert trainer.run(steps, {}, callbacks=quiet())["begun_at"] == 0
     assert {path: path.stat().st_mtime_ns for path in failed_run.rglob("*") if path.is_file()} == before
 
 
-def test_arguments_can_be_others(failed_run: Path) -> None:
+def test_restore_accepts_other_arguments(failed_run: Path) -> None:
     with raysgd.Trainer.restore(failed_run, num_workers=1) as trainer:
         assert trainer.run(steps, {}, callbacks=quiet()) == {"begun_at": 4, "size": 1}
 
 
-def test_a_checkpoint_of_the_users_choice_comes_first(failed_run: Path) -> None:
+def test_given_checkpoint_takes_precedence_over_the_newest(failed_run: Path) -> None:
     first = sorted((failed_run / "checkpoints").glob("checkpoint_*"))[0]
     with raysgd.Trainer.restore(failed_run) as trainer:
-        assert trainer.run(steps, {}, callbacks=quiet(), checkpoint=first)["begun_at"] == 1
+        assert trainer.run(steps, {}, callbacks=quiet(), resume_from=first)["begun_at"] == 1
 
 
-def test_a_newest_checkpoint_that_is_damaged_is_passed_over(
-    ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_restore_skips_a_damaged_newest_checkpoint(
+    ray_cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_trainer(tmp_path) as trainer:
         trainer.run(steps, {}, callbacks=quiet())
@@ -75,19 +75,19 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over(
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     with raysgd.Trainer.restore(run_dir) as trainer:
-        assert "checkpoint 6 passed over" in capsys.readouterr().err
+        assert "checkpoint 6 is damaged and was skipped" in caplog.text
         assert trainer.run(steps, {}, callbacks=quiet())["begun_at"] == 5
 
 
-def test_what_the_trainer_was_made_with_comes_back(ray_cluster: Any, tmp_path: Path) -> None:
+def test_restore_brings_back_the_trainer_settings(ray_cluster: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "backend": "none",
         "cpus_per_worker": 2.5,
         "resources_per_worker": {},
         "seed": 7,
-        "failure": raysgd.FailureConfig(max_failures=-1, spares=1, heartbeat_timeout_s=20),
-        "checkpoint": raysgd.CheckpointConfig(num_to_keep=3, score_attribute="loss", score_order="min"),
-        "run": raysgd.RunConfig(name="mine", storage_path=str(tmp_path)),
+        "failure_config": raysgd.FailureConfig(max_failures=-1, num_spares=1, heartbeat_timeout_s=20),
+        "checkpoint_config": raysgd.CheckpointConfig(num_to_keep=3, score_attribute="loss", score_order="min"),
+        "run_config": raysgd.RunConfig(name="mine", storage_path=str(tmp_path)),
         "runtime_env": {"env_vars": {"A": "1"}},
     }
     with raysgd.Trainer((1, math.inf), **settings) as trainer:
@@ -98,42 +98,42 @@ def test_what_the_trainer_was_made_with_comes_back(ray_cluster: Any, tmp_path: P
         trainer.run(steps, {}, callbacks=quiet())
         second = latest_run(trainer).description
         assert trainer.run_dir == f"{tmp_path}/mine/run_002"
-    for name in ("scaling", "run", "failure", "checkpoint", "backend_config", "seed", "runtime_env"):
+    for name in ("scaling", "run_config", "failure_config", "checkpoint_config", "backend_args", "seed", "runtime_env"):
         assert second[name] == first[name]
     assert second["scaling"]["num_workers"] == [1, None]
 
 
-# ------------------------------------------------------------------------------------------------------ mistakes
+# -- refused arguments -------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_no_run(failed_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"no run's folder .* and is not there"):
+def test_restore_refuses_a_folder_that_is_not_a_run(failed_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"not the folder of a run.* and does not exist"):
         raysgd.Trainer.restore(tmp_path / "nothing")
     with pytest.raises(CheckpointNotFoundError, match=rf"did you mean {failed_run.parent}/run_\d+\?"):
         raysgd.Trainer.restore(failed_run.parent)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(CheckpointNotFoundError, match="does not say what the run was made with"):
+    with pytest.raises(CheckpointNotFoundError, match="does not say how the run's Trainer was made"):
         raysgd.Trainer.restore(tmp_path)
 
 
 def copy_of(run: Path, folder: Path, **changes: Any) -> Path:
-    """A folder with the run's description alone, changed."""
+    """Create a folder that holds only a changed description of a run."""
     description = json.loads((run / "run.json").read_text()) | changes
     (folder / "run.json").write_text(json.dumps(description))
     return folder
 
 
-def test_what_its_files_leave_out_is_asked_for(failed_run: Path, tmp_path: Path) -> None:
+def test_restore_asks_for_what_the_files_do_not_hold(failed_run: Path, tmp_path: Path) -> None:
     folder = copy_of(failed_run, tmp_path, runtime_env={"env_vars": {"API_KEY": "***"}})
     with pytest.raises(ConfigError, match=r"restore\(runtime_env=...\)"):
         raysgd.Trainer.restore(folder)
     raysgd.Trainer.restore(folder, runtime_env=None)
-    failure = json.loads((folder / "run.json").read_text())["failure"] | {"on_resize": "<function rescale>"}
-    copy_of(failed_run, tmp_path, failure=failure)
-    with pytest.raises(ConfigError, match=r"restore\(failure=...\)"):
+    failure = json.loads((folder / "run.json").read_text())["failure_config"] | {"on_resize": "<function rescale>"}
+    copy_of(failed_run, tmp_path, failure_config=failure)
+    with pytest.raises(ConfigError, match=r"restore\(failure_config=...\)"):
         raysgd.Trainer.restore(folder)
 
 
-def test_an_argument_that_trainers_do_not_have(failed_run: Path) -> None:
-    with pytest.raises(TypeError, match="workers"):
+def test_restore_refuses_unknown_arguments(failed_run: Path) -> None:
+    with pytest.raises(TypeError, match="'workers': use num_workers="):
         raysgd.Trainer.restore(failed_run, workers=3)

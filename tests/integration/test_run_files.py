@@ -7,7 +7,6 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,11 @@ pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), seed=5) as trainer:
-        yield trainer
+TRAINER = {"seed": 5}
 
 
 def draw(config: dict[str, Any]) -> None:
-    """Reports random numbers, which the seed decides; one of them is pushed aside."""
+    """Report random numbers that depend on the seed; one of them differs on request."""
     for step in range(6):
         number = random.random()
         if step == config.get("differs_at") and raysgd.world_rank() == 1:
@@ -40,7 +36,7 @@ def draw(config: dict[str, Any]) -> None:
 
 
 def lines_of(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """The JSON lines of the files of a pattern, in their order."""
+    """Return the JSON lines of the files that match a pattern, in order."""
     return [json.loads(line) for file in sorted(folder.glob(pattern)) for line in file.read_text().splitlines()]
 
 
@@ -48,7 +44,7 @@ def run_dir(trainer: raysgd.Trainer) -> Path:
     return Path(str(trainer.run_dir))
 
 
-# ------------------------------------------------------------------------------------------------------ metrics
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_report_of_every_rank_is_in_the_metrics_files(trainer: raysgd.Trainer) -> None:
@@ -79,7 +75,7 @@ def test_long_runs_are_written_in_segments(trainer: raysgd.Trainer) -> None:
     assert list(latest_run(trainer).metrics["step"]) == list(range(600))
 
 
-def test_files_can_be_read_while_the_run_goes_on(trainer: raysgd.Trainer) -> None:
+def test_files_can_be_read_during_the_run(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         raysgd.report(step=0)
         while not raysgd.should_stop():
@@ -96,10 +92,10 @@ def test_files_can_be_read_while_the_run_goes_on(trainer: raysgd.Trainer) -> Non
     assert raysgd.load_run(folder).outcome == "cancelled"
 
 
-# ------------------------------------------------------------------------------------------------------ load_run
+# -- load_run ----------------------------------------------------------------------------------------------------------
 
 
-def test_load_run(trainer: raysgd.Trainer) -> None:
+def test_load_run_returns_metrics_and_events(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> None:
         for step in range(3):
             raysgd.report(step=step, loss=1.0 + raysgd.world_rank())
@@ -125,12 +121,12 @@ def test_load_run(trainer: raysgd.Trainer) -> None:
     assert run.events["timestamp"].is_monotonic_increasing
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="is no run's folder"):
+def test_load_run_refuses_other_folders(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="is not a run's folder"):
         raysgd.load_run(tmp_path)
 
 
-def test_a_line_that_a_crash_cut_off_is_passed_over(trainer: raysgd.Trainer) -> None:
+def test_truncated_last_line_is_skipped(trainer: raysgd.Trainer) -> None:
     trainer.run(draw, callbacks=quiet())
     folder = run_dir(trainer)
     for file in (folder / "events.jsonl", *folder.glob("metrics-*.jsonl")):
@@ -139,10 +135,10 @@ def test_a_line_that_a_crash_cut_off_is_passed_over(trainer: raysgd.Trainer) -> 
     assert len(raysgd.load_run(folder).metrics) == 6
 
 
-# ------------------------------------------------------------------------------------------------------ run.json
+# -- run.json ----------------------------------------------------------------------------------------------------------
 
 
-def test_run_json_says_what_ran_and_no_secrets(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_json_describes_the_run_without_secrets(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     command = ["train.py", "--epochs", "3", "--api-key=leak-1", "--password", "leak-2", "--tokenizer", "bpe"]
@@ -176,13 +172,13 @@ def test_run_json_says_what_ran_and_no_secrets(trainer: raysgd.Trainer, monkeypa
 
 @dataclass(frozen=True, kw_only=True)
 class WithKey(NoneConfig):
-    """A backend that is given a key."""
+    """A backend whose config holds a secret key."""
 
     api_key: str
 
 
 class Leaks(raysgd.Callback):
-    """Says what it should not."""
+    """A callback that raises an error whose message holds a secret."""
 
     runs_in = "worker"
 
@@ -193,7 +189,7 @@ class Leaks(raysgd.Callback):
         raise ConnectionError(f"no answer to {self.secret} from s3://KEY:leak-4@bucket")
 
 
-def test_secrets_of_settings_and_what_callbacks_say_are_in_no_file(ray_cluster: Any, tmp_path: Path) -> None:
+def test_no_file_holds_secrets(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
         raysgd.report(step=0)
 
@@ -207,15 +203,15 @@ def test_secrets_of_settings_and_what_callbacks_say_are_in_no_file(ray_cluster: 
             for file in run_dir(trainer).glob("*.json*"):
                 assert "leak" not in file.read_text(), file.name
         description = latest_run(trainer).description
-    assert description["backend_config"] == {"api_key": "***"}
+    assert description["backend_args"] == {"api_key": "***"}
     assert description["runtime_env"] == {"env_vars": {"MY_API_KEY": "***", "MODE": "x"}}
     assert description["config"]["data"] == "s3://***@bucket/data"
 
 
-# ------------------------------------------------------------------------------------------------------ compare_runs
+# -- compare_runs ------------------------------------------------------------------------------------------------------
 
 
-def test_equal_runs(trainer: raysgd.Trainer) -> None:
+def test_equal_runs_compare_equal(trainer: raysgd.Trainer) -> None:
     folders = []
     for _ in range(2):
         trainer.run(draw, callbacks=quiet())
@@ -225,7 +221,7 @@ def test_equal_runs(trainer: raysgd.Trainer) -> None:
     assert str(difference) == "equal in all 6 iterations"
 
 
-def test_where_two_runs_first_differ(trainer: raysgd.Trainer) -> None:
+def test_comparison_names_the_first_difference(trainer: raysgd.Trainer) -> None:
     trainer.run(draw, {"lr": 1}, callbacks=quiet())
     first = run_dir(trainer)
     trainer.run(draw, {"lr": 1, "differs_at": 3}, callbacks=quiet())
@@ -239,7 +235,7 @@ def test_where_two_runs_first_differ(trainer: raysgd.Trainer) -> None:
     assert not raysgd.compare_runs(first, run_dir(trainer), ignore=("number",))
 
 
-def test_runs_of_different_length(trainer: raysgd.Trainer) -> None:
+def test_runs_of_different_length_are_compared(trainer: raysgd.Trainer) -> None:
     trainer.run(draw, callbacks=quiet())
     first = run_dir(trainer)
     trainer.run(lambda: raysgd.report(step=0, number=random.random(), rank=raysgd.world_rank()), callbacks=quiet())
@@ -248,10 +244,10 @@ def test_runs_of_different_length(trainer: raysgd.Trainer) -> None:
     assert "equal in the 1 iteration both have (1), then one ends (1-6 and 1)" in str(difference)
 
 
-# ------------------------------------------------------------------------------------------------------ samples
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_workers_load_is_sampled(trainer: raysgd.Trainer) -> None:
+def test_worker_load_is_sampled(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         end = time.monotonic() + 4.5
         while time.monotonic() < end:

@@ -16,7 +16,6 @@ from raysgd.backends.none import NoneBackend, NoneConfig
 from raysgd.errors import WorkerError
 from support.runs import make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
@@ -25,7 +24,7 @@ def env_of(how: str, value: str) -> dict[str, Any]:
 
 
 def pack(archive: Path, code: str) -> str:
-    """An archive as Ray takes them from a URI, with one module in it."""
+    """Create an archive with one module, as Ray accepts it by URI."""
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("top/shipped_code.py", code)
     return f"file://{archive}"
@@ -37,9 +36,9 @@ def use_it() -> tuple[str, int]:
     return shipped_code.VALUE, os.getpid()
 
 
-@pytest.mark.parametrize("how", ["working_dir", pytest.param("py_modules", marks=pytest.mark.long)])
-def test_a_module_in_an_archive(ray_cluster: Any, tmp_path: Path, how: str) -> None:
-    """Ray unpacks it once a worker; what becomes of the archive later changes nothing on the worker's disk."""
+@pytest.mark.parametrize("how", ["working_dir", "py_modules"])
+def test_runtime_env_with_a_module_in_an_archive(ray_cluster: Any, tmp_path: Path, how: str) -> None:
+    """Ray unpacks the archive once per worker; later changes of the archive have no effect."""
     env = env_of(how, pack(tmp_path / "code.zip", "VALUE = 'first'\n"))
     with make_trainer(tmp_path / "runs", 2, runtime_env=env) as trainer:
         cold = trainer.run(use_it, callbacks=quiet(), returns="all")
@@ -52,42 +51,41 @@ def test_a_module_in_an_archive(ray_cluster: Any, tmp_path: Path, how: str) -> N
         assert trainer.run(use_it, callbacks=quiet())[0] == "edited"
 
 
-@pytest.mark.parametrize("how", ["working_dir", "py_modules"])
-def test_a_folder_is_for_the_whole_job_and_ray_says_so(ray_cluster: Any, tmp_path: Path, how: str) -> None:
+def test_plain_folder_in_runtime_env_raises_the_error_of_ray(ray_cluster: Any, tmp_path: Path) -> None:
     with (
-        make_trainer(tmp_path / "runs", 1, runtime_env=env_of(how, str(tmp_path))) as trainer,
+        make_trainer(tmp_path / "runs", 1, runtime_env=env_of("working_dir", str(tmp_path))) as trainer,
         pytest.raises(WorkerError, match=r"only supported at the job level \(i\.e\., passed to `ray\.init`\)"),
     ):
         trainer.run(use_it, callbacks=quiet())
 
 
-class TellsCode(Coordinator):
-    """Imports what was shipped."""
+class ImportsCode(Coordinator):
+    """Import the shipped module."""
 
-    def open(self, node_ip: str, members: Sequence[Member]) -> str:
+    def open_rendezvous(self, node_ip: str, members: Sequence[Member]) -> str:
         import shipped_code
 
         return str(shipped_code.VALUE)
 
 
-class HearsOfCode(NoneBackend):
-    def set_up(self, member: Member) -> None:
+class ReceivesCode(NoneBackend):
+    def init_process_group(self, member: Member) -> None:
         os.environ["WHAT_THE_COORDINATOR_HAS"] = member.rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedConfig(NoneConfig):
-    is_coordinated: ClassVar[bool] = True
+    has_coordinator: ClassVar[bool] = True
 
-    def make(self) -> Backend:
-        return HearsOfCode()
+    def make_backend(self) -> Backend:
+        return ReceivesCode()
 
     def make_coordinator(self) -> Coordinator:
-        return TellsCode()
+        return ImportsCode()
 
 
-def test_a_coordinator_has_what_the_workers_have(ray_cluster: Any, tmp_path: Path) -> None:
-    """The framework may be shipped as well."""
+def test_coordinator_has_the_runtime_env_of_the_workers(ray_cluster: Any, tmp_path: Path) -> None:
+    """The runtime environment may hold the framework too."""
     env = env_of("py_modules", pack(tmp_path / "code.zip", "VALUE = 'shipped'\n"))
     with make_trainer(tmp_path / "runs", 1, ShippedConfig(), runtime_env=env) as trainer:
         assert trainer.run(lambda: os.environ["WHAT_THE_COORDINATOR_HAS"], callbacks=quiet()) == "shipped"

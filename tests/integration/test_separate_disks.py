@@ -1,4 +1,4 @@
-"""A node that does not see the storage path: found out before anything is trained.
+"""A node that does not see the storage path is detected before training.
 
 The second node lives in a mount namespace of its own, where the folder is hidden by another file system.
 """
@@ -28,7 +28,6 @@ CAN_HIDE = (
     and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
 )
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not CAN_HIDE, reason="needs the right to make a mount namespace"),
 ]
 travels_by_value(__name__)
@@ -40,7 +39,7 @@ mount -t tmpfs tmpfs "$1" && exec "$2" start --address="$3" --num-cpus=2 --block
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the second node does not see."""
+    """The folder that is hidden from the second node."""
     return tmp_path_factory.mktemp("hidden")
 
 
@@ -68,7 +67,7 @@ def rank() -> int:
     return raysgd.world_rank()
 
 
-def test_a_folder_on_one_nodes_disk_is_refused(hidden: Path) -> None:
+def test_folder_on_the_disk_of_one_node_is_refused(hidden: Path) -> None:
     with (
         make_trainer(hidden / "runs", 2, placement_strategy="STRICT_SPREAD") as trainer,
         pytest.raises(ConfigError, match=r"is on one node's disk: .* cannot see it"),
@@ -77,7 +76,7 @@ def test_a_folder_on_one_nodes_disk_is_refused(hidden: Path) -> None:
     assert not list(hidden.rglob("probe"))
 
 
-def test_a_folder_both_see_is_taken(tmp_path: Path) -> None:
+def test_shared_folder_is_accepted(tmp_path: Path) -> None:
     with make_trainer(tmp_path, 2, placement_strategy="STRICT_SPREAD") as trainer:
         assert trainer.run(rank, callbacks=quiet(), returns="all") == [0, 1]
 
@@ -94,8 +93,8 @@ def save() -> None:
     raysgd.save_checkpoint({"step": 0})
 
 
-@pytest.mark.parametrize("again", range(3))  # Ray places by chance what has a free choice
-def test_with_workers_on_the_drivers_node_all_files_are_on_its_disk(hidden: Path, again: int) -> None:
+@pytest.mark.parametrize("again", range(3))  # Ray places randomly among equal nodes
+def test_files_are_on_the_disk_of_the_driver_node(hidden: Path, again: int) -> None:
     settings: dict[str, Any] = {"cpus_per_worker": 0.5, "resources_per_worker": {"disk": 1}}
     with make_trainer(hidden / f"runs-{again}", 2, **settings) as trainer:
         trainer.run(save, callbacks=[*quiet(), Log()])

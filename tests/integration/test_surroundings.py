@@ -1,6 +1,4 @@
-"""What train_func does beside training, and what goes on around it: tasks, actors and objects of Ray, processes of its own,
-a port that somebody else has, a clock that is set.
-"""
+"""The environment of training: Ray tasks, actors and objects, child processes, a taken port, a clock jump."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ import raysgd
 from raysgd.testing import check_history
 from support.runs import are_gone, make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
@@ -40,7 +37,7 @@ class Counter:
 
 
 def calls_ray(config: dict[str, Any]) -> tuple[list[int], int, int, bool]:
-    """Tasks that need CPUs beside its own, an actor, and an object of the driver's."""
+    """Use tasks that need additional CPUs, an actor, and an object of the driver."""
     rank = raysgd.world_rank()
     squares = ray.get([square.remote(rank + i) for i in range(4)])
     counter = Counter.remote()  # type: ignore[attr-defined]
@@ -50,8 +47,8 @@ def calls_ray(config: dict[str, Any]) -> tuple[list[int], int, int, bool]:
     return squares, ray.get(counter.pid.remote()), int(ray.get(config["rows"])[rank]), placement is None
 
 
-def test_tasks_actors_and_objects(ray_cluster: Any, tmp_path: Path) -> None:
-    """They are placed beside the workers, whose room holds the workers alone; and end with the run."""
+def test_train_func_can_use_ray_tasks_actors_and_objects(ray_cluster: Any, tmp_path: Path) -> None:
+    """Tasks and actors run outside the placement group of the workers, and end with the run."""
     import numpy as np
 
     with make_trainer(tmp_path) as trainer:
@@ -63,7 +60,7 @@ def test_tasks_actors_and_objects(ray_cluster: Any, tmp_path: Path) -> None:
             assert are_gone([first[1], second[1]]), "the actors have outlived the run"
 
 
-def test_references_in_train_func_and_in_what_it_returns(ray_cluster: Any, tmp_path: Path) -> None:
+def test_object_references_are_allowed_in_train_func_and_its_return_value(ray_cluster: Any, tmp_path: Path) -> None:
     captured = ray.put([1, 2])
 
     def train_func() -> Any:
@@ -77,7 +74,7 @@ def test_references_in_train_func_and_in_what_it_returns(ray_cluster: Any, tmp_p
 
 @ray.remote
 class Shared:
-    """An actor of the driver's, which all ranks talk to."""
+    """An actor of the driver that all ranks call."""
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -89,23 +86,23 @@ class Shared:
         return self.ranks
 
 
-def talks_to(config: dict[str, Any]) -> None:
+def call_actor(config: dict[str, Any]) -> None:
     ray.get(config["actor"].add.remote(raysgd.world_rank()))
     ray.get(ray.get_actor("shared of the test").add.remote(raysgd.world_rank()))
 
 
-def test_an_actor_of_the_drivers(ray_cluster: Any, tmp_path: Path) -> None:
+def test_actor_of_the_driver_is_usable_in_train_func(ray_cluster: Any, tmp_path: Path) -> None:
     actor = Shared.options(name="shared of the test").remote()  # type: ignore[attr-defined]
     try:
         with make_trainer(tmp_path) as trainer:
-            trainer.run(talks_to, {"actor": actor}, callbacks=quiet())
+            trainer.run(call_actor, {"actor": actor}, callbacks=quiet())
         assert sorted(ray.get(actor.get.remote())) == [0, 0, 1, 1]
     finally:
         ray.kill(actor)
 
 
 class Logger(raysgd.Callback):
-    """A callback of the driver's that asks Ray."""
+    """A driver callback that calls Ray."""
 
     runs_in = "driver"
 
@@ -121,7 +118,7 @@ def reports(config: dict[str, Any]) -> None:
         raysgd.report(step=step)
 
 
-def test_a_callback_may_wait_for_ray(ray_cluster: Any, tmp_path: Path) -> None:
+def test_callback_may_wait_for_ray(ray_cluster: Any, tmp_path: Path) -> None:
     logger = Logger()
     with make_trainer(tmp_path) as trainer:
         trainer.run(reports, {}, callbacks=[logger])
@@ -137,8 +134,8 @@ def adds(config: dict[str, Any]) -> tuple[float, str]:
     return float(total), os.environ["MASTER_PORT"]
 
 
-def test_a_port_of_the_users_environment_that_is_taken(ray_cluster: Any, tmp_path: Path) -> None:
-    """As left behind by another launcher: raysgd forms its groups on ports that it has bound itself."""
+def test_taken_master_port_of_the_environment_is_ignored(ray_cluster: Any, tmp_path: Path) -> None:
+    """Another launcher may have set the port: raysgd forms its groups on ports that it bound itself."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         environment = {"env_vars": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}}
@@ -149,7 +146,7 @@ def test_a_port_of_the_users_environment_that_is_taken(ray_cluster: Any, tmp_pat
 
 
 def reads_in_processes(config: dict[str, Any]) -> tuple[list[int], set[int]]:
-    """Two DataLoader workers for each rank, forked out of a process with Ray's and gloo's threads."""
+    """Use two DataLoader workers per rank, forked from a process with threads of Ray and gloo."""
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -172,16 +169,16 @@ def reads_in_processes(config: dict[str, Any]) -> tuple[list[int], set[int]]:
     return seen, readers
 
 
-def test_a_data_loader_with_processes(ray_cluster: Any, tmp_path: Path) -> None:
+def test_data_loader_may_have_worker_processes(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 2, "torch") as trainer:
         for _ in range(2):
             (first, readers), (second, others) = trainer.run(reads_in_processes, {}, callbacks=quiet(), returns="all")
             assert sorted(first + second) == list(range(64))
-            assert len(readers) == len(others) == 4  # two for each epoch
+            assert len(readers) == len(others) == 4  # two per epoch
             assert are_gone([*readers, *others])
 
 
-def sets_the_clock(config: dict[str, Any]) -> None:
+def set_clock(config: dict[str, Any]) -> None:
     real = time.time
     try:
         for step in range(6):
@@ -194,10 +191,10 @@ def sets_the_clock(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-86_400, 86_400])
-def test_a_clock_that_is_set(ray_cluster: Any, tmp_path: Path, jump_s: int) -> None:
-    """As by a time server: what lasted how long is told by another clock, and nothing waits by this one."""
+def test_wall_clock_jump_has_no_effect(ray_cluster: Any, tmp_path: Path, jump_s: int) -> None:
+    """A time server may set the clock: raysgd measures durations and timeouts with the monotonic clock."""
     with make_trainer(tmp_path) as trainer:
-        results = list(trainer.run_generator(sets_the_clock, {"jump_s": jump_s}, callbacks=quiet()))
+        results = list(trainer.run_generator(set_clock, {"jump_s": jump_s}, callbacks=quiet()))
         times = [result["time_total_s"] for result in results]
         assert times == sorted(times) and times[-1] < 60
         assert abs(results[-1]["timestamp"] - results[0]["timestamp"]) > 80_000, "the clock was not set"

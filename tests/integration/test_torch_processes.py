@@ -1,4 +1,4 @@
-"""The torch helpers in real groups: three gloo processes, which this file itself is the program of.
+"""The torch helpers in real groups: three gloo processes that run this file as their program.
 
 Each world is started once; its ranks go through all cases and leave what they found in a file, which the tests read.
 """
@@ -20,12 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.session import context
-from raysgd.session.generators import make_deterministic, seed_generators
 from raysgd.session.progress import Progress
+from raysgd.session.rank_state import make_deterministic, seed_generators
 from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, unwrap
 from raysgd.torch.reduction import RankOrder, reduce_in_rank_order
-
-pytestmark = pytest.mark.slow
 
 WORLD_SIZE = 3
 STEPS, INTERRUPTED_AFTER = 6, 3
@@ -37,7 +35,7 @@ class Images(NamedTuple):
 
 
 class Pictures(Dataset[Any]):
-    """Random pictures, each a function of its index; batches are dicts with tuples in them."""
+    """Random images, each a function of its index; batches are dicts that hold tuples."""
 
     def __len__(self) -> int:
         return 48
@@ -66,7 +64,7 @@ class ConvNet(nn.Module):
 
 
 class Words(nn.Module):
-    """Two tables, of which a step uses one."""
+    """Two embedding tables; a step uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,15 +76,15 @@ class Words(nn.Module):
 
 
 def digest(model: nn.Module) -> str:
-    """Of the trainable weights, which all ranks share; running statistics are each rank's until the next forward."""
+    """Return a digest of the trainable weights; running statistics differ by rank until the next forward."""
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- what each rank does
+# -- the program of each rank ------------------------------------------------------------------------------------------
 
 
 def train(start: int, end: int, state: dict[str, Any] | None, **ddp_kwargs: Any) -> tuple[str, dict[str, Any]]:
-    """Some of the steps of one training, as a train_func would: two steps an epoch, resumed from a state."""
+    """Run some steps of a training with two steps per epoch, resumed from a state, as a train_func does."""
     session = context.current()
     seed_generators(session.seed, session.world_rank)
     if session.deterministic:
@@ -116,7 +114,7 @@ def train(start: int, end: int, state: dict[str, Any] | None, **ddp_kwargs: Any)
 
 
 def whole_trainings(folder: Path) -> dict[str, Any]:
-    """Straight through; and up to the interruption, of which rank 0 leaves the state."""
+    """Train without interruption, and up to an interruption whose state rank 0 saves."""
     found = {"straight": train(0, STEPS, None)[0], "small buckets": train(0, STEPS, None, bucket_cap_mb=0.02)[0]}
     _, state = train(0, INTERRUPTED_AFTER, None)
     with_session(deterministic=False)
@@ -137,7 +135,7 @@ def resumed_trainings(folder: Path) -> dict[str, Any]:
 
 
 def names_and_attributes() -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())  # other weights on each rank, to be made equal by the wrapper
+    torch.manual_seed(dist.get_rank())  # different weights per rank, which the wrapper makes equal
     model = prepare_model(ConvNet())
     found: dict[str, Any] = {"digest": digest(model), "names": list(model.state_dict())}
     found["encoded"] = tuple(model.encode(torch.ones(2, 3, 12, 12)).shape)
@@ -148,7 +146,7 @@ def names_and_attributes() -> dict[str, Any]:
 
 
 def batch_norm_buffers() -> dict[str, Any]:
-    """Statistics of data that differs by rank: a forward pass takes those of rank 0."""
+    """Return running statistics of data that differs by rank, before and after a forward pass."""
     model = prepare_model(ConvNet())
     for value in (1.0, 2.0):
         model(torch.full((4, 3, 12, 12), value + dist.get_rank()) + torch.randn(4, 3, 12, 12)).sum().backward()
@@ -179,7 +177,7 @@ def sparse_gradients() -> dict[str, Any]:
 
 
 def skipped_sync() -> dict[str, Any]:
-    """Gradients of two passes, averaged once."""
+    """Return the gradient of two passes that are averaged once."""
     model = prepare_model(nn.Linear(1, 1))
     with model.no_sync():
         model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
@@ -188,7 +186,7 @@ def skipped_sync() -> dict[str, Any]:
 
 
 def uneven_inputs() -> dict[str, Any]:
-    """DDP's own context for ranks that run out of data early."""
+    """Use DDP's `join` for ranks that run out of data early."""
     model = prepare_model(nn.Linear(1, 1))
     with model.join():
         for _ in range(1 + dist.get_rank()):
@@ -197,7 +195,7 @@ def uneven_inputs() -> dict[str, Any]:
 
 
 def rank_order() -> dict[str, Any]:
-    """The hook itself: all types and awkward sizes, several buckets at once, against sums made in order by hand."""
+    """Compare the hook with sums in rank order, for all types, awkward sizes and several concurrent buckets."""
     state = RankOrder(cast(Any, dist.group.WORLD))
     wrong = []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64):
@@ -230,7 +228,7 @@ def fake_bucket(buffer: torch.Tensor, index: int, is_last: bool) -> Any:
     return SimpleNamespace(buffer=lambda: buffer, index=lambda: index, is_last=lambda: is_last)
 
 
-def shares_of_a_loader() -> dict[str, Any]:
+def shards_of_a_loader() -> dict[str, Any]:
     loader = prepare_data_loader(DataLoader(Pictures(), batch_size=4, shuffle=True, num_workers=1))
     epochs = [[int(index) for batch in loader for index in batch["meta"][0]] for _ in range(2)]
     batch = next(iter(loader))
@@ -261,7 +259,7 @@ def main(world: str, folder: Path, rank: int) -> None:
     if world == "first":
         cases = (
             *(names_and_attributes, batch_norm_buffers, frozen_model, unused_parameters, sparse_gradients),
-            *(skipped_sync, uneven_inputs, rank_order, shares_of_a_loader),
+            *(skipped_sync, uneven_inputs, rank_order, shards_of_a_loader),
         )
         found = {case.__name__: case() for case in cases} | {"trainings": whole_trainings(folder)}
     else:
@@ -274,7 +272,7 @@ if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
 
 
-# --------------------------------------------------------------------------------------------------------- the tests
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 def run_world(world: str, folder: Path) -> list[dict[str, Any]]:
@@ -304,7 +302,7 @@ def ranks(first: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(first: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The same trainings, gone on with in processes of their own."""
+    """The same trainings, resumed in new processes."""
     return run_world("second", first[0])
 
 
@@ -312,18 +310,18 @@ def of(ranks: list[dict[str, Any]], case: str, what: str) -> list[Any]:
     return [rank[case][what] for rank in ranks]
 
 
-def test_a_resumed_training_has_the_same_bits(ranks: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+def test_resumed_training_has_the_same_bits(ranks: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
     straight = of(ranks, "trainings", "straight")
     assert len(set(straight)) == 1
     assert of(resumed, "trainings", "resumed") == straight
 
 
-def test_the_layout_of_the_buckets_does_not_matter(ranks: list[dict[str, Any]]) -> None:
+def test_bucket_layout_does_not_change_the_bits(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "trainings", "small buckets") == of(ranks, "trainings", "straight")
 
 
-def test_without_the_hook_it_would_not(ranks: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
-    """Why the hook is there. Should this fail, DDP has learnt it, and the hook may go."""
+def test_resumed_training_differs_without_the_hook(ranks: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    """If this fails, DDP itself is deterministic, and the hook can be removed."""
     assert of(ranks, "trainings", "plain straight")[0] != of(resumed, "trainings", "plain resumed")[0]
 
 
@@ -331,54 +329,54 @@ def test_ranks_start_with_the_weights_of_rank_0(ranks: list[dict[str, Any]]) -> 
     assert len(set(of(ranks, "names_and_attributes", "digest"))) == 1
 
 
-def test_names_attributes_and_prefixed_state(ranks: list[dict[str, Any]]) -> None:
+def test_wrapped_model_keeps_names_and_attributes_and_loads_prefixed_state(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "names_and_attributes", "names") == [list(ConvNet().state_dict())] * WORLD_SIZE
     assert of(ranks, "names_and_attributes", "encoded") == [(2, 100)] * WORLD_SIZE
     assert of(ranks, "names_and_attributes", "prefixed loads") == [True] * WORLD_SIZE
 
 
-def test_running_statistics_are_rank_0s_at_each_forward(ranks: list[dict[str, Any]]) -> None:
+def test_forward_uses_running_statistics_of_rank_0(ranks: list[dict[str, Any]]) -> None:
     own = of(ranks, "batch_norm_buffers", "of this rank")
     assert own[0] != own[1] != own[2]
-    # All saw the same zeros last, and went on from the statistics of rank 0.
+    # All ranks processed the same zeros last, and used the statistics of rank 0.
     after = of(ranks, "batch_norm_buffers", "after a forward")
     assert after[0] == after[1] == after[2]
 
 
-def test_a_frozen_model_is_not_wrapped_but_made_equal(ranks: list[dict[str, Any]]) -> None:
+def test_frozen_model_is_broadcast_and_not_wrapped(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "frozen_model", "same object") == [True] * WORLD_SIZE
     assert len(set(of(ranks, "frozen_model", "digest"))) == 1
 
 
-def test_unused_parameters(ranks: list[dict[str, Any]]) -> None:
+def test_unused_parameters_get_no_gradient(ranks: list[dict[str, Any]]) -> None:
     for gradient in of(ranks, "unused_parameters", "gradient"):
         assert gradient == pytest.approx([2 / 3] * 3)
     assert of(ranks, "unused_parameters", "unused") == [None] * WORLD_SIZE
 
 
-def test_sparse_gradients(ranks: list[dict[str, Any]]) -> None:
+def test_sparse_gradients_are_averaged(ranks: list[dict[str, Any]]) -> None:
     for gradient in of(ranks, "sparse_gradients", "gradient"):
         assert gradient == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0, 1])
 
 
-def test_gradients_of_several_passes_are_averaged_once(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_accumulated_under_no_sync_are_averaged_once(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "skipped_sync", "gradient") == pytest.approx([12.0] * WORLD_SIZE)
 
 
-def test_ranks_that_run_out_of_data(ranks: list[dict[str, Any]]) -> None:
+def test_join_handles_ranks_that_run_out_of_data(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "uneven_inputs", "done") == [True] * WORLD_SIZE
 
 
-def test_the_hook_adds_in_rank_order(ranks: list[dict[str, Any]]) -> None:
+def test_hook_adds_in_rank_order(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "rank_order", "wrong") == [[]] * WORLD_SIZE
 
 
-def test_the_shares_of_an_epoch_are_the_data_and_epochs_differ(ranks: list[dict[str, Any]]) -> None:
-    each = of(ranks, "shares_of_a_loader", "epochs")
+def test_shards_of_an_epoch_cover_the_data_and_epochs_differ(ranks: list[dict[str, Any]]) -> None:
+    each = of(ranks, "shards_of_a_loader", "epochs")
     for epoch in (0, 1):
         assert sorted(index for rank in each for index in rank[epoch]) == list(range(48))
     assert each[0][0] != each[0][1]
 
 
 def test_nested_batches_keep_their_types(ranks: list[dict[str, Any]]) -> None:
-    assert of(ranks, "shares_of_a_loader", "types") == [("dict", "Images", "list")] * WORLD_SIZE
+    assert of(ranks, "shards_of_a_loader", "types") == [("dict", "Images", "list")] * WORLD_SIZE

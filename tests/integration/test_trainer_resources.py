@@ -1,4 +1,4 @@
-"""What a Trainer asks of the cluster, how it shows it, and what it says when it cannot have it."""
+"""The resources that a Trainer requests, where they are visible, and the errors when they are not available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ travels_by_value(__name__)
 RAY_INIT = {"num_cpus": 8, "resources": {"licence": 4}}
 
 
-def test_what_is_taken_is_what_was_asked_for_and_is_given_back(ray_cluster: Any, tmp_path: Path) -> None:
+def test_resources_are_taken_as_requested_and_released(ray_cluster: Any, tmp_path: Path) -> None:
     before, state = ray.available_resources(), ClusterState.now()
     asked = {"licence": 1.5}
     settings: dict[str, Any] = {"cpus_per_worker": 0.5, "resources_per_worker": asked}
@@ -48,7 +48,7 @@ def test_what_is_taken_is_what_was_asked_for_and_is_given_back(ray_cluster: Any,
     assert are_gone(processes)
 
 
-def test_environment_of_the_workers_and_spread_placement(ray_cluster: Any, tmp_path: Path) -> None:
+def test_workers_have_given_environment_and_spread_placement(ray_cluster: Any, tmp_path: Path) -> None:
     env = {"env_vars": {"FLAVOUR": "mint"}}
     with make_trainer(tmp_path, 1, runtime_env=env, placement_strategy="SPREAD", cpus_per_worker=0) as trainer:
         for _ in range(2):
@@ -60,7 +60,7 @@ def strategies_in_use() -> set[str]:
     return {table["strategy"] for table in ray.util.placement_group_table().values() if table["state"] == "CREATED"}
 
 
-def test_more_than_the_cluster_has_fails_at_once_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
+def test_infeasible_request_is_refused_with_the_arithmetic(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 8, cpus_per_worker=2) as trainer:
         with pytest.raises(InfeasibleError, match="needs 8 x 2 CPU = 16, the cluster has 8"):
             trainer.run(os.getpid, callbacks=quiet())
@@ -76,17 +76,19 @@ def test_more_than_the_cluster_has_fails_at_once_with_the_arithmetic(ray_cluster
         ({"placement_strategy": "STRICT_SPREAD"}, "STRICT_SPREAD needs 2 nodes"),
     ],
 )
-def test_what_no_node_can_hold(ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_worker_that_fits_no_node_is_refused(
+    ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
     with make_trainer(tmp_path, 2, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
         trainer.run(os.getpid, callbacks=quiet())
 
 
-def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path: Path) -> None:
+def test_start_timeout_names_resources_held_by_others(ray_cluster: Any, tmp_path: Path) -> None:
     others = ray.util.placement_group([{"licence": 3}])
     ray.get(others.ready(), timeout=PATIENCE_S)
     settings: dict[str, Any] = {"cpus_per_worker": 0, "resources_per_worker": {"licence": 1}}
     try:
-        with make_trainer(tmp_path, 2, failure=raysgd.FailureConfig(start_timeout_s=1.5), **settings) as trainer:
+        with make_trainer(tmp_path, 2, failure_config=raysgd.FailureConfig(start_timeout_s=1.5), **settings) as trainer:
             says = r"within 1\.5 s: needs 2 x 1 licence = 2, free now are 1.*Free resources, or raise"
             with pytest.raises(StartTimeoutError, match=says):
                 trainer.run(os.getpid, callbacks=quiet())
@@ -94,8 +96,7 @@ def test_what_others_hold_is_waited_for_and_then_said(ray_cluster: Any, tmp_path
         ray.util.remove_placement_group(others)
 
 
-@pytest.mark.long
-def test_ray_is_started_where_it_is_not_up(tmp_path: Path) -> None:
+def test_ray_is_started_when_it_is_not_running(tmp_path: Path) -> None:
     script = """
 import raysgd
 
@@ -103,21 +104,25 @@ def train_func(config):
     raysgd.report(x=config["x"])
     return raysgd.world_size()
 
-with raysgd.Trainer(1, "none", run=raysgd.RunConfig(storage_path="runs")) as trainer:
+with raysgd.Trainer(1, "none", run_config=raysgd.RunConfig(storage_path="runs")) as trainer:
     print(trainer.run(train_func, {"x": 1}))
     print(raysgd.load_run(trainer.run_dir).outcome)
 """
     (tmp_path / "train.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}  # not a cluster that is up already
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RAY_ADDRESS": "local",
+    }  # not a cluster that is already running
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # Ray tells of workers that were ended
-    assert [line for line in told if not line.startswith("[run_001]")] == ["1", "done"]
+    lines = [line for line in done.stdout.splitlines() if "(raylet)" not in line]
+    assert [line for line in lines if not line.startswith("[run_001]")] == ["1", "done"]
 
 
-def test_ray_client_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ray_client_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
     with pytest.raises(UsageError, match="ray job submit"):
         make_trainer(tmp_path).run(os.getpid)
@@ -136,15 +141,15 @@ def test_ray_client_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch, 
         ({"cpus_per_worker": -1}, "cpus_per_worker=-1 is out of range"),
         ({"cpus_per_worker": 2, "resources_per_worker": {"CPU": 4}}, r"did you mean cpus_per_worker=4\?"),
         ({"gpus_per_worker": 1.5}, "above 1 must be whole"),
-        ({"resources_per_worker": ["licence"]}, "is no dict"),
+        ({"resources_per_worker": ["licence"]}, "is not a dict"),
         ({"placement_strategy": "STRICT"}, "placement_strategy='STRICT' is not known"),
         ({"backend": "mxnet"}, "backend='mxnet' is not known; give one of 'torch', 'horovod'"),
         ({"backend": "torhc"}, r"did you mean 'torch'\?"),
         ({"backend": "torch", "backend_args": {"timeout": 1}}, r"no field 'timeout' \(did you mean 'timeout_s'\?\)"),
         ({"seed": -1}, "seed=-1 is too small"),
-        ({"run": "name"}, r"run='name' is a str; give a RunConfig\(...\)"),
+        ({"run_config": "name"}, r"run_config='name' is a str; give a RunConfig\(...\)"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         raysgd.Trainer(**settings)

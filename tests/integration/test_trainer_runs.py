@@ -1,4 +1,4 @@
-"""What a user sees of a Trainer and its runs: values, streams of results, warm workers.
+"""A Trainer and its runs as a user sees them: return values, streams of results, warm workers.
 
 Most tests share one Trainer and its two processes; those of torch share another.
 """
@@ -34,26 +34,20 @@ travels_by_value(__name__)
 
 
 @pytest.fixture(scope="module")
-def trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs")) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
 def torch_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
     with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch") as trainer:
         yield trainer
 
 
 def count_to(config: dict[str, Any]) -> int:
-    """Reports 0, 1, 2, ... on each rank."""
+    """Report 0, 1, 2, ... on each rank."""
     for step in range(config["n"]):
         raysgd.report(step=step, rank=raysgd.world_rank())
     return int(config["n"])
 
 
 def wait_for_file(config: dict[str, Any]) -> str:
-    """Reports once, then goes on until there is a file."""
+    """Report once, then run until a file exists."""
     raysgd.report(waits=True)
     deadline = time.monotonic() + 60
     while not os.path.exists(config["file"]) and time.monotonic() < deadline:
@@ -61,7 +55,7 @@ def wait_for_file(config: dict[str, Any]) -> str:
     return "went"
 
 
-# ------------------------------------------------------------------------------------------------------ what run returns
+# -- return values -----------------------------------------------------------------------------------------------------
 
 
 def test_run_returns_what_rank_0_returned(trainer: raysgd.Trainer) -> None:
@@ -80,7 +74,7 @@ def test_returns_all_is_the_list_by_rank(trainer: raysgd.Trainer) -> None:
     assert trainer.run(ranks, callbacks=quiet(), returns="all") == [(0, 0, 2, 0), (1, 1, 2, 0)]
 
 
-def test_a_large_value_arrives_whole(trainer: raysgd.Trainer) -> None:
+def test_large_return_value_is_complete(trainer: raysgd.Trainer) -> None:
     found = trainer.run(lambda: bytes([raysgd.world_rank()]) * (1 << 20), callbacks=quiet(), returns="all")
     assert [(value[0], len(value)) for value in found] == [(0, 1 << 20), (1, 1 << 20)]
 
@@ -113,13 +107,13 @@ class Recipe:
         (lambda *args: args, {"a": 1}, ({"a": 1},)),
     ],
 )
-def test_functions_that_can_be_a_train_func(
+def test_callables_accepted_as_train_func(
     trainer: raysgd.Trainer, train_func: Callable[..., Any], config: Any, returned: Any
 ) -> None:
     assert trainer.run(train_func, config, callbacks=quiet()) == returned
 
 
-def test_what_a_worker_does_to_its_config_stays_there(trainer: raysgd.Trainer) -> None:
+def test_worker_changes_its_own_copy_of_the_config(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> list[int]:
         config["layers"].append(raysgd.world_rank())
         config["new"] = 1
@@ -131,7 +125,7 @@ def test_what_a_worker_does_to_its_config_stays_there(trainer: raysgd.Trainer) -
     assert config == {"layers": [10]}
 
 
-def test_a_wrapped_model_comes_back_unwrapped(torch_trainer: raysgd.Trainer) -> None:
+def test_wrapped_model_is_returned_unwrapped(torch_trainer: raysgd.Trainer) -> None:
     import torch
 
     def train_func() -> dict[str, Any]:
@@ -147,10 +141,10 @@ def test_a_wrapped_model_comes_back_unwrapped(torch_trainer: raysgd.Trainer) -> 
     assert list(found["model"].state_dict()) == ["weight", "bias"]
 
 
-# ------------------------------------------------------------------------------------------------------ results
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
-def test_results_come_with_the_automatic_keys_and_each_ranks_own(trainer: raysgd.Trainer) -> None:
+def test_results_have_automatic_keys_and_metrics_of_each_rank(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         for step in range(3):
             time.sleep(0.01)
@@ -171,7 +165,7 @@ def test_results_come_with_the_automatic_keys_and_each_ranks_own(trainer: raysgd
     assert results[2]["time_total_s"] == pytest.approx(sum(result["time_this_iter_s"] for result in results))
 
 
-def test_reduce_makes_a_metric_of_all_ranks(trainer: raysgd.Trainer) -> None:
+def test_reduce_combines_a_metric_over_workers(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         rank = raysgd.world_rank()
         raysgd.report(loss=1.0 + rank, seen=10 * (rank + 1), best=rank, first=rank, last=rank, own=rank)
@@ -183,7 +177,7 @@ def test_reduce_makes_a_metric_of_all_ranks(trainer: raysgd.Trainer) -> None:
     assert result.workers[1]["loss"] == 2.0
 
 
-def test_a_rank_that_returns_early_drops_out_of_the_rounds(trainer: raysgd.Trainer) -> None:
+def test_rank_that_returns_early_leaves_the_rounds(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         for step in range(2 + 3 * raysgd.world_rank()):
             raysgd.report(step=step, rank=raysgd.world_rank())
@@ -198,7 +192,7 @@ def test_a_rank_that_returns_early_drops_out_of_the_rounds(trainer: raysgd.Train
     ]
 
 
-def test_five_thousand_reports(trainer: raysgd.Trainer) -> None:
+def test_five_thousand_reports_arrive_in_order(trainer: raysgd.Trainer) -> None:
     class Counter(raysgd.Callback):
         def __init__(self) -> None:
             self.steps: list[int] = []
@@ -226,7 +220,7 @@ def test_metrics_of_all_kinds_arrive_as_plain_values(torch_trainer: raysgd.Train
             torch=value,
         )
         with torch.no_grad():
-            value += 1  # what was reported was copied
+            value += 1  # the reported value was copied
 
     (result,) = torch_trainer.run_generator(train_func, callbacks=quiet())
     assert math.isnan(result.pop("nan"))
@@ -235,10 +229,10 @@ def test_metrics_of_all_kinds_arrive_as_plain_values(torch_trainer: raysgd.Train
     assert type(result["torch"]) is float and type(result["count"]) is int
 
 
-# ------------------------------------------------------------------------------------------------------ streams
+# -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_iterated_while_the_run_goes_on(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_stream_is_iterated_during_the_run(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
     assert next(stream)["waits"] is True
     assert not stream.is_finished()
@@ -259,12 +253,12 @@ def test_is_finished_only_after_the_last_result_was_taken(trainer: raysgd.Traine
 
 
 async def test_async_iteration_leaves_the_loop_free(trainer: raysgd.Trainer, tmp_path: Path) -> None:
-    async def let_it_go() -> None:
+    async def create_file() -> None:
         await asyncio.sleep(0.05)
         (tmp_path / "go").write_text("")
 
     stream = trainer.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
-    task = asyncio.create_task(let_it_go())  # runs only if waiting for results does not block the loop
+    task = asyncio.create_task(create_file())  # runs only if waiting for results does not block the loop
     assert [result["waits"] async for result in stream] == [True]
     await task
     assert stream.is_finished()
@@ -275,7 +269,7 @@ async def test_run_inside_a_running_loop_as_in_a_notebook(trainer: raysgd.Traine
     assert [result["step"] for result in trainer.run_generator(count_to, {"n": 3}, callbacks=quiet())] == [0, 1, 2]
 
 
-def test_cancel(trainer: raysgd.Trainer) -> None:
+def test_cancel_ends_the_run_and_keeps_its_workers(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         step = 0
         while True:
@@ -296,7 +290,7 @@ def test_cancel(trainer: raysgd.Trainer) -> None:
     assert pids(trainer) == before
 
 
-def test_a_run_that_is_cancelled_can_save_its_work(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_cancelled_run_can_save(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
         raysgd.report(started=True)
         try:
@@ -312,7 +306,7 @@ def test_a_run_that_is_cancelled_can_save_its_work(trainer: raysgd.Trainer, tmp_
     assert sorted(os.listdir(tmp_path)) == ["left0", "left1"]
 
 
-def test_leaving_a_stream_does_not_stop_the_training(trainer: raysgd.Trainer) -> None:
+def test_leaving_the_stream_does_not_stop_training(trainer: raysgd.Trainer) -> None:
     stream = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
     next(stream)
     del stream
@@ -322,7 +316,7 @@ def test_leaving_a_stream_does_not_stop_the_training(trainer: raysgd.Trainer) ->
     assert len(latest_run(trainer).metrics) == 20_000
 
 
-def test_a_slow_reader_loses_nothing(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_loses_no_result(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = raysgd.ResultStream.__init__.__kwdefaults__
     assert "buffer_bytes" in defaults
     monkeypatch.setitem(defaults, "buffer_bytes", 20_000)
@@ -336,12 +330,10 @@ def test_a_slow_reader_loses_nothing(trainer: raysgd.Trainer, monkeypatch: pytes
     assert stream.get_returns() == 20_000
 
 
-def test_a_reader_that_starts_late_reads_from_the_files_of_the_run(
-    trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_reader_reads_from_the_files_of_the_run(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def train_func() -> None:
         for step in range(2000):
-            raysgd.report(step=step, pad="x" * 20_000)  # in all 80 MB, more than the controller keeps in memory
+            raysgd.report(step=step, pad="x" * 20_000)  # 80 MB in total, more than the controller keeps in memory
 
     monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 20_000)
     stream = trainer.run_generator(train_func, callbacks=quiet())
@@ -349,7 +341,7 @@ def test_a_reader_that_starts_late_reads_from_the_files_of_the_run(
     assert [result["step"] for result in stream] == list(range(2000))
 
 
-def test_what_a_run_returned_can_be_asked_for_after_the_next_run(trainer: raysgd.Trainer) -> None:
+def test_return_value_is_available_after_the_next_run(trainer: raysgd.Trainer) -> None:
     first = trainer.run_generator(lambda: [1] * 100_000, callbacks=quiet())
     assert list(first) == []
     second = trainer.run_generator(count_to, {"n": 1}, callbacks=quiet())
@@ -357,7 +349,7 @@ def test_what_a_run_returned_can_be_asked_for_after_the_next_run(trainer: raysgd
     assert first.get_returns() == [1] * 100_000
 
 
-def test_results_that_are_gone_say_so(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_lost_after_the_next_run_raise(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 10_000)
     first = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
     assert first.get_returns() == 20_000
@@ -366,17 +358,17 @@ def test_results_that_are_gone_say_so(trainer: raysgd.Trainer, monkeypatch: pyte
         list(first)
 
 
-# ------------------------------------------------------------------------------------------------------ warm workers
+# -- warm workers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_is_in_the_same_processes(trainer: raysgd.Trainer) -> None:
+def test_second_run_uses_the_same_processes(trainer: raysgd.Trainer) -> None:
     first = pids(trainer)
     assert len(set(first)) == 2 and os.getpid() not in first
     assert pids(trainer) == first
 
 
 def test_each_run_begins_with_a_clean_process(trainer: raysgd.Trainer) -> None:
-    def make_a_mess() -> None:
+    def change_process_state() -> None:
         os.environ["LEFT_BY_A_RUN"] = "1"
         os.environ.pop("PATH", None)
         os.chdir("/")
@@ -387,12 +379,12 @@ def test_each_run_begins_with_a_clean_process(trainer: raysgd.Trainer) -> None:
                 "sys.path": "/left/by/a/run" in sys.path}  # fmt: skip
 
     before = trainer.run(look, callbacks=quiet())
-    trainer.run(make_a_mess, callbacks=quiet())
+    trainer.run(change_process_state, callbacks=quiet())
     assert trainer.run(look, callbacks=quiet()) == before
     assert before["env"] is None and before["sys.path"] is False and before["cwd"] != "/"
 
 
-def test_runs_without_a_seed_draw_other_numbers(trainer: raysgd.Trainer) -> None:
+def test_runs_without_a_seed_draw_different_numbers(trainer: raysgd.Trainer) -> None:
     def draw() -> tuple[float, float]:
         import numpy as np
 
@@ -405,8 +397,8 @@ def test_runs_without_a_seed_draw_other_numbers(trainer: raysgd.Trainer) -> None
 
 
 def test_each_run_begins_with_torchs_defaults(torch_trainer: raysgd.Trainer) -> None:
-    def make_a_mess() -> None:
-        import torch  # here: torch.backends does not travel
+    def change_process_state() -> None:
+        import torch  # imported here because torch.backends cannot be pickled
 
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(3)
@@ -424,18 +416,18 @@ def test_each_run_begins_with_torchs_defaults(torch_trainer: raysgd.Trainer) -> 
         return str(torch.get_default_dtype()), torch.get_num_threads(), *modes, os.getpid()
 
     before = torch_trainer.run(look, callbacks=quiet())
-    torch_trainer.run(make_a_mess, callbacks=quiet())
+    torch_trainer.run(change_process_state, callbacks=quiet())
     assert torch_trainer.run(look, callbacks=quiet()) == before
     assert before[0] == "torch.float32" and before[2] is True
 
 
-def test_torchs_newer_names_of_the_same_flags_are_reset_too(torch_trainer: raysgd.Trainer) -> None:
+def test_torchs_newer_names_of_the_same_flags_are_reset(torch_trainer: raysgd.Trainer) -> None:
     import torch
 
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("this torch has them not")
 
-    def make_a_mess() -> None:
+    def change_process_state() -> None:
         import torch
 
         torch.backends.fp32_precision = "tf32"
@@ -450,11 +442,11 @@ def test_torchs_newer_names_of_the_same_flags_are_reset_too(torch_trainer: raysg
         return [*new, backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
 
     before = torch_trainer.run(look, callbacks=quiet())
-    torch_trainer.run(make_a_mess, callbacks=quiet())
+    torch_trainer.run(change_process_state, callbacks=quiet())
     assert torch_trainer.run(look, callbacks=quiet()) == before
 
 
-def test_what_a_run_held_is_freed_before_the_next(trainer: raysgd.Trainer) -> None:
+def test_memory_of_a_run_is_freed_before_the_next(trainer: raysgd.Trainer) -> None:
     def hold() -> float:
         import numpy as np
 
@@ -470,7 +462,7 @@ def test_what_a_run_held_is_freed_before_the_next(trainer: raysgd.Trainer) -> No
 
 
 def rss_mib() -> float:
-    """What the process has of the machine's memory."""
+    """Return the resident memory of the process."""
     return float(psutil.Process().memory_info().rss / 2**20)
 
 
@@ -497,13 +489,13 @@ def test_edited_modules_replace_the_workers_that_loaded_them(trainer: raysgd.Tra
     new, new_pid = trainer.run(train_func, config, callbacks=display)
     assert new == "edited since"
     assert new_pid != old_pid
-    assert "replaced 2 warm workers: a_module_of_the_users changed since they loaded it" in shown.getvalue()
+    assert "replaced 2 warm workers: a_module_of_the_users changed since the workers loaded it" in shown.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------------ life
+# -- lifetime ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_that_is_dropped_in_the_middle_of_a_run(ray_cluster: Any, tmp_path: Path) -> None:
+def test_dropped_trainer_ends_its_run(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
     with make_trainer(tmp_path) as trainer:
         processes = pids(trainer)
@@ -515,7 +507,7 @@ def test_a_trainer_that_is_dropped_in_the_middle_of_a_run(ray_cluster: Any, tmp_
         stream.get_returns()
 
 
-def test_two_trainers_side_by_side(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_two_trainers_run_at_the_same_time(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 1, seed=1) as other:
         streams = [
             one.run_generator(wait_for_file, {"file": str(tmp_path / "go")}, callbacks=quiet())
@@ -529,7 +521,7 @@ def test_two_trainers_side_by_side(trainer: raysgd.Trainer, tmp_path: Path) -> N
     assert trainer.run(count_to, {"n": 1}, callbacks=quiet()) == 1
 
 
-def test_a_function_that_is_refused_gives_its_name_to_no_folder(ray_cluster: Any, tmp_path: Path) -> None:
+def test_refused_function_creates_no_folder(ray_cluster: Any, tmp_path: Path) -> None:
     def refused(config: Any, more: Any) -> None: ...
 
     with make_trainer(tmp_path, 1) as trainer:

@@ -21,10 +21,10 @@ from support.searches import Fit, column, counts
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("nothing_is_left_of_trials")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers_of_trials")]
 
 
-def test_a_grid_of_trials(fit: Fit) -> None:
+def test_grid_search_runs_all_trials(fit: Fit) -> None:
     grid = fit(raysgd.Trainer(2, "none").to_trainable(counts), {"lr": tune.grid_search([1.0, 2.0, 3.0])})
     assert [(result.config["lr"], result.error) for result in grid] == [(1.0, None), (2.0, None), (3.0, None)]
     for result in grid:
@@ -43,9 +43,9 @@ def test_a_grid_of_trials(fit: Fit) -> None:
     assert best.metrics["weight"] == 9.0
 
 
-def test_tune_run_and_a_trainer_that_is_warm(ray_cluster: Any, tmp_path: Path) -> None:
+def test_tune_run_next_to_a_warm_trainer(ray_cluster: Any, tmp_path: Path) -> None:
     run = raysgd.RunConfig(storage_path=tmp_path / "own")
-    with raysgd.Trainer(2, "none", cpus_per_worker=4, run=run) as trainer:
+    with raysgd.Trainer(2, "none", cpus_per_worker=4, run_config=run) as trainer:
         assert trainer.run(lambda: "warm", callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]) == "warm"
         analysis = tune.run(
             trainer.to_trainable(counts), config={"lr": 2.0}, num_samples=1, storage_path=str(tmp_path), verbose=0
@@ -56,8 +56,8 @@ def test_tune_run_and_a_trainer_that_is_warm(ray_cluster: Any, tmp_path: Path) -
         assert trainer.run(lambda: "again", callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]) == "again"
 
 
-def test_a_live_trainer_is_not_converted(ray_cluster: Any, tmp_path: Path) -> None:
-    with raysgd.Trainer(1, "none", run=raysgd.RunConfig(storage_path=tmp_path)) as trainer:
+def test_live_trainer_is_not_convertible(ray_cluster: Any, tmp_path: Path) -> None:
+    with raysgd.Trainer(1, "none", run_config=raysgd.RunConfig(storage_path=tmp_path)) as trainer:
         stream = trainer.run_generator(
             lambda: time.sleep(600), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")]
         )
@@ -66,7 +66,7 @@ def test_a_live_trainer_is_not_converted(ray_cluster: Any, tmp_path: Path) -> No
         stream.cancel()
 
 
-def test_the_processes_of_a_trial_serve_the_next(fit: Fit) -> None:
+def test_processes_of_a_trial_are_reused(fit: Fit) -> None:
     trainable = raysgd.Trainer(2, "none").to_trainable(counts)
     space = {"lr": tune.grid_search([1.0, 2.0, 3.0])}
     grid = fit(trainable, space, reuse_actors=True, max_concurrent_trials=1)
@@ -76,8 +76,8 @@ def test_the_processes_of_a_trial_serve_the_next(fit: Fit) -> None:
     assert {result.path for result in grid} == {str(Path(result.checkpoint.path).parent) for result in grid}
 
 
-def test_a_worker_that_dies_is_replaced_within_its_trial(fit: Fit, tmp_path: Path) -> None:
-    trainer = raysgd.Trainer(2, "none", failure=raysgd.FailureConfig(max_failures=1))
+def test_dead_worker_is_replaced_within_its_trial(fit: Fit, tmp_path: Path) -> None:
+    trainer = raysgd.Trainer(2, "none", failure_config=raysgd.FailureConfig(max_failures=1))
     space = {"steps": 6, "dies_at": 3, "mark": tune.sample_from(lambda config: str(tmp_path / f"mark{config['n']}"))}
     grid = fit(trainer.to_trainable(counts), {**space, "n": tune.grid_search([0, 1])})
     for result in grid:
@@ -91,7 +91,7 @@ class Diverged(Exception):
     pass
 
 
-def test_trials_that_fail_do_not_fail_the_others(fit: Fit) -> None:
+def test_failed_trials_do_not_affect_other_trials(fit: Fit) -> None:
     def train_func(config: dict[str, Any]) -> None:
         raysgd.report(step=1)
         raysgd.barrier()
@@ -107,7 +107,7 @@ def test_trials_that_fail_do_not_fail_the_others(fit: Fit) -> None:
 
 
 class Hooks(raysgd.Callback):
-    """Notes what it is told, in a file beside the run."""
+    """Writes each result to a file in the run's folder."""
 
     def on_run_start(self, info: Any) -> None:
         self.path = Path(info.run_dir, "hooks.txt")
@@ -125,10 +125,10 @@ def saves_first(config: dict[str, Any]) -> None:
         raysgd.report(step=step, weight=float(step) + raysgd.world_rank())
 
 
-def test_a_loop_that_saves_first_has_each_checkpoint_with_its_own_round(fit: Fit, tmp_path: Path) -> None:
+def test_checkpoint_saved_before_its_report_gets_that_round(fit: Fit, tmp_path: Path) -> None:
     start = fit(raysgd.Trainer(1, "none").to_trainable(counts), {"steps": 1})[0].checkpoint.path
     trainable = raysgd.Trainer(2, "none").to_trainable(
-        saves_first, checkpoint=os.path.relpath(start), reduce={"weight": "sum"}, callbacks=[Hooks()]
+        saves_first, resume_from=os.path.relpath(start), reduce={"weight": "sum"}, callbacks=[Hooks()]
     )
     grid = fit(trainable, {"evaluates_s": tune.grid_search([0.0, 0.4])})
     for result in grid:
@@ -139,12 +139,12 @@ def test_a_loop_that_saves_first_has_each_checkpoint_with_its_own_round(fit: Fit
             (raysgd.load_checkpoint(found.path)["step"], metrics["step"]) for found, metrics in result.best_checkpoints
         ]
         assert kept == [(2, 2), (3, 3)]
-        told = [raysgd.Checkpoint.from_path(found) for found, _ in result.best_checkpoints]
-        assert [(found.iteration, found.metrics["step"]) for found in told] == [(2, 2), (3, 3)]
+        checkpoints = [raysgd.Checkpoint.from_path(found) for found, _ in result.best_checkpoints]
+        assert [(found.iteration, found.metrics["step"]) for found in checkpoints] == [(2, 2), (3, 3)]
         assert Path(result.path, "run_001/hooks.txt").read_text() == "5.0\n7.0\n"
 
 
-def test_what_cannot_fit_is_said_with_the_arithmetic(fit: Fit) -> None:
+def test_trial_that_does_not_fit_is_refused_with_the_arithmetic(fit: Fit) -> None:
     with pytest.raises(Exception, match=r"needs 9 x 1 CPU = 9, the cluster has 8"):
         fit(raysgd.Trainer(9, "none").to_trainable(counts))
     trainable = raysgd.Trainer(1, "none").to_trainable(counts, trainer_args_from="trainer")
@@ -172,9 +172,9 @@ def test_arguments_of_the_trainer_are_dimensions_of_the_search(fit: Fit) -> None
     assert isinstance(refused.error, ConfigError) and "config['trainer'] has 'num_worker'" in str(refused.error)
 
 
-def test_parameters_and_resources_of_tunes_own_making(fit: Fit) -> None:
+def test_tunes_with_parameters_and_with_resources_are_supported(fit: Fit) -> None:
     def train_func(config: dict[str, Any], data: Any, scale: float = 1.0) -> None:
-        assert not data.flags.writeable  # the object store's own memory
+        assert not data.flags.writeable  # the memory of the object store
         raysgd.report(total=float(data.sum()) * scale * config["lr"])
 
     trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
@@ -185,7 +185,7 @@ def test_parameters_and_resources_of_tunes_own_making(fit: Fit) -> None:
     assert "tune.with_parameters(trainable, data=...)" in str(refused.error)
 
 
-def test_a_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
+def test_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
     def train_func(config: dict[str, Any]) -> None:
         rows = [row for batch in raysgd.get_dataset().get_split().iter_batches(4) for row in batch["x"].tolist()]
         everything = raysgd.broadcast(len(rows))
@@ -208,9 +208,9 @@ def test_a_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None
         assert sorted(row for some in rows for row in some) == list(range(result.config["size"]))
 
 
-def test_a_trainer_in_a_tune_function_takes_its_workers_from_the_trials_group(fit: Fit, tmp_path: Path) -> None:
+def test_trainer_in_a_tune_function_uses_the_placement_group_of_its_trial(fit: Fit, tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> None:
-        with raysgd.Trainer(2, "none", run=raysgd.RunConfig(storage_path=config["runs"])) as trainer:
+        with raysgd.Trainer(2, "none", run_config=raysgd.RunConfig(storage_path=config["runs"])) as trainer:
             for result in trainer.run_generator(counts, config):
                 tune.report(result)
 
@@ -218,13 +218,13 @@ def test_a_trainer_in_a_tune_function_takes_its_workers_from_the_trials_group(fi
     grid = fit(tune.with_resources(function, trial_resources(num_workers=2)), space)
     assert [column(result, "step") for result in grid] == [[1, 2, 3]] * 5
     assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 5
-    del function._resources  # where Tune keeps them
+    del function._resources  # Tune stores the resources here
     (refused,) = fit(function, {"runs": str(tmp_path / "runs")})
     assert isinstance(refused.error, InfeasibleError)
     assert "raysgd.tune_integration.trial_resources(num_workers=2)" in str(refused.error)
 
 
-def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(fit: Fit, tmp_path: Path) -> None:
+def test_killed_trial_resumes_from_its_checkpoint(fit: Fit, tmp_path: Path) -> None:
     class Kills(tune.Callback):
         was_killed: Any = None
 
@@ -246,8 +246,8 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(fit: Fit, t
     assert Path(result.path, "run_002").is_dir()
 
 
-def test_what_a_trainer_keeps_and_what_tune_keeps(fit: Fit) -> None:
-    trainer = raysgd.Trainer(1, "none", checkpoint=raysgd.CheckpointConfig(num_to_keep=1))
+def test_retention_applies_to_trainer_and_tune(fit: Fit) -> None:
+    trainer = raysgd.Trainer(1, "none", checkpoint_config=raysgd.CheckpointConfig(num_to_keep=1))
     (result,) = fit(
         trainer.to_trainable(counts),
         {"steps": 5},
@@ -259,7 +259,7 @@ def test_what_a_trainer_keeps_and_what_tune_keeps(fit: Fit) -> None:
 
 
 def fits_folds(config: dict[str, Any]) -> None:
-    """The mean of the training rows, judged by the validation rows."""
+    """Fit the mean of the training rows, and score it with the validation rows."""
     train, validation = (raysgd.get_dataset(name).get_split() for name in ("train", "validation"))
     mean = np.concatenate([batch["x"] for batch in train.iter_batches(4)]).mean() * config["lr"]
     rows = np.concatenate([batch["x"] for batch in validation.iter_batches(4)])
@@ -288,7 +288,7 @@ def test_folds_are_runs_on_the_warm_workers_of_one_trial(fit: Fit) -> None:
     assert grid.get_best_result("error", "min").config["lr"] == 1.0
 
 
-def test_a_trial_by_folds_goes_on_after_those_that_are_done(fit: Fit, tmp_path: Path) -> None:
+def test_killed_trial_resumes_after_its_finished_folds(fit: Fit, tmp_path: Path) -> None:
     (tmp_path / "ends").touch()
     pairs = raysgd.data.to_cv({"x": np.arange(40, dtype=np.float64)}, splits=4, seed=1)
     trainable = raysgd.Trainer(1, "none").to_trainable(fits_folds, pairs, cross_validate=True)
@@ -300,5 +300,5 @@ def test_a_trial_by_folds_goes_on_after_those_that_are_done(fit: Fit, tmp_path: 
     assert [raysgd.load_checkpoint(f"{result.checkpoint.path}/fold_{fold}")["mean"] > 0 for fold in range(4)] == [
         True
     ] * 4
-    with pytest.raises(ConfigError, match="cross_validate=True is for a tuple"):
+    with pytest.raises(ConfigError, match="cross_validate=True needs a dataset of"):
         raysgd.Trainer(1, "none").to_trainable(fits_folds, {"x": np.arange(4)}, cross_validate=True)

@@ -20,17 +20,17 @@ import raysgd
 from raysgd.tune_integration import search
 from support.poll import until
 from support.runs import travels_by_value
-from support.searches import Fit, Progress, Told, TuneWaits, check_nothing_is_held, column, counts, events_in
+from support.searches import Fit, Progress, Reported, TuneWaits, check_nothing_is_held, column, counts, events_in
 from support.shared_cluster import CLUSTER
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("nothing_is_left_of_trials")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers_of_trials")]
 
 
-def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> None:
+def test_asha_stops_trials_and_releases_their_resources(fit: Fit) -> None:
     class Sees(tune.Callback):
-        """What is free when a trial that was stopped early is gone, and others are still running."""
+        """Records the free resources after a trial was stopped early, while others are still running."""
 
         was_stopped = False
         free = 0.0
@@ -39,11 +39,11 @@ def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> N
             self.was_stopped = True
 
         def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
-            if self.was_stopped:  # while this one trains
+            if self.was_stopped:  # while this trial trains
                 self.free = max(self.free, ray.available_resources().get("CPU", 0.0))
 
     sees = Sees()
-    worse_is_slower = tune.sample_from(lambda config: 0.4 / config["lr"])  # and comes to a rung after the better ones
+    worse_is_slower = tune.sample_from(lambda config: 0.4 / config["lr"])  # and reaches a rung after the better trials
     scheduler = tune.schedulers.ASHAScheduler(max_t=30, grace_period=2, reduction_factor=2)
     grid = fit(
         raysgd.Trainer(2, "none").to_trainable(counts),
@@ -61,8 +61,8 @@ def test_asha_stops_trials_and_gives_their_resources_back_at_once(fit: Fit) -> N
     assert raysgd.load_checkpoint(best.checkpoint)["step"] == 30
 
 
-def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process waits for the slower one, and is asked on when the run was ended for that."""
+def test_paused_trial_does_not_train(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a paused trial waits for the slower trial, and continues when the pause ends."""
     scheduler = tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
         perturbation_interval=3,
@@ -70,7 +70,7 @@ def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.
         quantile_fraction=0.0,
         synch=True,
     )
-    told = Told()
+    reported = Reported()
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
         {"n": tune.grid_search([0, 1]), "steps": 40, "sleep": tune.sample_from(lambda config: [0.5, 4.5][config["n"]])},
@@ -78,15 +78,15 @@ def test_a_trial_that_is_paused_does_not_train_on(fit: Fit, monkeypatch: pytest.
         metric="weight",
         mode="max",
         reuse_actors=True,
-        files={"stop": {"training_iteration": 6}, "callbacks": [told]},
+        files={"stop": {"training_iteration": 6}, "callbacks": [reported]},
     )
     assert [result.metrics["training_iteration"] for result in grid] == [6, 6]
-    assert told.column(grid[0], "weight") == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert reported.column(grid[0], "weight") == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     made = len(raysgd.load_run(f"{grid[0].path}/run_001").metrics)
-    assert made < 39, "it went on while it was paused"
+    assert made < 39, "it trained while it was paused"
 
 
-def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit, tmp_path: Path) -> None:
+def test_population_based_training_resumes_from_another_trial(fit: Fit, tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
     scheduler = tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
@@ -95,7 +95,7 @@ def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit, tm
         quantile_fraction=0.5,
         resample_probability=0.0,
     )
-    told = Told()
+    reported = Reported()
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
         {"lr": tune.grid_search([1.0, 100.0]), "steps": 24, "sleep": 0.05, "begin_together": str(tmp_path / "begun")},
@@ -103,22 +103,24 @@ def test_population_based_training_goes_on_from_anothers_checkpoint(fit: Fit, tm
         metric="weight",
         mode="max",
         reuse_actors=True,
-        files={"callbacks": [told]},
+        files={"callbacks": [reported]},
     )
     assert [result.error for result in grid] == [None, None]
     for result in grid:
-        assert told.column(result, "training_iteration") == told.column(result, "step")
+        assert reported.column(result, "training_iteration") == reported.column(result, "step")
         assert result.metrics["training_iteration"] == 24
         assert raysgd.load_checkpoint(result.checkpoint)["step"] == 24
-    weights = told.column(grid[0], "weight")
+    weights = reported.column(grid[0], "weight")
     assert weights[:4] == [1.0, 2.0, 3.0, 4.0]
-    assert max(np.diff(weights)) > 200, weights  # it went on from the other's, which is ahead by more than a step
+    assert max(np.diff(weights)) > 200, (
+        weights
+    )  # the trial resumed from the weights of the other, which is more than a step ahead
 
 
-def test_a_trial_grows_when_others_end_but_not_before_those_that_wait(fit: Fit) -> None:
+def test_trial_grows_when_others_end_but_waiting_trials_come_first(fit: Fit) -> None:
     trainable = raysgd.Trainer((1, 3), "none", cpus_per_worker=2).to_trainable(counts)
-    # The second ends first; the fifth waits for that, and should have begun long before the next ends. The first goes on until
-    # it has grown as far as it may: how long that takes depends on how fast the machine starts the others.
+    # The second trial ends first; the fifth waits for that and begins long before the next one ends. The first runs until
+    # it has reached its maximum size: the time depends on how fast the machine starts workers.
     steps = tune.sample_from(lambda config: [2000, 20, 150, 150, 20][config["n"]])
     until_size = tune.sample_from(lambda config: 3 if config["n"] == 0 else None)
     space = {"n": tune.grid_search([0, 1, 2, 3, 4]), "steps": steps, "sleep": 0.1, "until_size": until_size}
@@ -134,7 +136,7 @@ def test_a_trial_grows_when_others_end_but_not_before_those_that_wait(fit: Fit) 
     assert made == list(range(1, len(made) + 1))
 
 
-def test_what_a_trial_has_grown_by_goes_with_its_process(fit: Fit) -> None:
+def test_additional_workers_of_a_trial_end_with_it(fit: Fit) -> None:
     class KillsTheGrown(tune.Callback):
         groups: Any = ()
 
@@ -160,12 +162,13 @@ def test_thirty_trials_leave_nothing_behind(fit: Fit) -> None:
     check_nothing_is_held()
 
 
-def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
-    """Now and then, under load, nothing goes on any more. Where Tune asks for none of its trials that is told as such
-    (doc/design/0020-trials.md).
+def test_hyperband_pauses_and_resumes_trials(fit: Fit) -> None:
+    """Under load the search sometimes stalls; where Tune itself requests no trial, the test is an expected failure.
+
+    doc/design/0020-trials.md has the reason.
     """
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=9, reduction_factor=3)
-    told = Told()
+    reported = Reported()
     try:
         grid = fit(
             raysgd.Trainer(1, "none").to_trainable(counts),
@@ -174,20 +177,20 @@ def test_hyperband_pauses_trials_and_goes_on_with_them(fit: Fit) -> None:
             metric="weight",
             mode="max",
             reuse_actors=True,
-            files={"callbacks": [told, Progress(limit_s=90)]},
+            files={"callbacks": [reported, Progress(limit_s=90)]},
         )
     except TuneWaits as waits:
         CLUSTER.renew()
         pytest.xfail(str(waits))
     assert [result.error for result in grid] == [None] * 6
     for result in grid:
-        weights = told.column(result, "weight")
+        weights = reported.column(result, "weight")
         assert weights[-1] == pytest.approx(result.config["lr"] * result.metrics["training_iteration"])
     assert max(result.metrics["training_iteration"] for result in grid) == 9
 
 
-def test_hyperband_ends_where_the_last_trial_is_over_in_the_round_that_is_judged(fit: Fit) -> None:
-    """The other one waits for it, paused, and nobody would ask for it again if the last round came with the end."""
+def test_hyperband_ends_when_the_last_trial_finishes_in_the_judged_round(fit: Fit) -> None:
+    """The other trial is paused; Tune would never resume it if the last round arrived together with the end."""
     scheduler = tune.schedulers.HyperBandScheduler(time_attr="training_iteration", max_t=3, reduction_factor=3)
     grid = fit(
         raysgd.Trainer(1, "none").to_trainable(counts),
@@ -209,7 +212,7 @@ from ray import tune
 def train_func(config):
     state = raysgd.load_checkpoint() or {"step": 0}
     for step in range(state["step"] + 1, 31):
-        while step > 20 and not os.path.exists(config["killed"]):  # none is over before
+        while step > 20 and not os.path.exists(config["killed"]):  # no trial ends before the kill
             time.sleep(0.1)
         raysgd.report(step=step, began=state["step"])
         raysgd.save_checkpoint({"step": step})
@@ -229,7 +232,7 @@ for result in grid:
 """
 
 
-def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
+def test_killed_search_is_restored(tmp_path: Path) -> None:
     (tmp_path / "search.py").write_text(SEARCH)
     root = Path(raysgd.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "TUNE_GLOBAL_CHECKPOINT_S": "1", "RAY_AIR_NEW_OUTPUT": "0"}
@@ -245,7 +248,7 @@ def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
     try:
         saved = tmp_path / "runs/search"
         assert until(lambda: len({found.parent for found in saved.glob("*/checkpoint_00001*")}) == 2, 120)
-        known_from = time.time() + 1  # what Tune writes down of the search from then on tells of these
+        known_from = time.time() + 1  # any search state written later includes these checkpoints
         assert until(lambda: _written_at(saved) > known_from, 60)
     finally:
         os.killpg(first.pid, signal.SIGKILL)
@@ -255,21 +258,21 @@ def test_a_search_that_was_killed_is_restored(tmp_path: Path) -> None:
     trials = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("TRIAL")]
     assert len(trials) == 3, done.stdout[-3000:] + done.stderr[-3000:]
     assert [(error, step, saved) for error, step, _, saved in trials] == [("None", "30", "30")] * 3
-    assert sum(int(began) > 0 for _, _, began, _ in trials) == 2, trials  # these go on from what they had saved
+    assert sum(int(began) > 0 for _, _, began, _ in trials) == 2, trials  # two trials resumed from their checkpoints
 
 
 def _written_at(search: Path) -> float:
-    """When Tune last wrote down how far a search has come."""
+    """Return when Tune last wrote the state of a search."""
     return max((path.stat().st_mtime for path in search.glob("experiment_state-*.json")), default=0.0)
 
 
-def test_search_with_optuna(ray_cluster: Any, tmp_path: Path) -> None:
+def test_optuna_searches_a_space(ray_cluster: Any, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     grid = search(
-        raysgd.Trainer(1, "none", checkpoint=raysgd.CheckpointConfig(num_to_keep=1)),
+        raysgd.Trainer(1, "none", checkpoint_config=raysgd.CheckpointConfig(num_to_keep=1)),
         counts,
         {"lr": tune.uniform(0.0, 10.0), "steps": 2},
         metric="weight",

@@ -1,4 +1,4 @@
-"""Workers on two nodes of one cluster: where they are placed, what ranks they get, that they find each other."""
+"""Workers on two nodes of one cluster: placement, ranks and rendezvous."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import ray
 
 import raysgd
 from raysgd.errors import InfeasibleError
-from raysgd.workers.seats import Seats
+from raysgd.workers.placement.slots import WorkerSlots
 from support.cluster import cluster_of_two
 from support.poll import until
 from support.runs import make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
@@ -36,7 +35,7 @@ def where() -> dict[str, Any]:
     }
 
 
-def test_one_worker_a_node_in_one_group(tmp_path: Path) -> None:
+def test_one_worker_per_node_forms_one_group(tmp_path: Path) -> None:
     def train_func() -> dict[str, Any]:
         import torch
         import torch.distributed as dist
@@ -62,7 +61,7 @@ def test_one_worker_a_node_in_one_group(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("probe")), "what asked whether the nodes share the folder is still there"
 
 
-def test_ranks_of_a_node_are_next_to_each_other(tmp_path: Path) -> None:
+def test_ranks_of_a_node_are_consecutive(tmp_path: Path) -> None:
     with make_trainer(tmp_path, 4, placement_strategy="SPREAD") as trainer:
         places = trainer.run(where, callbacks=quiet(), returns="all")
     assert [place["rank"] for place in places] == [0, 1, 2, 3]
@@ -80,36 +79,38 @@ def test_ranks_of_a_node_are_next_to_each_other(tmp_path: Path) -> None:
         ({"num_workers": 1, "cpus_per_worker": 3}, r"needs room for 1 workers of 3 CPU; the nodes hold 0 \+ 0 = 0"),
     ],
 )
-def test_what_fits_the_cluster_but_no_node(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_worker_that_fits_the_cluster_but_no_node_is_refused(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
     with make_trainer(tmp_path, **settings) as trainer, pytest.raises(InfeasibleError, match=says):
         trainer.run(where, callbacks=quiet())
 
 
-def test_a_seat_is_had_on_another_node_than_those_that_are_avoided() -> None:
+def test_worker_slot_is_placed_outside_avoided_nodes() -> None:
     nodes = {node["NodeID"] for node in ray.nodes()}
     for avoided in nodes:
-        seats = Seats(f"avoids-{avoided[:8]}", {"CPU": 1}, "PACK")
+        slots = WorkerSlots(f"avoids-{avoided[:8]}", {"CPU": 1}, "PACK")
         try:
-            seat = seats.add({avoided})
-            assert seat.placement.wait(20)
-            placed = ray.util.placement_group_table(seat.placement)["bundles_to_node_id"].values()
+            slot = slots.add({avoided})
+            assert slot.placement.wait(20)
+            placed = ray.util.placement_group_table(slot.placement)["bundles_to_node_id"].values()
             assert set(placed) == nodes - {avoided}
         finally:
-            seats.close()
+            slots.close()
 
 
-def test_seats_that_are_given_up_while_they_are_on_their_way_come_back() -> None:
-    """Ray loses the CPU of a placement group that is removed while a node reserves it, one in fifty to a hundred of these."""
+def test_abandoned_slot_requests_release_their_resources() -> None:
+    """Ray sometimes (1 to 2 %) leaks the CPU of a placement group that is removed while a node reserves it."""
 
-    async def ask_and_give_up() -> None:
-        seats = Seats("gives-up", {"CPU": 1}, "PACK")
-        seats.open(1)
+    async def request_and_abandon_slots() -> None:
+        slots = WorkerSlots("gives-up", {"CPU": 1}, "PACK")
+        slots.open(1)
         for count in range(300):
-            seat = seats.add()
+            slot = slots.add()
             await asyncio.sleep(0.001 * (count % 6))
-            seats.give_up(seat)
-        seats.close()
-        await seats.removed()
+            slots.remove(slot)
+        slots.close()
+        await slots.wait_removed()
 
-    asyncio.run(ask_and_give_up())
+    asyncio.run(request_and_abandon_slots())
     assert until(lambda: ray.available_resources().get("CPU") == 4.0, timeout_s=20)

@@ -1,4 +1,4 @@
-"""Two torch Trainers at the same time: each has a group, an address and settings of its own."""
+"""Two torch Trainers at the same time: each has its own group, address and settings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from raysgd.backends.torch import TorchConfig
 from support.runs import make_trainer, quiet, travels_by_value
 
-pytestmark = pytest.mark.slow
 travels_by_value(__name__)
 
 
-def reduce_until_both_do(config: dict[str, Any]) -> dict[str, Any]:
-    """All-reduces, and some more when the other Trainer's workers are in theirs."""
+def reduce_until_both_trainers_reduce(config: dict[str, Any]) -> dict[str, Any]:
+    """All-reduce, and continue for some steps after the other Trainer's workers all-reduce too."""
     import torch
     import torch.distributed as dist
 
@@ -25,7 +22,7 @@ def reduce_until_both_do(config: dict[str, Any]) -> dict[str, Any]:
         total = torch.tensor([config["value"], float(all(map(os.path.exists, config["marks"])))])
         dist.all_reduce(total)
         sums.add(total[0].item())
-        left -= int(total[1] == dist.get_world_size())  # all ranks leave with the same step
+        left -= int(total[1] == dist.get_world_size())  # all ranks leave after the same step
         steps += 1
         if dist.get_rank() == 0:
             Path(config["mark"]).touch()
@@ -33,8 +30,7 @@ def reduce_until_both_do(config: dict[str, Any]) -> dict[str, Any]:
     return {"sums": sums, "timeout_s": timeout.total_seconds(), "port": os.environ["MASTER_PORT"]}
 
 
-@pytest.mark.long
-def test_side_by_side_in_all_reduces(ray_cluster: Any, tmp_path: Path) -> None:
+def test_two_trainers_all_reduce_at_the_same_time(ray_cluster: Any, tmp_path: Path) -> None:
     marks = [str(tmp_path / "a"), str(tmp_path / "b")]
     with (
         make_trainer(tmp_path, 2, TorchConfig(timeout_s=600, init_timeout_s=20)) as one,
@@ -42,7 +38,7 @@ def test_side_by_side_in_all_reduces(ray_cluster: Any, tmp_path: Path) -> None:
     ):
         streams = [
             trainer.run_generator(
-                reduce_until_both_do,
+                reduce_until_both_trainers_reduce,
                 {"value": value, "mark": mark, "marks": marks},
                 callbacks=quiet(),
                 returns="all",

@@ -1,1 +1,1 @@
-"""What the tests share: guards against leftovers, the Ray cluster, and readers of the project's own documents."""
+"""Shared parts of the tests: guards against leftovers, Ray clusters, and readers of the project's documents."""

@@ -1,4 +1,4 @@
-"""A memory cgroup of a test's own, where this machine lets one be made: as root, on the machine itself or in a VM."""
+"""A memory cgroup for a test, where this machine allows one: as root, on the host or in a VM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOUNT = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def limited_memory(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup that may use so much; a process joins it by writing its id into its file ``cgroup.procs``."""
+    """Yield a cgroup with a memory limit; a process joins by writing its id into the file ``cgroup.procs``."""
     top = MOUNT / "memory" if (MOUNT / "memory").is_dir() else MOUNT
     place = top / f"raysgd-tests-{os.getpid()}"
     try:
@@ -33,7 +33,7 @@ def limited_memory(limit_bytes: int) -> Iterator[Path]:
                 (place / no_swap).write_text("0")
         yield place
     finally:
-        assert until(lambda: _is_removed(place), timeout_s=30), f"{place} has processes that do not end"
+        assert until(lambda: _is_removed(place), timeout_s=30), f"{place} still has processes"
 
 
 def _is_removed(place: Path) -> bool:

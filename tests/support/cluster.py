@@ -1,4 +1,4 @@
-"""A Ray cluster for tests, and what a test could leave behind in it."""
+"""Ray clusters for tests, and checks for what a test left behind in them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raysgd.testing.cluster import ClusterState
 __all__ = ["ClusterState", "cluster_of_two", "start_ray"]
 
 
-#: A worker process that dies before it has told its node so, as Ray's own do at times, is missed after so many seconds
-#: only, and all that time the actor it was for is not there. By default 60: half of what a test has.
-_MISSED_AFTER_S = 30
+#: After so many seconds Ray notices a worker process that died before it registered, as Ray's own sometimes do; its actor
+#: is missing until then. Ray's default of 60 is half of a test's timeout.
+_REGISTER_TIMEOUT_S = 30
 
 
 def start_ray(**settings: Any) -> dict[str, Any]:
-    """A cluster of one node, started here; returns what `ray.init` tells of it.
+    """Start a cluster of one node; return its address info.
 
-    Ray's own head process has been seen to die of heap corruption before it had written a line (Ray 2.60: ``malloc():
-    unaligned fastbin chunk detected``, once in some thousand starts). `ray.init` then raises that it waited in vain for
-    the file with the port. That start is made once more; any other error is the test's.
+    About once in a thousand starts, Ray's head process dies of heap corruption before it has written its port (Ray 2.60:
+    ``malloc(): unaligned fastbin chunk detected``), and `ray.init` raises that the file with the port is missing. Only
+    that error leads to a second try.
     """
-    settings["_system_config"] = {"worker_register_timeout_seconds": _MISSED_AFTER_S} | settings.get(
+    settings["_system_config"] = {"worker_register_timeout_seconds": _REGISTER_TIMEOUT_S} | settings.get(
         "_system_config", {}
     )
     try:
@@ -41,10 +41,10 @@ def start_ray(**settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def cluster_of_two() -> Iterator[Any]:
-    """A `ray.cluster_utils.Cluster` of two nodes with two logical CPUs each, in which nothing may be left."""
+    """Yield a `ray.cluster_utils.Cluster` of two nodes with two logical CPUs each; check that nothing is left in it."""
     from ray.cluster_utils import Cluster
 
-    # Ray counts a silent node as lost after three seconds instead of twenty.
+    # Ray then counts a silent node as lost after three seconds instead of twenty.
     health = {
         "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,

@@ -1,4 +1,4 @@
-"""Examples, run as a user runs them."""
+"""Run examples as a user does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.project import ROOT
 
 
 def run_example(name: str, *arguments: str, folder: Path) -> str:
-    """What an example prints, run in a folder that is also its home; it must end well."""
+    """Run an example in a folder that is also its home; return its output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         cwd=folder,
-        env={**os.environ, "HOME": str(folder), "RAY_ADDRESS": "local"},  # not a cluster that is up already
+        env={**os.environ, "HOME": str(folder), "RAY_ADDRESS": "local"},  # not a cluster that is already running
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Marks of tests that need what is not installed everywhere."""
+"""Marks for tests that need packages that are not installed everywhere."""
 
 from __future__ import annotations
 

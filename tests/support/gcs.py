@@ -1,4 +1,4 @@
-"""Ray's global control service (GCS) of a cluster that runs on this machine: to kill it, and to start it again."""
+"""Kills and restarts Ray's global control service (GCS) of a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.poll import until
 
 @contextlib.contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
-    """A Redis server, in which a GCS can keep its state; gives its address."""
+    """Run a Redis server that keeps a GCS's state; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -31,23 +31,23 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 
 class GlobalControlService:
-    """The one of the cluster that this process has started and is connected to."""
+    """The GCS of the cluster that this process started and is connected to."""
 
     def __init__(self) -> None:
         (found,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "gcs_server"]
         self._process: psutil.Process | psutil.Popen = found
         self._env = found.environ()
         port = ray.get_runtime_context().gcs_address.rpartition(":")[2]
-        # Ray let it choose a port, and all others know it by the one that it chose.
+        # The GCS chose its port; the other processes know it by that port.
         self._program = [f"--gcs_server_port={port}" if "--gcs_server_port" in arg else arg for arg in found.cmdline()]
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the GCS with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def start(self) -> None:
-        """Start it again, as whoever watches over a cluster does."""
+        """Start the GCS again, as a supervisor would."""
         self._process = psutil.Popen(self._program, env=self._env, stdout=subprocess.DEVNULL)
 
 

@@ -1,4 +1,4 @@
-"""Process groups of one member, in the test's own process."""
+"""A process group of one member, in the process of the test."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: The group that was left last. If a DDP model were the last to hold it, as when a test's fixtures are let go of after the
-#: group was destroyed, its destructor would wait for the group's threads with the interpreter's lock held. They may want
-#: it, to let go of a tensor of the last collective: then both wait for ever. Let go of by Python, a group drops the lock.
+#: The last group. If a DDP model held the last reference to a destroyed group, the group's destructor would wait for its
+#: threads with the GIL held, while they may need the GIL to release a tensor: a deadlock. When Python releases the group,
+#: the destructor releases the GIL.
 _left: list[Any] = []
 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """A gloo group in this process, gone afterwards."""
+    """Form a gloo group in this process, and destroy it afterwards."""
     enter()
     try:
         yield
@@ -25,12 +25,12 @@ def group_of_one() -> Iterator[None]:
 
 
 def enter() -> None:
-    """Form a group."""
+    """Form a group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave() -> None:
-    """Leave it."""
+    """Destroy the group."""
     group = dist.group.WORLD
     dist.destroy_process_group()
     _left[:] = [group]

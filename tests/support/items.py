@@ -1,4 +1,4 @@
-"""What datasets hold, and loops make of it."""
+"""Items of datasets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Listed:
 
 
 def aligned_buffer(size: int) -> NDArray[np.float32]:
-    """Memory that frameworks use as it is, without a copy: aligned as they want it."""
+    """Return memory with the alignment that frameworks need to use it without a copy."""
     memory = np.zeros(size + 16, np.float32)
     first = (-memory.ctypes.data % 64) // memory.itemsize
     return memory[first : first + size]

@@ -1,4 +1,4 @@
-"""What a test could leave behind in this process and on this machine, as snapshots that can be compared."""
+"""Snapshots of this process and machine that show what a test left behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import psutil
 from support.poll import until
 from support.project import ROOT
 
-# Set by libraries when they are imported or started, for good; none of them is the test's doing.
+# Libraries set these permanently when they are imported or started.
 LIBRARIES_SET = (
     "CRC32C_",  # tensorboardX
-    "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # JAX, as what it sets for TPUs
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # JAX, which also sets the TPU variables
     "HDF5_",
     "JAX_",
     "KERAS_",
@@ -34,12 +34,12 @@ LIBRARIES_SET = (
 CACHES = frozenset(
     {".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 )
-MARK = "RUN_OF_THE_TESTS"  # inherited by every process that comes from this one, however indirectly
+MARK = "RUN_OF_THE_TESTS"  # inherited by all descendants of this process
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Environment, working directory, threads of this process, and the names in the project's root."""
+    """The environment, working directory and threads of this process, and the names in the project's root."""
 
     environment: dict[str, str]
     folder: str
@@ -56,7 +56,7 @@ class ProcessState:
         )
 
     def restore(self) -> list[str]:
-        """Put back what can be put back, and say in words what was found changed."""
+        """Restore what can be restored, and return descriptions of the changes."""
         return [*self._restore_environment(), *self._restore_folder(), *self._left_threads(), *self._left_files()]
 
     def _restore_environment(self) -> list[str]:
@@ -83,7 +83,7 @@ class ProcessState:
         return [f"thread {thread.name} still runs" for thread in self._new_threads()]
 
     def _new_threads(self) -> list[threading.Thread]:
-        """Threads that would keep the process alive, and any of raysgd's own."""
+        """Return new threads that would keep the process alive, and all new threads of raysgd."""
         started = frozenset(threading.enumerate()) - self.threads
         return [thread for thread in started if not thread.daemon or thread.name.startswith("raysgd")]
 
@@ -96,7 +96,7 @@ def mark_this_process() -> None:
 
 
 def marked_processes() -> set[psutil.Process]:
-    """All living processes that come from this one, those whose parents are gone included."""
+    """Return all living descendants of this process, including those whose parents are gone."""
     return {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process)}
 
 
@@ -109,10 +109,10 @@ def _is_marked(process: psutil.Process) -> bool:
 
 def end_processes(
     before: set[psutil.Process],
-    timeout_s: float = 10,
+    timeout_s: float = 30,  # Ray's dashboard takes long to end on a busy machine
     is_to_stay: Callable[[psutil.Process], bool] = lambda process: False,
 ) -> list[str]:
-    """Wait for the marked processes that were not there before; kill those that stay and are not to, and name them."""
+    """Wait for the new marked processes to end; kill the others, and return their names."""
 
     def new() -> list[psutil.Process]:
         return [process for process in marked_processes() - before if not is_to_stay(process)]
@@ -131,5 +131,5 @@ def end_processes(
 
 
 def _is_kept_by_python(command: str) -> bool:
-    """Python's own helper of multiprocessing, which lives as long as its parent."""
+    """Return whether a process is a helper of multiprocessing, which lives as long as its parent."""
     return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command

@@ -1,4 +1,4 @@
-"""A `Listener` in an asyncio loop of its own thread, as blocking tests need it; and a line that breaks on request."""
+"""A `Listener` in an asyncio loop of its own thread, for blocking tests, and a connection that breaks on request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-loop")
         self._thread.start()
 
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it."""
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Loop:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        self.do(cancel_all())
+        self.run(cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_PATIENCE_S)
         self._loop.close()
@@ -51,12 +51,12 @@ def loop_in_thread() -> Iterator[Loop]:
 
 @contextlib.contextmanager
 def listening(loop: Loop, handlers: Mapping[str, Handler]) -> Iterator[Endpoint]:
-    """A listener on loopback."""
+    """Start a listener on loopback, and yield its endpoint."""
     listener = Listener(handlers)
     try:
-        yield loop.do(listener.open("127.0.0.1"))
+        yield loop.run(listener.open("127.0.0.1"))
     finally:
-        loop.do(_close(listener))
+        loop.run(_close(listener))
 
 
 async def _close(listener: Listener) -> None:
@@ -64,15 +64,15 @@ async def _close(listener: Listener) -> None:
 
 
 class Relay:
-    """Passes bytes on to an endpoint; once so many have gone one of the ways, it cuts the line. Serves one connection.
+    """Relays one connection to an endpoint, and closes it after a number of bytes in one direction.
 
     Attributes:
         endpoint: Where to connect instead.
     """
 
-    def __init__(self, to: Endpoint, *, cut_said: int | None = None, cut_answered: int | None = None) -> None:
+    def __init__(self, to: Endpoint, *, cut_sent: int | None = None, cut_received: int | None = None) -> None:
         self._to = to
-        self._limits = cut_said, cut_answered
+        self._limits = cut_sent, cut_received
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint("127.0.0.1", self._server.getsockname()[1], to.token)
         self._thread = threading.Thread(target=self._serve, name="test-relay")
@@ -88,18 +88,18 @@ class Relay:
         with contextlib.suppress(OSError):
             inner, _ = self._server.accept()
             with inner, socket.create_connection((self._to.host, self._to.port)) as outer:
-                answers = threading.Thread(target=_pass_on, args=(outer, inner, self._limits[1]))
+                answers = threading.Thread(target=_relay, args=(outer, inner, self._limits[1]))
                 answers.start()
-                _pass_on(inner, outer, self._limits[0])
+                _relay(inner, outer, self._limits[0])
                 answers.join(_PATIENCE_S)
 
 
-def _pass_on(source: socket.socket, to: socket.socket, limit: int | None) -> None:
+def _relay(source: socket.socket, to: socket.socket, limit: int | None) -> None:
     left = 1 << 60 if limit is None else limit
     with contextlib.suppress(OSError):
         while left > 0 and (data := source.recv(min(left, 1 << 16))):
             to.sendall(data)
             left -= len(data)
-    for line in (source, to):
+    for end in (source, to):
         with contextlib.suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)
+            end.shutdown(socket.SHUT_RDWR)

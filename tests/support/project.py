@@ -1,4 +1,4 @@
-"""Where the project's files are, and which of them are its own."""
+"""The files and modules of the project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDERS = ("raysgd", "tests", "examples", "benchmarks", "tools", "doc", ".github
 
 
 def modules() -> list[str]:
-    """Dotted names of all modules of the package, found without importing any."""
+    """Return the dotted names of all modules of the package, without importing any."""
     names = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -20,7 +20,7 @@ def modules() -> list[str]:
 
 
 def files(*suffixes: str) -> Iterator[Path]:
-    """The project's own files that end in one of `suffixes`, in its root and its folders."""
+    """Yield the project's own files that end in one of `suffixes`, in its root and its folders."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
         found += sorted((ROOT / folder).rglob("*"))
@@ -30,5 +30,5 @@ def files(*suffixes: str) -> Iterator[Path]:
 
 
 def name_of(path: Path) -> str:
-    """A path as the tests show it: relative to the project's root."""
+    """Return a path as the tests show it, relative to the root of the project."""
     return path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a quiet Trainer, code that travels to its workers, and looks at what a run left."""
+"""Helpers for tests of whole runs: a quiet Trainer, code that is shipped to its workers, and views of a run's files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from raysgd.callbacks import ProgressCallback
 from support.poll import until
 from support.shared_cluster import CLUSTER
 
-#: Far above what anything here takes, so that a hang fails by name and a loaded machine does not.
+#: Far longer than anything here takes, also on a loaded machine.
 PATIENCE_S = 60.0
 
 
 def travels_by_value(module: str) -> None:
-    """Let the functions and classes of a test module reach the workers, which can import neither it nor ``support``."""
+    """Ship a test module's functions and classes by value: workers cannot import it or ``support``."""
     for name in (module, "support.poll", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[name])
         ray.cloudpickle.register_pickle_by_value(sys.modules[name])  # for what the controller sees, such as backends
 
 
 def quiet() -> list[raysgd.Callback]:
-    """The callbacks of a run that shows nothing."""
+    """Return the callbacks of a run that prints nothing."""
     return [ProgressCallback(mode="off")]
 
 
@@ -39,18 +39,18 @@ def make_trainer(
     backend: str | raysgd.BackendConfig = "none",
     **settings: Any,
 ) -> raysgd.Trainer:
-    """A Trainer whose runs lie below ``storage``."""
-    return raysgd.Trainer(num_workers, backend, run=raysgd.RunConfig(storage_path=storage), **settings)
+    """Return a Trainer whose runs are stored below ``storage``."""
+    return raysgd.Trainer(num_workers, backend, run_config=raysgd.RunConfig(storage_path=storage), **settings)
 
 
 def pids(trainer: raysgd.Trainer) -> list[int]:
-    """The processes of a Trainer's workers by rank; brings them up."""
+    """Return the process ids of a Trainer's workers by rank; start the workers if needed."""
     found: list[int] = trainer.run(os.getpid, callbacks=quiet(), returns="all")
     return found
 
 
 def are_gone(processes: list[int], timeout_s: float = 20) -> bool:
-    """Whether all of them end within the time."""
+    """Return whether all processes end within the time."""
     return until(lambda: not any(is_alive(pid) for pid in processes), timeout_s, interval_s=0.1)
 
 
@@ -62,17 +62,17 @@ def is_alive(pid: int) -> bool:
 
 
 def actor_pids(kind: str) -> list[int]:
-    """The processes of this process's own cluster that are actors of a class."""
+    """Return the process ids of a class's actors in this process's own cluster."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if f"ray::{kind}" in " ".join(process.cmdline()):
                 found.append(process.pid)
     return found
 
 
 def ray_processes() -> list[str]:
-    """What the processes of this process's own cluster are, beside those that Ray has for itself, and idle ones."""
+    """Describe the processes of this process's own cluster, without idle ones and Ray's own."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -83,26 +83,26 @@ def ray_processes() -> list[str]:
 
 
 def controller_pid() -> int:
-    """The process of the one TrainerActor of this process's own cluster."""
+    """Return the process id of the only TrainerActor of this process's own cluster."""
     (pid,) = actor_pids("TrainerActor")
     return pid
 
 
 def latest_run(trainer: raysgd.Trainer) -> Any:
-    """The files of the latest run, once it has written all of them."""
-    trainer.get_last_checkpoint()  # waits until the run is closed, also one that failed
+    """Return the latest run from its files, when all are written."""
+    trainer.get_last_checkpoint()  # waits until the run is closed, also a failed one
     assert trainer.run_dir is not None
     return raysgd.load_run(trainer.run_dir)
 
 
 def events_of(trainer: raysgd.Trainer, kind: str) -> list[dict[str, Any]]:
-    """The data of the latest run's events of a kind, in order."""
+    """Return the data of the latest run's events of a kind, in order."""
     events = latest_run(trainer).events
     return list(events[events["kind"] == kind]["data"])
 
 
 def once(folder: str, what: str) -> bool:
-    """True for the first who asks, in whatever process."""
+    """Return True for the first caller of all processes."""
     try:
         Path(folder, what).touch(exist_ok=False)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""What tests of searches share: a search without its display, trials that count, and looks at what is left of them."""
+"""Helpers for tests of searches: a search without its display, trials that count, and checks for leftovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fit = Callable[..., tune.ResultGrid]
 
 
 def fit_in(folder: Path) -> Fit:
-    """Runs a search, whose files go to this folder."""
+    """Return a function that runs a search with its files in this folder."""
 
     def fit(trainable: Any, space: dict[str, Any] | None = None, **settings: Any) -> tune.ResultGrid:
         files = {"storage_path": str(folder), "verbose": 0, **settings.pop("files", {})}
@@ -40,38 +40,38 @@ def fit_in(folder: Path) -> Fit:
 
 
 def nothing_is_held() -> bool:
-    """Whether all resources are free, and no trial's group or process is left."""
+    """Return whether all resources are free, and no placement group or process of a trial is left."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return (
         free.get("CPU") == total["CPU"]
         and all(group["state"] == "REMOVED" for group in placement_group_table().values())
         and not actor_pids("WorkerActor")
         and not actor_pids("TrainerActor")
-        and not actor_pids("SeatGuard")
+        and not actor_pids("PlacementGuard")
     )
 
 
-def nobody_is_left() -> bool:
-    """Whether no trial's group or process is left."""
+def has_no_leftovers() -> bool:
+    """Return whether no placement group or process of a trial is left."""
     groups_are_gone = all(group["state"] == "REMOVED" for group in placement_group_table().values())
     return groups_are_gone and not ray_processes()
 
 
 def check_nothing_is_held() -> None:
-    """Trials must leave no resource, group or process behind.
+    """Check that trials left no resource, placement group or process behind.
 
     Ray 2.60 itself loses the CPU of a placement group that is removed right after it was asked for, as Tune does where it
     pauses trials (doc/design/0020-trials.md). Where a CPU is not free and nobody has it, the next test gets another
     cluster.
     """
-    assert until(nobody_is_left, PATIENCE_S), what_is_held()
+    assert until(has_no_leftovers, PATIENCE_S), describe_held_resources()
     if not until(nothing_is_held, 10):
-        warnings.warn(f"Ray has lost a CPU: {what_is_held()}", stacklevel=2)
+        warnings.warn(f"Ray has lost a CPU: {describe_held_resources()}", stacklevel=2)
         CLUSTER.renew()
 
 
-def what_is_held() -> str:
-    """For the message of a test that found something: what is not free, groups, and all that runs in the cluster."""
+def describe_held_resources() -> str:
+    """Describe the resources, placement groups and processes in use, for an error message."""
     groups = [(group["name"], group["state"]) for group in placement_group_table().values()]
     left = [group for group in groups if group[1] != "REMOVED"]
     free = {name: amount for name, amount in ray.available_resources().items() if name == "CPU" or "group" in name}
@@ -79,16 +79,16 @@ def what_is_held() -> str:
 
 
 def _leases() -> list[str]:
-    """What the node says of leases, some seconds ago."""
-    told = Path(ray._private.worker._global_node.get_session_dir_path(), "logs", "debug_state.txt")  # type: ignore[attr-defined]
-    lines = told.read_text().splitlines() if told.exists() else []
+    """Return the lines about leases in the node's debug file, which is some seconds old."""
+    state = Path(ray._private.worker._global_node.get_session_dir_path(), "logs", "debug_state.txt")  # type: ignore[attr-defined]
+    lines = state.read_text().splitlines() if state.exists() else []
     return [line.strip() for line in lines if "leas" in line.lower() or "pending" in line.lower()][:40]
 
 
 def counts(config: dict[str, Any]) -> str:
-    """Counts to ``steps``, by way of its checkpoints, or until there are ``until_size`` workers.
+    """Count to ``steps`` with a checkpoint per step, or until the group has ``until_size`` workers.
 
-    ``begin_together``: a folder in which two trials wait for each other.
+    ``begin_together``: a folder through which two trials wait for each other.
     """
     state = raysgd.load_checkpoint() or {"step": 0, "weight": 0.0}
     step, weight = state["step"], state["weight"]
@@ -111,21 +111,21 @@ def counts(config: dict[str, Any]) -> str:
 
 
 def column(result: Any, name: str) -> list[Any]:
-    """A metric of each round: where a save came late, Tune has the last one twice."""
+    """Return a metric of each round; after a late save, Tune has the last round twice."""
     return list(result.metrics_dataframe.drop_duplicates("training_iteration")[name])
 
 
 def events_in(result: Any) -> list[dict[str, Any]]:
-    """What a trial's run has in its journal of events."""
+    """Return the events in the journal of a trial's run."""
     return [json.loads(line) for line in Path(result.path, "run_001/events.jsonl").read_text().splitlines()]
 
 
 class TuneWaits(Exception):
-    """All trials that are not over are paused, and their scheduler asks for none of them, for whatever reason."""
+    """Raised when all unfinished trials are paused and their scheduler resumes none of them."""
 
 
 class Progress(tune.Callback):
-    """Ends a search in which nothing goes on, saying in which states its trials are."""
+    """Ends a search that makes no progress, with an error that lists the states of its trials."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -137,11 +137,11 @@ class Progress(tune.Callback):
             self._last, self._seen = time.monotonic(), seen
         elif time.monotonic() - self._last > self._limit_s:
             is_tunes = {trial.status for trial in trials} <= {"PAUSED", "TERMINATED"}
-            raise (TuneWaits if is_tunes else AssertionError)(f"nothing goes on: {seen}; {what_is_held()}")
+            raise (TuneWaits if is_tunes else AssertionError)(f"no progress: {seen}; {describe_held_resources()}")
 
 
-class Told(tune.Callback):
-    """All results that Tune was given, by the trial's number; its own files lose some where a paused trial goes on."""
+class Reported(tune.Callback):
+    """Records all results that Tune received, by trial; Tune's own files lose some when a paused trial resumes."""
 
     def __init__(self) -> None:
         self.results: dict[str, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""A worker's session, and fakes of all it talks to."""
+"""A worker session, and fakes of everything that it uses."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.session.base import Identity
+from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Saved, WorkerEvent
-from raysgd.session.outbox import Outbox
 from raysgd.session.worker import Codec, WorkerSession
 
 
 class FakeWriter:
-    """Remembers what was given to be written; raises where a state is an exception."""
+    """Records requested writes; raises a state that is an exception."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, Any]] = []
         self.rank_states: list[dict[str, Any]] = []
 
-    def save(self, call: int, state: Any, rank_state: dict[str, Any], *, trusted: bool, shared_by: int | None) -> None:
+    def save(
+        self, call: int, state: Any, rank_state: dict[str, Any], *, allow_pickle: bool, shared_by: int | None
+    ) -> None:
         if isinstance(state, Exception):
             raise state
-        self.calls.append(("state", call, (state, trusted)))
+        self.calls.append(("state", call, (state, allow_pickle)))
         self.rank_states.append(rank_state)
 
     def save_files(self, call: int, path: Any, rank_state: dict[str, Any]) -> None:
@@ -33,6 +35,8 @@ class FakeWriter:
     def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
         self.calls.append(("nothing", call, None))
         self.rank_states.append(rank_state)
+
+    def close(self, *, wait_held: bool = False) -> None: ...
 
 
 @dataclass
@@ -44,23 +48,23 @@ class FakeStart:
     on_unusable: Callable[[Exception], None] | None = None
 
     def load(
-        self, rank: int, world_size: int, *, trusted: bool, on_unusable: Callable[[Exception], None]
+        self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
         self.on_unusable = on_unusable
-        return (self.name, rank, world_size, trusted), {"generators": self.generators}
+        return (self.name, rank, world_size, allow_pickle), {"generators": self.generators}
 
 
 class FakeLink:
-    """A controller that answers at once."""
+    """A controller that answers immediately."""
 
     def __init__(self) -> None:
-        self.meetings: list[tuple[str, int, bytes | None]] = []
+        self.barriers: list[tuple[str, int, bytes | None]] = []
         self.answer: bytes | None = b""
         self.newest: FakeStart | None = None
         self.questions: list[tuple[int, int]] = []
 
-    def meet(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        self.meetings.append((what, index, payload))
+    def join_barrier(self, what: str, index: int, payload: bytes | None) -> bytes | None:
+        self.barriers.append((what, index, payload))
         return payload if payload is not None else self.answer
 
     def newest_checkpoint(self, index: int, num_saves: int) -> FakeStart | None:
@@ -69,17 +73,17 @@ class FakeLink:
 
 
 class Worker:
-    """A session and all its neighbours."""
+    """A session with fakes around it."""
 
     def __init__(self, rank: int = 0, world_size: int = 2, **settings: Any) -> None:
         self.writer = FakeWriter()
         self.link = FakeLink()
-        self.outbox = Outbox(0)
+        self.event_queue = EventQueue(0)
         self.loaded: list[Any] = []
         given: dict[str, Any] = {"start": None, "time_before_s": 0.0, **settings}
         self.session = WorkerSession(
             Identity(world_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
-            outbox=self.outbox,
+            event_queue=self.event_queue,
             writer=self.writer,  # type: ignore[arg-type]
             link=self.link,
             codec=Codec(pickle.dumps, pickle.loads),
@@ -93,11 +97,11 @@ class Worker:
         self.session.report(metrics)
 
     def save(self, state: Any = "state", **options: Any) -> None:
-        given = {"files": False, "metrics": None, "all_ranks": False, "trusted": False, **options}
+        given = {"files": False, "metrics": None, "all_ranks": False, "allow_pickle": False, **options}
         self.session.save_checkpoint(state, **given)
 
     def sent(self) -> list[WorkerEvent]:
-        return self.outbox.drain(0)
+        return self.event_queue.drain(0)
 
     def saved(self) -> list[Saved]:
         return [event for event in self.sent() if isinstance(event, Saved)]

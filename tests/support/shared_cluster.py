@@ -1,4 +1,4 @@
-"""One Ray cluster for all test modules that want the same: a start takes Ray some five seconds."""
+"""One Ray cluster for all test modules with the same settings: a start takes some five seconds."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import ray
 from support.cluster import start_ray
 
 _DEFAULTS = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": True, "namespace": "tests"}
-#: How the processes that Ray has for itself are called.
+#: Parts of the command lines of Ray's own processes.
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/site-packages/ray/")
 
 
 class SharedCluster:
-    """The cluster that is up, if one is."""
+    """The running cluster, if there is one."""
 
     def __init__(self) -> None:
         self._settings: dict[str, Any] | None = None
         self._info: dict[str, Any] = {}
 
     @property
-    def is_up(self) -> bool:
+    def is_running(self) -> bool:
         return self._settings is not None and ray.is_initialized()
 
     def get(self, **settings: Any) -> dict[str, Any]:
-        """One with these settings: that of the module before, or a new one."""
+        """Return the running cluster if it has these settings, else a new one."""
         wanted = _DEFAULTS | settings
-        if not self.is_up or self._settings != wanted:
+        if not self.is_running or self._settings != wanted:
             self.stop()
             self._info = start_ray(**wanted)
             self._settings = wanted
         return self._info
 
     def stop(self) -> None:
-        """The next module gets another one."""
+        """Stop the cluster, so that the next module gets a new one."""
         if self._settings is not None:
             self._settings = None
             ray.shutdown()
 
     def renew(self) -> None:
-        """Another one in its place."""
+        """Replace the cluster by a new one with the same settings."""
         settings = self._settings or {}
         self.stop()
         self.get(**settings)
 
     def owns(self, process: psutil.Process) -> bool:
-        """Whether it is one of those that are there as long as the cluster, with nothing of a test in it."""
+        """Return whether a process lives as long as the cluster and holds nothing of a test."""
         try:
-            return self.is_up and any(name in " ".join(process.cmdline()) for name in _RAYS_OWN)
+            return self.is_running and any(name in " ".join(process.cmdline()) for name in _RAYS_OWN)
         except psutil.Error:
             return False
 

@@ -1,4 +1,4 @@
-"""The code in the project's documents: fenced blocks of Markdown, and what the examples say about their tests."""
+"""The code in the project's documents: fenced blocks of Markdown, and the test headers of the examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADER = re.compile(r"^# test:(?P<arguments>.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block: its language, its code, the file and line it stands at, and whether it is only compiled."""
+    """A fenced block: its language, its code, its file and line, and whether it is only compiled."""
 
     path: Path
     line: int
@@ -26,17 +26,17 @@ class Snippet:
     runs: bool
 
     def compiled(self) -> CodeType:
-        """The code, with line numbers of the document, so that a traceback shows the document's own lines."""
+        """Compile the code with the line numbers of the document, so that a traceback shows its lines."""
         return compile("\n" * self.line + self.code, str(self.path), "exec")
 
 
 def documents() -> list[Path]:
-    """README and all pages of the documentation."""
+    """Return the README and all pages of the documentation."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "doc").rglob("*.md"))]
 
 
 def snippets(path: Path, *languages: str) -> list[Snippet]:
-    """The fenced blocks of a document, in order. A block that is indented, as in a list, counts too."""
+    """Return the fenced blocks of a document in order, including indented blocks, as in a list."""
     found: list[Snippet] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     number = 0
@@ -66,7 +66,7 @@ def _is_not_run(lines: list[str], start: int) -> bool:
 
 
 def run_snippets(found: list[Snippet]) -> dict[str, Any]:
-    """Run snippets in order, in one namespace, as a reader would who types them in one after the other."""
+    """Run snippets in order in one namespace, as a reader who types them one after the other."""
     namespace: dict[str, Any] = {"__name__": "__main__"}  # so that functions are pickled by value, as in a notebook
     for snippet in found:
         code = snippet.compiled()
@@ -76,12 +76,12 @@ def run_snippets(found: list[Snippet]) -> dict[str, Any]:
 
 
 def arguments_of(example: Path) -> list[str] | None:
-    """What the header ``# test: --epochs 1`` says an example is run with in the tests; None where there is no header."""
+    """Return the test arguments of an example from its header ``# test: --epochs 1``, or None without a header."""
     header = _HEADER.search(example.read_text(encoding="utf-8"))
     return None if header is None else shlex.split(header["arguments"])
 
 
 def make_targets() -> set[str]:
-    """The targets of the Makefile that are meant to be called."""
+    """Return the public targets of the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z]+):(?!=)", makefile, re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))

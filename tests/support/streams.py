@@ -1,4 +1,4 @@
-"""Lazy datasets without Ray: what stands for a `ray.data.Dataset`, its blocks, and the process that executes it."""
+"""Lazy datasets without Ray: doubles of a `ray.data.Dataset`, its blocks, and the process that executes it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from raysgd.data.stream import Have, Known, PassKey, StreamLostError
-from raysgd.data.stream_host import StreamHost
+from raysgd.data.streams.host import StreamHost
+from raysgd.data.streams.stream import PassKey, PassState, ReaderState, StreamLostError
 
 
 class LazyRows:
-    """Numbered rows, made as they are asked for. ``cuts`` says of each execution in which blocks they come.
+    """A lazy dataset of numbered rows. ``cuts`` returns the block sizes of each execution.
 
     Attributes:
         num_made: Blocks made in all executions.
-        num_executions: How often it was executed.
+        num_executions: How often the dataset was executed.
+        num_closed: How many executions have ended.
     """
 
     def __init__(self, cuts: Callable[[int], Iterable[int]], fails_at: int | None = None) -> None:
@@ -48,37 +49,39 @@ class LazyRows:
 
 
 def bundle(table: Any) -> Any:
-    """What Ray gives of a block."""
+    """Return a block in the form in which Ray Data yields it."""
     metadata = SimpleNamespace(num_rows=table.num_rows, size_bytes=table.nbytes)
     return SimpleNamespace(schema=table.schema, blocks=[SimpleNamespace(ref=table, metadata=metadata)], slices=(None,))
 
 
 class HostInThread:
-    """A `Stream` whose host is asked in an event loop in a thread, as an actor's is. ``restart`` loses all that it has."""
+    """A `Stream` whose host runs in an event loop in a thread, as in an actor. ``restart`` loses the host's state."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.host = StreamHost(dataset)
-        self.num_asked = 0
+        self.num_requests = 0
         self._generation = 0
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
     def restart(self) -> None:
-        self._in_loop(self._begin_anew)
+        self._in_loop(self._replace_host)
 
-    def look(self, key: PassKey) -> Known:
-        while (known := self._ask("look", key)) is None:
+    def inspect(self, key: PassKey) -> PassState:
+        while (state := self._ask("inspect", key)) is None:
             pass
-        return known  # type: ignore[no-any-return]
+        return state  # type: ignore[no-any-return]
 
-    def extend(self, key: PassKey, rank: int, needed: int, upto: int, have: Have, is_over: Callable[[], bool]) -> Known:
-        self.num_asked += 1
-        return _there(self._ask("extend", key, rank, needed, upto, have))  # type: ignore[no-any-return]
+    def wait_for_rows(
+        self, key: PassKey, rank: int, needed: int, upto: int, have: ReaderState, is_over: Callable[[], bool]
+    ) -> PassState:
+        self.num_requests += 1
+        return _not_lost(self._ask("wait_for_rows", key, rank, needed, upto, have))  # type: ignore[no-any-return]
 
-    def blocks(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any]:
-        return _there(self._ask("blocks", key, execution, numbers))  # type: ignore[no-any-return]
+    def block_refs(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any]:
+        return _not_lost(self._ask("block_refs", key, execution, numbers))  # type: ignore[no-any-return]
 
     def fetch(self, ref: Any) -> Any:
         return ref[0]
@@ -87,8 +90,8 @@ class HostInThread:
         self._ask("leave", key, rank)
 
     def num_held(self) -> int:
-        """Blocks that it holds on to."""
-        return sum(len(one.index._refs) for one in self.host._passes.values())
+        """Return the number of blocks that the host keeps references to."""
+        return sum(len(each.index._refs) for each in self.host._passes.values())
 
     def num_passes(self) -> int:
         return self._ask("num_passes")  # type: ignore[no-any-return]
@@ -99,14 +102,14 @@ class HostInThread:
         self._thread.join()
         self.loop.close()
 
-    def _begin_anew(self) -> None:
+    def _replace_host(self) -> None:
         self._end_passes()
         self._generation += 1
         self.host = StreamHost(self.dataset)
 
     def _end_passes(self) -> None:
-        for one in self.host._passes.values():
-            one.close()
+        for each in self.host._passes.values():
+            each.close()
 
     def _in_loop(self, change: Callable[[], None]) -> None:
         async def make() -> None:
@@ -132,7 +135,7 @@ def hosted(dataset: Any) -> Iterator[HostInThread]:
         host.close()
 
 
-def _there(answer: Any) -> Any:
+def _not_lost(answer: Any) -> Any:
     if answer is None:
         raise StreamLostError
     return answer

@@ -1,4 +1,4 @@
-"""The file of an offline W&B run, read back: what W&B would be sent."""
+"""Read the file of an offline W&B run: the records that W&B would receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_BYTES, HEADER_BYTES = 32768, 7
 
 
 def records(data: bytes) -> list[Any]:
-    """The records of an offline run's file: LevelDB's log format behind seven bytes of identification."""
+    """Return the records of an offline run's file: LevelDB's log format after seven bytes of identification."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found, parts, position = [], b"", HEADER_BYTES
@@ -31,7 +31,7 @@ def records(data: bytes) -> list[Any]:
 
 
 def read(run_dir: Path) -> list[Any]:
-    """The records of a run that has ended. The service writes the last of them after the run's finish has returned."""
+    """Return the records of a finished run. The service writes the last ones after `finish` returned."""
     (file,) = run_dir.rglob("run-*.wandb")
     until(lambda: exit_codes(records(file.read_bytes())), timeout_s=20)
     return records(file.read_bytes())
@@ -43,7 +43,7 @@ def rows(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def updates(found: list[Any], kind: str) -> dict[str, Any]:
-    """The last value of each item that the run's ``config`` or ``summary`` was given."""
+    """Return the last value of each item of the run's ``config`` or ``summary``."""
     items = [item for record in found for item in getattr(getattr(record, kind), "update", ())]
     if kind == "config":
         items += [item for record in found for item in record.run.config.update]

@@ -1,4 +1,4 @@
-"""Where all processes of a test stand, just before its time is over: what hangs is in another process than the test."""
+"""Prints the stacks of all processes of a test shortly before its timeout: most hangs are in another process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 from support import leftovers
 
-#: Seconds before the end of a test's time; looking at a process takes one or so on a busy machine.
+#: Seconds before the timeout; the stack of one process takes about one second on a busy machine.
 BEFORE_S = 25.0
 _FRAMES = 8
 _JOURNALS, _LINES, _MAX_LINE = 2, 4, 300
@@ -27,8 +27,8 @@ _PY_SPY = Path(sys.executable).with_name("py-spy")
 
 @contextmanager
 def watching(timeout_s: float, folder: Path) -> Iterator[None]:
-    """Print where the processes stand, and the newest runs below the folder, if this is not left in time."""
-    timer = threading.Timer(max(timeout_s - BEFORE_S, timeout_s / 2), _tell, (folder,))
+    """Print stacks and the newest runs below the folder if the block does not end in time."""
+    timer = threading.Timer(max(timeout_s - BEFORE_S, timeout_s / 2), _print_state, (folder,))
     timer.daemon = True
     timer.name = "watchdog"
     timer.start()
@@ -39,21 +39,21 @@ def watching(timeout_s: float, folder: Path) -> Iterator[None]:
         timer.join(0.1)
 
 
-def _tell(folder: Path) -> None:
-    """Part by part: there may not be time for all."""
-    print("the time of this test is nearly over; its processes stand at:", file=sys.stderr, flush=True)
+def _print_state(folder: Path) -> None:
+    """Print part by part, because time may run out."""
+    print("this test is near its timeout; the stacks of its processes:", file=sys.stderr, flush=True)
     parts = chain(
         [f"load {os.getloadavg()}"],
         _journals(folder),
         (_stacks(process) for process in leftovers.marked_processes() if _is_of_interest(process)),
     )
-    with contextlib.suppress(OSError, psutil.Error):  # something ended meanwhile
+    with contextlib.suppress(OSError, psutil.Error):  # a process ended meanwhile
         for part in parts:
             print(part, file=sys.stderr, flush=True)
 
 
 def _journals(folder: Path) -> Iterator[str]:
-    """The ends of those that were last written."""
+    """Yield the last lines of the newest journals."""
     newest = sorted(folder.glob("**/run_*/events.jsonl"), key=lambda path: path.stat().st_mtime)[-_JOURNALS:]
     for path in newest:
         lines = [line for line in path.read_text(errors="replace").splitlines() if '"kind":"sample"' not in line]
@@ -73,7 +73,7 @@ def _is_of_interest(process: psutil.Process) -> bool:
 
 
 def _stacks(process: psutil.Process) -> str:
-    """The threads of a process that are in code of ours, or of the test; of each the innermost calls."""
+    """Return the innermost calls of the threads that are in code of raysgd or of a test."""
     try:
         name, cpu_s, status = process.cmdline()[0], sum(process.cpu_times()[:2]), process.status()
         done = subprocess.run([_PY_SPY, "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=10)

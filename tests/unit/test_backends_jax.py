@@ -1,4 +1,4 @@
-"""Which of JAX's errors follow from the loss of a peer, and which devices a worker has. GPUs and TPUs are pretended."""
+"""JAX errors that follow from a lost peer are recognised, and a worker gets the right devices. GPUs and TPUs are faked."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from raysgd.backends.base import Member
 from raysgd.backends.jax import JaxBackend, JaxConfig
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install raysgd[jax]")
+pytestmark = pytest.mark.jax
 CLOSED = "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
 @pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
-def test_what_gloo_says_follows_in_whichever_class_it_comes(kind: type[Exception]) -> None:
+def test_gloo_error_is_a_collective_error_in_any_class(kind: type[Exception]) -> None:
     assert JaxBackend(JaxConfig()).is_collective_error(kind(CLOSED))
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("shapes differ; the connection"), KeyError("gloo"), jax.errors.JaxRuntimeError("INTERNAL")]
 )
-def test_other_errors_are_causes(error: Exception) -> None:
+def test_other_errors_are_not_collective_errors(error: Exception) -> None:
     assert not JaxBackend(JaxConfig()).is_collective_error(error)
 
 
-class HasBegunError(Exception):
-    """`jax.distributed` would be initialised now."""
+class InitializeCalledError(Exception):
+    """The backend called `jax.distributed.initialize`."""
 
 
 @pytest.mark.parametrize(
@@ -46,13 +47,13 @@ def test_devices_are_chosen_before_a_group_is_formed(
     chosen: dict[str, Any] = {}
 
     def initialize(**settings: Any) -> None:
-        raise HasBegunError
+        raise InitializeCalledError
 
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     member = Member(1, 2, 1, 2, 0, "127.0.0.1:1", "127.0.0.1", has_gpu=has_gpu)
-    with pytest.raises(HasBegunError):
-        config.make().set_up(member)
+    with pytest.raises(InitializeCalledError):
+        config.make_backend().init_process_group(member)
     assert chosen.get("jax_platforms") == platforms
     assert chosen.get("jax_num_cpu_devices") == cpu_devices
     assert chosen.get("jax_cpu_collectives_implementation") == ("gloo" if cpu_devices else None)

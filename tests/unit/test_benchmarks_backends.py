@@ -14,11 +14,12 @@ from support.project import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from bench import backend_rows, results
+from bench import results
 from bench.measures import BACKENDS, load_measure
+from bench.pages.backends import PAGE
 from bench.picture import draw_rows
-from bench.rows import fill_rows
 from bench.systems import FRAMEWORKS, TITLES, framework_of, missing_framework
+from bench.table import fill_rows
 
 MACHINE = {"cores": 2, "processor": "a processor", "memory_gib": 8.0, "system": "Linux 6", "versions": {}}
 
@@ -33,29 +34,29 @@ def make_document(**measures: dict[str, dict[str, list[float]]]) -> results.Docu
 
 
 def rows_of(document: results.Document) -> dict[str, dict[str, Any]]:
-    return {row["key"]: row for row in fill_rows(document, backend_rows.ROWS)}
+    return {row["key"]: row for row in fill_rows(document, PAGE.rows)}
 
 
-def test_every_row_tells_a_series_that_its_measure_gives_of_systems_that_it_compares() -> None:
-    for row in backend_rows.ROWS:
+def test_rows_show_series_of_their_measure_and_its_systems() -> None:
+    for row in PAGE.rows:
         measure = load_measure(row.measure)
-        assert row.series in measure.UNITS and row.ours in measure.SYSTEMS, row.key
-        assert {limit.of for limit in row.limits} <= {None, *measure.SYSTEMS}, row.key
+        assert row.series in measure.units and row.ours in measure.systems, row.key
+        assert {limit.of for limit in row.limits} <= {None, *measure.systems}, row.key
         assert row.peers is not None and set(row.peers) <= set(TITLES), row.key
         assert {framework_of(peer) for peer in row.peers} <= {FRAMEWORKS[row.ours]}, row.key
-    assert {row.measure for row in backend_rows.ROWS} == set(BACKENDS)
-    assert len({row.key for row in backend_rows.ROWS}) == len(backend_rows.ROWS)
+    assert {row.measure for row in PAGE.rows} == set(BACKENDS)
+    assert len({row.key for row in PAGE.rows}) == len(PAGE.rows)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_sizes_are_plain_data(name: str) -> None:
     measure = load_measure(name)
-    for system in measure.SYSTEMS:
-        full, quick = measure.params(system, quick=False), measure.params(system, quick=True)
+    for system in measure.systems:
+        full, quick = measure.params(system, False), measure.params(system, True)
         assert json.loads(json.dumps(full)).keys() == quick.keys()
 
 
-def test_each_backend_is_told_beside_its_own_framework() -> None:
+def test_each_backend_is_compared_with_its_own_framework() -> None:
     seconds = {"torchrun": 2.0, "raysgd_torch": 2.1, "raysgd_horovod": 3.0, "horovod_executor": 2.0, "horovodrun": 6.0}
     document = make_document(backend_start={system: {"cold_s": [value]} for system, value in seconds.items()})
     rows = rows_of(document)
@@ -63,7 +64,7 @@ def test_each_backend_is_told_beside_its_own_framework() -> None:
     assert rows["start_horovod"]["cells"].keys() == {"horovod_executor", "horovodrun", "raysgd"}
     assert (rows["start_torch"]["met"], rows["start_horovod"]["met"]) == (True, False)
     assert rows["start_jax"]["cells"] == {} and rows["start_jax"]["met"] is None
-    page = backend_rows.render_page(document)
+    page = PAGE.render(document)
     assert (
         "| RayExecutor 2 s, horovodrun 6 s | **3 s** | 1.5x RayExecutor, 0.5x horovodrun | ≤ 1.2x RayExecutor | **no** |"
         in page
@@ -75,28 +76,28 @@ def test_more_bandwidth_is_better(tmp_path: Path) -> None:
     document = make_document(backend_allreduce=systems)
     rows = rows_of(document)
     assert (rows["allreduce_jax_1_MiB"]["met"], rows["allreduce_jax_4_KiB"]["met"]) == (False, True)
-    told = "| JAX: all-reduce of 4 KiB | plain JAX 10 MB/s | **12 MB/s** | 1.2x plain JAX | ≥ 0.95x plain JAX | yes |"
-    assert told in backend_rows.render_page(document)
+    line = "| JAX: all-reduce of 4 KiB | plain JAX 10 MB/s | **12 MB/s** | 1.2x plain JAX | ≥ 0.95x plain JAX | yes |"
+    assert line in PAGE.render(document)
     assert draw_rows(list(rows.values()), tmp_path / "backends.svg") == tmp_path / "backends.svg"
 
 
-def test_blocks_that_were_measured_after_each_other_are_compared_with_each_other() -> None:
+def test_neighbouring_blocks_are_compared_in_pairs() -> None:
     """The machine was three times as fast in some of them."""
     series = {"jax": [10e6, 30e6, 10e6, 32e6, 31e6, 30e6], "raysgd_jax": [9.8e6, 29.4e6, 9.8e6, 9.9e6, 9.7e6, 33e6]}
     document = make_document(backend_allreduce={system: {"4 KiB": samples} for system, samples in series.items()})
     row = rows_of(document)["allreduce_jax_4_KiB"]
     assert row["cells"]["jax"]["ratio"]["value"] == 0.98 and row["met"] is True
     assert "| plain JAX 30 MB/s | **9.85 MB/s** | 0.98x (0.309 to 1.1) plain JAX | ≥ 0.95x plain JAX | yes |" in (
-        backend_rows.render_page(document)
+        PAGE.render(document)
     )
-    series["jax"].pop()  # it failed in a repetition: these are no pairs
+    series["jax"].pop()  # a repetition failed: no pairs
     document = make_document(backend_allreduce={system: {"4 KiB": samples} for system, samples in series.items()})
     row = rows_of(document)["allreduce_jax_4_KiB"]
     assert "ratio" not in row["cells"]["jax"] and row["met"] is False
 
 
 def test_a_page_without_figures_says_so() -> None:
-    page = backend_rows.render_page(results.new_document(MACHINE))
+    page = PAGE.render(results.new_document(MACHINE))
     assert "Nothing has been measured yet." in page and "backends.svg" not in page
 
 
@@ -108,7 +109,7 @@ def test_horovods_timeout_is_part_of_its_limit() -> None:
     assert [rows[f"kill_{name}"]["met"] for name in ("torch", "horovod", "jax")] == [False, True, None]
 
 
-def test_a_framework_that_is_not_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_frameworks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "horovod" else object())
     missing = {system for system in TITLES if missing_framework(system)}
     assert missing == {"horovod_executor", "horovodrun"}

@@ -17,9 +17,10 @@ from support.project import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from bench import results, rows, stats, table
+from bench import results, table
 from bench.measures import NAMES, load_measure
-from bench.schedule import make_turns
+from bench.pages.comparison import PAGE
+from bench.program import make_turns
 
 MACHINE = {
     "cores": 2,
@@ -28,8 +29,8 @@ MACHINE = {
     "system": "Linux 6",
     "versions": {"ray": "2.60.0"},
 }
-COLD = next(row for row in rows.ROWS if row.key == "cold")
-RATE = next(row for row in rows.ROWS if row.key == "rate")
+COLD = next(row for row in PAGE.rows if row.key == "cold")
+RATE = next(row for row in PAGE.rows if row.key == "rate")
 
 
 def make_document(measure: str, samples: dict[str, dict[str, list[float]]]) -> results.Document:
@@ -40,9 +41,9 @@ def make_document(measure: str, samples: dict[str, dict[str, list[float]]]) -> r
     return document
 
 
-def fill(row: rows.Row, **samples: list[float]) -> dict[str, Any]:
+def fill(row: table.Row, **samples: list[float]) -> dict[str, Any]:
     document = make_document(row.measure, {system: {row.series: values} for system, values in samples.items()})
-    return rows.fill_row(row, document["measures"][row.measure])
+    return table.fill_row(row, document["measures"][row.measure])
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------
@@ -50,24 +51,19 @@ def fill(row: rows.Row, **samples: list[float]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("share", "expected"), [(0, 1), (0.25, 1.75), (0.5, 2.5), (1, 4)])
 def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None:
-    assert stats.quantile([4, 1, 3, 2], share) == expected
-
-
-def test_a_quantile_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no samples"):
-        stats.quantile([], 0.5)
+    assert results.quantile([4, 1, 3, 2], share) == expected
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [(123456.789, 123460), (0.00012345678, 0.00012346), (0, 0), (-1.5, -1.5)]
 )
 def test_rounding_keeps_five_digits(value: float, expected: float) -> None:
-    assert stats.rounded(value) == expected
+    assert results.rounded(value) == expected
 
 
 @pytest.mark.parametrize(("costs", "expected"), [([1, 8, 64], 1), ([1, 3, 4096], 2), ([5, 5, 5], 0)])
 def test_growth_is_the_exponent(costs: list[float], expected: float) -> None:
-    assert stats.growth([1, 8, 64], costs) == pytest.approx(expected)
+    assert results.growth([1, 8, 64], costs) == pytest.approx(expected)
 
 
 # -- the document -------------------------------------------------------------------------------------------------
@@ -76,18 +72,18 @@ def test_growth_is_the_exponent(costs: list[float], expected: float) -> None:
 @given(st.integers(6, 200), st.randoms(use_true_random=False))
 def test_a_median_lies_in_its_interval(number: int, random: Random) -> None:
     samples = random.sample(range(10**6), number)
-    interval = stats.median_interval(samples)
+    interval = results.median_interval(samples)
     assert interval is not None
     low, high = interval
-    assert low <= stats.quantile(samples, 0.5) <= high
+    assert low <= results.quantile(samples, 0.5) <= high
     # The interval of the binomial distribution of how many samples are below the true median.
     below = [sum(sample < end for sample in samples) for end in interval]
     covered = sum(math.comb(number, count) for count in range(below[0] + 1, below[1] + 1)) / 2**number
     assert covered >= 0.95
 
 
-def test_few_samples_tell_no_interval() -> None:
-    assert stats.median_interval([1.0] * 5) is None
+def test_few_samples_give_no_interval() -> None:
+    assert results.median_interval([1.0] * 5) is None
 
 
 def test_samples_of_all_repetitions_are_pooled() -> None:
@@ -125,20 +121,20 @@ def test_the_factor_counts_what_is_better_as_more() -> None:
     assert fill(RATE, raysgd=[99_000.0])["met"] is False
 
 
-def test_every_row_tells_a_series_that_its_measure_gives() -> None:
+def test_rows_show_series_of_their_measure() -> None:
     assert {
-        (row.measure, row.series) for row in rows.ROWS if row.series not in load_measure(row.measure).UNITS
+        (row.measure, row.series) for row in PAGE.rows if row.series not in load_measure(row.measure).units
     } == set()
-    assert {row.measure for row in rows.ROWS} == set(NAMES)
+    assert {row.measure for row in PAGE.rows} == set(NAMES)
 
 
 # -- the page -----------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_measure_is_told_and_the_others_stand() -> None:
+def test_failed_measure_is_shown_next_to_the_others() -> None:
     document = make_document("start", {"raysgd": {"cold_s": [4.0]}, "bare": {"cold_s": [3.9]}})
     results.add_samples(document, "start", "ray_train", {}, {"error": "RuntimeError: a | b"})
-    line = next(line for line in table.render_page(document).splitlines() if line.startswith("| cold"))
+    line = next(line for line in PAGE.render(document).splitlines() if line.startswith("| cold"))
     assert "failed: RuntimeError: a / b" in line
     assert "bare actors 3.9 s" in line
     assert "**4 s**" in line
@@ -147,19 +143,19 @@ def test_a_failed_measure_is_told_and_the_others_stand() -> None:
 
 def test_a_missed_target_stands_out() -> None:
     document = make_document("exception", {"raysgd": {"seconds": [0.5]}, "ray_train": {"seconds": [2.0]}})
-    line = next(line for line in table.render_page(document).splitlines() if line.startswith("| exception"))
+    line = next(line for line in PAGE.render(document).splitlines() if line.startswith("| exception"))
     assert "| 4x | ≤ 0.3 s | **no** |" in line
 
 
-def test_what_is_missed_is_told_with_the_reason() -> None:
+def test_missed_targets_are_listed_with_the_reason() -> None:
     def page(percent: float) -> str:
-        return table.render_page(make_document("overhead", {"raysgd": {"percent": [percent]}}))
+        return PAGE.render(make_document("overhead", {"raysgd": {"percent": [percent]}}))
 
     assert "- **cost in a 10 ms step that reports every 10th**: 1.5 % (≤ 1 %). The two workers keep both" in page(1.5)
     assert "What is missed" not in page(0.5)
     missed = table.missed([fill(RATE, raysgd=[99_000.0])], {})
     assert missed.endswith("No reason is known.\n")
-    assert set(table._WHY_MISSED) <= {row.key for row in rows.ROWS}
+    assert set(PAGE.reasons) <= {row.key for row in PAGE.rows}
 
 
 @pytest.mark.parametrize(
@@ -170,14 +166,14 @@ def test_numbers_have_three_digits_that_matter(value: float, expected: str) -> N
     assert table.number(value) == expected
 
 
-def test_scale_is_told_with_its_verdict_and_its_failures() -> None:
+def test_scale_section_shows_conclusion_and_failures() -> None:
     point = {
         "workers": 8, "reports_per_s": 80.0, "items_per_s": 80.0, "cpu_share": 0.01, "cpu_per_report_s": 1.3e-4,
         "memory_growth_mib": 0.3, "latency_p50_s": 0.004, "latency_p99_s": 0.04,
     }  # fmt: skip
     document = results.new_document(MACHINE)
     document["scale"] = {"simulated": [point, {"workers": 512, "error": "it broke"}], "verdict": "It grows."}
-    page = table.render_page(document)
+    page = PAGE.render(document)
     assert "| 8 | 80 | 80 | 1 % | 130 us | 0.3 MiB | 4 ms | 40 ms |" in page
     assert "| 512 | failed: it broke |" in page
     assert "It grows." in page
@@ -198,6 +194,6 @@ def test_systems_take_turns_and_warm_measures_share_a_process() -> None:
 def test_sizes_are_plain_data_and_smaller_when_quick() -> None:
     for name in NAMES:
         measure = load_measure(name)
-        for system in measure.SYSTEMS:
-            full, quick = measure.params(system, quick=False), measure.params(system, quick=True)
+        for system in measure.systems:
+            full, quick = measure.params(system, False), measure.params(system, True)
             assert json.loads(json.dumps(full)).keys() == quick.keys()

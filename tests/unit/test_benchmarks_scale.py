@@ -12,7 +12,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from bench.scale_simulated import measure
 
 
-async def test_a_simulated_run_gives_all_its_reports(tmp_path: Path) -> None:
+async def test_simulated_run_delivers_all_reports(tmp_path: Path) -> None:
     found = await measure(num_workers=3, seconds=0.3, folder=str(tmp_path))
     assert found["workers"] == 3
     assert found["reports_per_s"] > 0

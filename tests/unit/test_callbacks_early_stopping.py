@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import CallbackRunner, EarlyStoppingCallback
+from raysgd.callbacks import EarlyStoppingCallback
+from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import ConfigError, MetricError
 from raysgd.testing.callback_suite import make_info, make_result
 
@@ -40,13 +41,13 @@ def stopped_at(callback: EarlyStoppingCallback, values: Sequence[Any], metric: s
         ({"patience": 2, "nan_is_failure": False}, [1.0, math.nan, math.nan], 3),
     ],
 )
-def test_it_stops_after_patience_results_without_improvement(
+def test_run_ends_after_patience_results_without_improvement(
     settings: dict[str, Any], values: list[float], expected: int | None
 ) -> None:
     assert stopped_at(EarlyStoppingCallback("loss", **settings), values) == expected
 
 
-def test_the_reason_says_what_was_best_and_when() -> None:
+def test_reason_names_the_best_value_and_its_iteration() -> None:
     callback = EarlyStoppingCallback("val/acc", mode="max", patience=2)
     runner = CallbackRunner([callback], print)
     runner.start(make_info(Path("run")))
@@ -57,14 +58,14 @@ def test_the_reason_says_what_was_best_and_when() -> None:
     assert stops[3].reason == reason
 
 
-def test_it_asks_once() -> None:
+def test_stop_is_raised_once() -> None:
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=2)], print)
     runner.start(make_info(Path("run")))
     stops = [runner.result(make_result(iteration, loss=1.0)) for iteration in range(1, 10)]
     assert [iteration for iteration, stop in enumerate(stops, start=1) if stop is not None] == [3]
 
 
-def test_rounds_made_again_do_not_count_twice() -> None:
+def test_repeated_results_count_once() -> None:
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
     runner.start(make_info(Path("run")))
     rounds = [(1, 1, 1.0), (2, 1, 2.0), (3, 1, 2.0), (2, 2, 2.0), (3, 2, 2.0), (4, 2, 0.5), (5, 2, 0.6)]
@@ -80,24 +81,25 @@ def test_results_without_the_metric_do_not_count() -> None:
     assert runner.result(make_result(20, val=1.0)) is not None
 
 
-def test_a_metric_that_never_comes_is_told_with_those_that_do() -> None:
-    with pytest.warns(UserWarning, match=r"no result has had 'los'.*they have loss, "):
-        stopped_at(EarlyStoppingCallback("los"), [1.0] * 30)
+def test_metric_that_is_never_reported_is_logged_once_with_those_that_are(caplog: pytest.LogCaptureFixture) -> None:
+    stopped_at(EarlyStoppingCallback("los"), [1.0] * 30)
+    (record,) = caplog.records
+    assert "no result has had 'los'" in record.getMessage() and "they have loss, " in record.getMessage()
 
 
-def test_a_second_run_starts_anew() -> None:
+def test_second_run_resets_early_stopping() -> None:
     callback = EarlyStoppingCallback("loss", patience=2)
     assert stopped_at(callback, [1, 2, 2]) == 3
     assert stopped_at(callback, [9, 8, 7, 6]) is None
 
 
-def test_nan_ends_the_run_as_a_failure() -> None:
+def test_nan_ends_the_run_with_an_error() -> None:
     with pytest.raises(FloatingPointError, match="loss is nan at iteration 2"):
         stopped_at(EarlyStoppingCallback("loss"), [1.0, math.nan])
 
 
-def test_a_metric_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(MetricError, match="loss='low' is no number"):
+def test_metric_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(MetricError, match="loss='low' is not a number"):
         stopped_at(EarlyStoppingCallback("loss"), ["low"])
 
 

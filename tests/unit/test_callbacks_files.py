@@ -12,9 +12,9 @@ import pytest
 import tensorboardX  # noqa: F401 - sets an environment variable, which must not seem to be a test's doing
 
 from raysgd.callbacks import CsvCallback, JsonLinesCallback, TensorBoardCallback
-from raysgd.callbacks.append_file import AppendFile
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import PUT_EVERY_S, LocalFolder, StoreFolder, below, open_folder, parent_of
+from raysgd.callbacks.files import AppendFile
+from raysgd.callbacks.folder import UPLOAD_EVERY_S, LocalFolder, StoreFolder, below, open_folder, parent_of
 from raysgd.result import RunInfo
 from raysgd.testing.callback_suite import make_result
 
@@ -35,7 +35,7 @@ def read(path: str) -> str:
     return str(fsspec.filesystem("memory").cat(path).decode())
 
 
-def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+def test_lines_can_be_read_as_soon_as_they_are_written(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "lines")
     for number, line in enumerate(["one", "zwei ü", "3"], start=1):
         file.write_line(line)
@@ -48,7 +48,7 @@ def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
     [("a\nb\n", "a\nb\n"), ("a\nb", "a\n"), ("torn", ""), ("a\n" + "x" * 200_000, "a\n"), ("", "")],
     ids=["whole", "torn", "only torn", "long", "empty"],
 )
-def test_a_line_that_a_killed_writer_left_unfinished_is_dropped(before: str, kept: str, tmp_path: Path) -> None:
+def test_unfinished_last_line_is_dropped(before: str, kept: str, tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text(before)
     file = AppendFile(path)
@@ -57,7 +57,7 @@ def test_a_line_that_a_killed_writer_left_unfinished_is_dropped(before: str, kep
     assert path.read_text() == kept + "next\n"
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = AppendFile(path)
     file.write_line("first")
@@ -87,13 +87,13 @@ def test_percent_signs_of_a_file_uri_are_decoded(tmp_path: Path) -> None:
     assert open_folder(f"file://{tmp_path}/run%20a").path == tmp_path / "run a"
 
 
-def test_a_store_gets_files_on_a_period_and_at_the_end(store: str) -> None:
+def test_files_are_uploaded_periodically_and_at_the_end(store: str) -> None:
     now = 0.0
     folder = StoreFolder(store, clock=lambda: now)
     (folder.path / "a").write_text("1")
     folder.sync()
     assert not fsspec.filesystem("memory").exists("/bucket/trainer/run_001/a")
-    now += PUT_EVERY_S
+    now += UPLOAD_EVERY_S
     folder.sync()
     assert read("/bucket/trainer/run_001/a") == "1"
     (folder.path / "a").write_text("12")
@@ -105,7 +105,7 @@ def test_a_store_gets_files_on_a_period_and_at_the_end(store: str) -> None:
     assert not folder.path.exists()
 
 
-def test_files_are_kept_where_a_store_cannot_be_reached_at_the_end(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_kept_if_the_last_upload_fails(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = StoreFolder(store)
     (folder.path / "a").write_text("1")
 
@@ -123,7 +123,7 @@ def test_parents_of_paths_and_uris() -> None:
     assert parent_of("s3://bucket/digits/run_001/?region=a/b") == "s3://bucket/digits"
 
 
-def test_places_below_paths_and_uris() -> None:
+def test_folders_below_paths_and_uris() -> None:
     assert below("/runs/run 1?/", "a", "b") == "/runs/run 1?/a/b"
     assert below("s3://bucket/run?region=a/b", "a") == "s3://bucket/run/a?region=a/b"
 
@@ -138,7 +138,7 @@ def test_loggers_write_to_object_stores(callback: Callback, store: str) -> None:
     assert fsspec.filesystem("memory").size(files[0]) > 0
 
 
-def test_a_restored_run_goes_on_in_the_file_on_the_store(store: str) -> None:
+def test_second_writer_appends_to_the_file_on_the_store(store: str) -> None:
     info = RunInfo("run_001", store, {}, 2, "none")
     for iterations in (range(1, 4), range(4, 6)):
         callback = JsonLinesCallback()

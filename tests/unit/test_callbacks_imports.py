@@ -1,4 +1,4 @@
-"""What the callbacks load, and what is said when a library is missing. Asked in a fresh process each."""
+"""The modules that callbacks import, and the errors for missing libraries; each in a fresh process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ HEAVY = ("IPython", "mlflow", "numpy", "pandas", "pyarrow", "ray", "rich", "tens
 MAKE_ALL = """
 import sys
 from raysgd.callbacks import *
+from raysgd.callbacks.base import check_callbacks
 made = [CsvCallback(), EarlyStoppingCallback("loss"), JsonLinesCallback(), PrintCallback(), ProgressCallback(),
         TensorBoardCallback(), TorchProfilerCallback()]
 if {optional}:
@@ -55,7 +56,7 @@ def loaded(code: str) -> set[str]:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     names = loaded("import sys, raysgd.callbacks; print(*sys.modules)")
     assert not names & set(HEAVY)
-    assert "raysgd.callbacks.progress" not in names
+    assert "raysgd.callbacks.progress.callback" not in names
 
 
 @pytest.mark.parametrize("optional", [False, True])
@@ -66,7 +67,7 @@ def test_making_callbacks_loads_nothing_heavy(optional: bool) -> None:
     assert not loaded(MAKE_ALL.format(optional=optional)) & set(HEAVY)
 
 
-def test_lines_of_progress_do_without_rich(tmp_path: Path) -> None:
+def test_progress_lines_do_not_import_rich(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -79,6 +80,20 @@ print(*sys.modules)
     assert "rich" not in loaded(code.format(folder=str(tmp_path)))
 
 
+def test_tensorboard_callback_does_not_import_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from raysgd.callbacks import TensorBoardCallback
+from raysgd.testing.callback_suite import drive
+drive(TensorBoardCallback(), Path({folder!r}))
+print(*sys.modules)
+"""
+    names = loaded(code.format(folder=str(tmp_path)))
+    assert "tensorboardX" in names and "torch" not in names and "tensorflow" not in names
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
 @pytest.mark.parametrize(
     ("package", "code"),
     [
@@ -87,7 +102,7 @@ print(*sys.modules)
         ("torch", "TorchProfilerCallback().on_run_start(make_info(Path('run')))"),
     ],
 )
-def test_a_missing_library_is_told_with_the_extra_that_brings_it(package: str, code: str) -> None:
+def test_missing_library_is_an_error_that_names_the_extra(package: str, code: str) -> None:
     done = run(MISSING.format(package=package, code=code))
     last = done.stderr.strip().splitlines()[-1]
     assert last == f"ImportError: {package} is not installed here; run: pip install 'raysgd[{package}]'"

@@ -40,7 +40,7 @@ def test_jq_reads_odd_metrics(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [ODD_METRICS["text"], None, {"value": 1, "nan": None}, [1, 2.5, None, None]]
 
 
-def test_a_line_is_there_before_the_next_result(tmp_path: Path) -> None:
+def test_each_line_is_written_before_the_next_result(tmp_path: Path) -> None:
     with running(JsonLinesCallback(), tmp_path) as runner:
         for iteration in range(1, 4):
             runner.result(make_result(iteration))
@@ -48,7 +48,7 @@ def test_a_line_is_there_before_the_next_result(tmp_path: Path) -> None:
             assert [json.loads(line)["training_iteration"] for line in lines] == list(range(1, iteration + 1))
 
 
-def test_rounds_made_again_are_kept_and_told_apart(tmp_path: Path) -> None:
+def test_repeated_results_are_kept_with_their_attempt(tmp_path: Path) -> None:
     rounds = [make_result(i, attempt=1, loss=1.0) for i in (1, 2, 3)]
     rounds += [make_result(i, attempt=2, loss=2.0) for i in (2, 3)]
     frame = pd.read_json(write(tmp_path, *rounds), lines=True)
@@ -57,7 +57,7 @@ def test_rounds_made_again_are_kept_and_told_apart(tmp_path: Path) -> None:
     assert latest.sort_values("training_iteration")["loss"].tolist() == [1.0, 2.0, 2.0]
 
 
-def test_workers_metrics_are_written_when_asked_for(tmp_path: Path) -> None:
+def test_metrics_of_workers_are_written_if_enabled(tmp_path: Path) -> None:
     result = Result(make_result(1), workers=[{"loss": 1.0}, {"loss": 3.0}], ranks=(0, 2))
     path = write(tmp_path, result, callback=JsonLinesCallback(workers=True))
     line = json.loads(path.read_text())
@@ -65,23 +65,23 @@ def test_workers_metrics_are_written_when_asked_for(tmp_path: Path) -> None:
     assert line["ranks"] == [0, 2]
 
 
-def test_a_restored_run_appends_behind_whole_lines(tmp_path: Path) -> None:
+def test_second_writer_appends_after_complete_lines(tmp_path: Path) -> None:
     path = write(tmp_path, make_result(1), make_result(2))
     path.write_text(path.read_text() + '{"training_iteration": 3, "lo')  # what a killed process left
     write(tmp_path, make_result(3), make_result(4))
     assert [json.loads(line)["training_iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
-def test_bytes_written_are_the_bytes_of_the_file(tmp_path: Path) -> None:
+def test_file_is_never_rewritten(tmp_path: Path) -> None:
     # Defect of an earlier system: the whole file was written again with every result.
     if bytes_written() == 0:
-        pytest.skip("the system does not tell how much was written")
+        pytest.skip("this system does not count written bytes")
     callback, before = JsonLinesCallback(), bytes_written()
     drive(callback, tmp_path / "run", num_results=3000)
     written = bytes_written() - before
     assert written <= (tmp_path / "run" / "results.jsonl").stat().st_size + 10_000
 
 
-def test_the_file_has_the_name_asked_for(tmp_path: Path) -> None:
+def test_file_has_the_given_name(tmp_path: Path) -> None:
     write(tmp_path, make_result(1), callback=JsonLinesCallback("metrics.ndjson"))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.ndjson"]

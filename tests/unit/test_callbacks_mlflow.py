@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import CallbackRunner, MLflowCallback
-from raysgd.checkpoint import Checkpoint
+from raysgd.callbacks import MLflowCallback
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.errors import RunCancelledError
 from raysgd.result import Event, RunInfo
 from raysgd.testing.callback_suite import drive, make_info, make_result, running
 
-pytestmark = pytest.mark.slow
 tracking = pytest.importorskip("mlflow.tracking")
 
 
@@ -69,7 +69,9 @@ def test_params_metrics_and_status_are_logged(store: str, tmp_path: Path) -> Non
         (KeyboardInterrupt(), "KILLED"),
     ],
 )
-def test_a_run_that_failed_is_no_finished_one(error: BaseException, status: str, store: str, tmp_path: Path) -> None:
+def test_failed_or_cancelled_run_has_its_mlflow_status(
+    error: BaseException, status: str, store: str, tmp_path: Path
+) -> None:
     # Defect of an earlier system: runs that crashed were marked as finished.
     experiment = f"failed_{type(error).__name__}"
     drive(MLflowCallback(experiment, store), tmp_path / "run", error=error)
@@ -79,7 +81,7 @@ def test_a_run_that_failed_is_no_finished_one(error: BaseException, status: str,
     assert len(history(store, run, "loss")) == 5
 
 
-def test_a_restored_run_goes_on_in_its_mlflow_run(store: str, tmp_path: Path) -> None:
+def test_second_writer_continues_the_same_mlflow_run(store: str, tmp_path: Path) -> None:
     for iterations in (range(1, 4), range(3, 6)):
         with running(MLflowCallback("restored", store), tmp_path / "it's a run") as runner:
             for iteration in iterations:
@@ -97,7 +99,7 @@ def test_two_runs_are_two_mlflow_runs(store: str, tmp_path: Path) -> None:
     assert lengths == {"run_1": 3, "run_2": 2}
 
 
-def test_without_a_store_runs_go_beside_their_folder(store: str, tmp_path: Path) -> None:
+def test_default_store_is_next_to_the_run_folder(store: str, tmp_path: Path) -> None:
     tracking.MlflowClient(store).search_experiments()
     (tmp_path / "digits").mkdir()
     shutil.copy(store.removeprefix("sqlite:///"), tmp_path / "digits" / "mlflow.db")  # quicker than a new one
@@ -122,7 +124,7 @@ def test_a_run_on_an_object_store_needs_a_tracking_store() -> None:
     assert "give MLflowCallback(tracking_uri=...)" in problems[0]
 
 
-def test_long_and_many_params_are_no_problem(store: str, tmp_path: Path) -> None:
+def test_long_and_many_params_are_logged(store: str, tmp_path: Path) -> None:
     config = {f"p{number}": "x" * 2000 for number in range(150)}
     callback = MLflowCallback("params", store)
     callback.on_run_start(RunInfo("run", str(tmp_path / "run"), config, 1, "none"))
@@ -132,7 +134,7 @@ def test_long_and_many_params_are_no_problem(store: str, tmp_path: Path) -> None
     assert len(run.data.params["p0"]) == 500
 
 
-def test_what_the_store_did_not_take_is_sent_again(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_batch_is_sent_again(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback, problems = MLflowCallback("outage", store), list[str]()
     runner = CallbackRunner([callback], problems.append)
     runner.start(make_info(tmp_path / "run"))

@@ -25,7 +25,7 @@ def test_a_line_per_result_with_the_users_metrics(tmp_path: Path, capsys: pytest
     ]
 
 
-def test_only_the_metrics_and_iterations_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_selected_metrics_and_iterations_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = PrintCallback(["world_size", "val/acc", "absent"], every=2)
     play(callback, tmp_path / "digits", *(make_result(i, val={"acc": i}) for i in range(1, 5)))
     assert capsys.readouterr().out.splitlines() == [
@@ -40,6 +40,6 @@ def test_a_line_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines()[1:] == ["[digits]   rank 0  loss=1.0", "[digits]   rank 2  loss=3.0"]
 
 
-def test_an_error_is_told_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_printed_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drive(PrintCallback(), tmp_path / "digits", num_results=0, error=ValueError("two\nlines"))
     assert capsys.readouterr().out == "[digits] failed: ValueError: two lines\n"

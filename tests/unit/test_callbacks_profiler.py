@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import CallbackRunner, TorchProfilerCallback
+from raysgd.callbacks import TorchProfilerCallback
+from raysgd.callbacks.runner import CallbackRunner
 from raysgd.testing.callback_suite import make_info, make_result
 
 torch = pytest.importorskip("torch")
@@ -55,14 +56,14 @@ def test_the_trace_has_the_operators(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
-def test_a_run_that_ends_within_a_cycle_writes_what_there_is(tmp_path: Path) -> None:
+def test_run_that_ends_within_a_cycle_writes_its_trace(tmp_path: Path) -> None:
     train(TorchProfilerCallback(wait=1, warmup=1, active=10), tmp_path, steps=4)
     (trace,) = traces(tmp_path)
     assert steps_in(trace) == ["step_3", "step_4"]
 
 
 @pytest.mark.parametrize(("rank", "traced"), [(0, False), (1, True), (3, True), (None, False)])
-def test_only_the_ranks_asked_for_are_traced(rank: int | None, traced: bool, tmp_path: Path) -> None:
+def test_only_selected_ranks_are_traced(rank: int | None, traced: bool, tmp_path: Path) -> None:
     train(TorchProfilerCallback(ranks=(1, 3)), tmp_path, steps=6, rank=rank)
     assert bool(traces(tmp_path, rank or 0)) is traced
     assert (tmp_path / "profiler").exists() is traced

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from raysgd.callbacks import ProgressCallback
-from raysgd.callbacks.lines_display import LinesDisplay
-from raysgd.callbacks.live_display import TerminalDisplay
-from raysgd.callbacks.progress import make_display
+from raysgd.callbacks.progress.callback import make_display
+from raysgd.callbacks.progress.lines import LinesDisplay
+from raysgd.callbacks.progress.live import TerminalDisplay
 from raysgd.result import Event
 from raysgd.testing.callback_suite import drive, make_info, make_result
 
@@ -75,7 +75,7 @@ def test_a_result_that_waits_is_shown_by_the_next_sample(played: Played) -> None
     assert played.lines() == ["iteration 1, 0:01  loss=1.0", "iteration 2, 0:02  loss=0.5"]
 
 
-def test_what_goes_wrong_is_told_in_its_place(played: Played) -> None:
+def test_failures_and_warnings_are_printed_in_order(played: Played) -> None:
     played.result(1)
     played.result(2)
     failure = {"ranks": [1, 3], "error": "process died", "action": "re-entering from checkpoint 4"}
@@ -89,7 +89,7 @@ def test_what_goes_wrong_is_told_in_its_place(played: Played) -> None:
         "iteration 2, 0:02  loss=0.5",
         "rank 1, 3 failed: process died; re-entering from checkpoint 4",
         "attempt 2 with 4 workers",
-        "the group forms anew: rank 1 is preempted",
+        "the group forms again: rank 1 is preempted",
         "warning: disk nearly full",
         "stopping: enough",
         "failed after 0:00, 2 results: ValueError: two lines",

@@ -22,7 +22,8 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 DRIVER = """
 import logging, sys, threading, time
 from pathlib import Path
-from raysgd.callbacks import CallbackRunner, ProgressCallback
+from raysgd.callbacks import ProgressCallback
+from raysgd.callbacks.runner import CallbackRunner
 from raysgd.result import Event
 from raysgd.testing.callback_suite import make_info, make_result
 
@@ -85,7 +86,7 @@ def on_a_terminal(code: str, *, kill_after: str | None = None) -> Screen:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # how Linux tells that the other side is gone
+    except OSError:  # Linux raises this when the other side is closed
         return b""
 
 
@@ -98,7 +99,7 @@ def test_the_table_is_drawn_live_and_its_last_state_stays() -> None:
     assert screen.cursor_is_shown
 
 
-def test_prints_and_log_records_come_out_whole_on_lines_of_their_own() -> None:
+def test_prints_and_log_records_are_separate_lines() -> None:
     screen = on_a_terminal(
         """
 def chatter():
@@ -128,7 +129,7 @@ runner.end(None)
     assert "no line end" in screen.lines
 
 
-def test_many_results_are_drawn_no_more_often_and_not_slowed() -> None:
+def test_many_results_are_not_drawn_more_often() -> None:
     screen = on_a_terminal(
         """
 begin, stored = time.monotonic(), 0
@@ -146,7 +147,7 @@ print("stored", stored)
     assert any(f"iteration {stored:,}" in line for line in screen.lines)
 
 
-def test_an_interrupted_driver_leaves_a_sound_terminal() -> None:
+def test_interrupted_driver_leaves_a_usable_terminal() -> None:
     screen = on_a_terminal(
         """
 threading.Thread(target=play, args=(1000, 0.05), daemon=True).start()
@@ -160,13 +161,13 @@ raise KeyboardInterrupt
     assert screen.cursor_is_shown
 
 
-def test_a_killed_driver_leaves_a_sound_terminal() -> None:
+def test_killed_driver_leaves_a_usable_terminal() -> None:
     screen = on_a_terminal("play(1000, 0.05)", kill_after="iteration")
     assert screen.num_drawings >= 1
     assert screen.cursor_is_shown
 
 
-def test_a_log_file_that_stderr_goes_to_stays_one(tmp_path: Path) -> None:
+def test_stderr_that_goes_to_a_file_is_not_redirected(tmp_path: Path) -> None:
     log = tmp_path / "log"
     screen = on_a_terminal(
         f"""
@@ -179,7 +180,7 @@ play(10, 0.05)
     assert "to stderr" not in screen.raw
 
 
-def test_the_streams_and_log_handlers_are_put_back(tmp_path: Path) -> None:
+def test_streams_and_log_handlers_are_restored(tmp_path: Path) -> None:
     handler = logging.StreamHandler()
     logger = logging.getLogger("of.a.test")
     logger.addHandler(handler)
@@ -194,8 +195,8 @@ def test_the_streams_and_log_handlers_are_put_back(tmp_path: Path) -> None:
         logger.removeHandler(logging.lastResort)
 
 
-def test_a_mistake_in_drawing_does_not_stop_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raysgd.callbacks import progress_state
+def test_error_in_drawing_does_not_end_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysgd.callbacks.progress import state as progress_state
 
     def fail(self: Any) -> None:
         raise ZeroDivisionError("in the snapshot")
@@ -207,7 +208,6 @@ def test_a_mistake_in_drawing_does_not_stop_the_display(tmp_path: Path, monkeypa
         assert "the progress display failed: ZeroDivisionError" in ESCAPES.sub("", file.read())
 
 
-@pytest.mark.slow
 def test_a_notebook_shows_one_table_that_is_replaced(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raysgd.callbacks.live_display import mime_bundle
-from raysgd.callbacks.progress_state import History, ProgressState
-from raysgd.callbacks.progress_tables import sparkline
-from raysgd.callbacks.progress_view import ProgressView
+from raysgd.callbacks.progress.live import mime_bundle
+from raysgd.callbacks.progress.state import History, ProgressState
+from raysgd.callbacks.progress.view import ProgressView, sparkline
 from raysgd.errors import RunCancelledError
 from raysgd.result import Event
 from raysgd.testing.callback_suite import ODD_METRICS, make_info, make_result
@@ -51,7 +50,7 @@ def run() -> Run:
     return Run()
 
 
-def test_the_head_says_where_the_run_stands(run: Run) -> None:
+def test_head_shows_the_state_of_the_run(run: Run) -> None:
     run.event("attempt_start", attempt=1, world_size=2)
     run.state.result(make_result(1234))
     run.now = 3723
@@ -59,7 +58,7 @@ def test_the_head_says_where_the_run_stands(run: Run) -> None:
     assert "raysgd digits" in run.text()
 
 
-def test_metrics_have_last_value_range_and_course(run: Run) -> None:
+def test_metrics_have_last_value_range_and_history(run: Run) -> None:
     for iteration, loss in enumerate([3.0, 2.0, 1.0, 1.5], start=1):
         run.state.result(make_result(iteration, loss=loss, val={"acc": iteration / 4}))
     assert run.row("loss") == ["loss", "1.5", "1.0", "3.0", "█▅▁▃"]
@@ -72,7 +71,7 @@ def test_rows_stay_when_a_metric_is_not_in_every_result(run: Run) -> None:
     assert run.row("acc") == ["acc", "0.5", "0.5", "0.5", "▁"]
 
 
-def test_odd_metrics_are_shown_and_break_nothing(run: Run) -> None:
+def test_unusual_metrics_are_shown(run: Run) -> None:
     for iteration in (1, 2):
         run.state.result(make_result(iteration, **ODD_METRICS))
     text = run.text()
@@ -90,14 +89,14 @@ def test_each_worker_has_its_row(run: Run) -> None:
     assert run.row("1") == ["1", "host-1", "101", "98%", "1.25", "GB", "12.5", "80", "ms"]
 
 
-def test_gpus_are_shown_where_there_are_some(run: Run) -> None:
+def test_gpu_columns_are_shown_only_with_gpus(run: Run) -> None:
     run.sample(0, gpu_memory_bytes=22e9, gpu_percent=97.0)
     run.sample(1)
     assert run.row("0")[6:9] == ["97%", "22.0", "GB"]
     assert run.row("1")[6:8] == ["-", "-"]
 
 
-def test_workers_that_a_smaller_attempt_does_not_have_are_gone(run: Run) -> None:
+def test_workers_of_a_larger_attempt_are_removed(run: Run) -> None:
     for rank in range(4):
         run.sample(rank)
     run.event("attempt_start", attempt=2, world_size=2)
@@ -106,14 +105,14 @@ def test_workers_that_a_smaller_attempt_does_not_have_are_gone(run: Run) -> None
     assert "host-2" not in run.text()
 
 
-def test_a_run_that_is_to_end_says_why(run: Run) -> None:
+def test_stopping_run_shows_the_reason(run: Run) -> None:
     run.event("stop", why="loss has not improved\nfor 3 results")
     run.event("stop", why="another reason")
     assert run.row("stopping")
     assert "! stopping: loss has not improved for 3 results" in run.text()
 
 
-def test_checkpoints_failures_and_warnings_are_told(run: Run) -> None:
+def test_checkpoints_failures_and_warnings_are_shown(run: Run) -> None:
     run.event("checkpoint", number=12, iteration=120, uri="/runs/digits/checkpoints/12")
     run.now = 6
     run.event("failure", ranks=[1], error="killed", action="re-entering from checkpoint 12")
@@ -129,7 +128,7 @@ def test_checkpoints_failures_and_warnings_are_told(run: Run) -> None:
     ("error", "state"),
     [(None, "finished"), (ValueError("loss is nan"), "failed"), (RunCancelledError("by the user"), "cancelled")],
 )
-def test_the_end_says_how_it_went_and_stops_the_clock(error: BaseException | None, state: str, run: Run) -> None:
+def test_end_shows_the_outcome_and_stops_the_clock(error: BaseException | None, state: str, run: Run) -> None:
     run.now = 65
     run.state.end(error)
     run.now = 1000
@@ -149,7 +148,7 @@ def _crowd(run: Run) -> None:
 
 @pytest.mark.parametrize("height", [24, 30, 60])
 @pytest.mark.parametrize("width", [60, 80, 110, 200])
-def test_it_fits_the_terminal_whatever_there_is_to_show(width: int, height: int, run: Run) -> None:
+def test_display_always_fits_the_terminal(width: int, height: int, run: Run) -> None:
     _crowd(run)
     lines = run.text(width=width, height=height).splitlines()
     assert len(lines) < height
@@ -189,7 +188,7 @@ def test_any_history_has_a_sparkline(values: list[float]) -> None:
     assert len(sparkline(history, width=32)) == min(len(values), 32)
 
 
-def test_results_that_come_faster_than_they_are_drawn_cost_no_memory(run: Run) -> None:
+def test_results_between_two_drawings_are_bounded(run: Run) -> None:
     for iteration in range(1, 5001):
         run.state.result(make_result(iteration))
     snapshot = run.state.snapshot()

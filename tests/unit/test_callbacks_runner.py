@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import Callback, CallbackRunner, Stop
-from raysgd.checkpoint import Checkpoint
+from raysgd.callbacks import Callback, Stop
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.result import Event, Result, RunInfo
 from raysgd.testing.callback_suite import make_info, make_result
 
@@ -17,7 +18,7 @@ EVENT = Event("warning", 0.0, {"message": "hello"})
 
 
 class Recorder(Callback):
-    """Keeps what it was called with, and raises what it is told to."""
+    """Records its calls, and raises the given exceptions."""
 
     def __init__(self, name: str = "", log: list[Any] | None = None, **raises: BaseException) -> None:
         self.name = name
@@ -72,7 +73,7 @@ def info(tmp_path: Path) -> RunInfo:
     return make_info(tmp_path)
 
 
-def test_callbacks_are_called_in_the_order_given_with_the_very_objects(problems: Problems, info: RunInfo) -> None:
+def test_callbacks_are_called_in_order_with_the_same_objects(problems: Problems, info: RunInfo) -> None:
     log: list[Any] = []
     runner = CallbackRunner([Recorder("a", log), Recorder("b", log)], problems)
     result, checkpoint, error = make_result(1), Checkpoint(None, iteration=1), ValueError("x")
@@ -89,8 +90,8 @@ def test_callbacks_are_called_in_the_order_given_with_the_very_objects(problems:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("the user's"), KeyboardInterrupt()])
-def test_the_end_gets_the_runs_own_error(error: BaseException | None, problems: Problems, info: RunInfo) -> None:
-    # Defect of an earlier system: callbacks were always told that the run had gone well.
+def test_on_run_end_gets_the_error_of_the_run(error: BaseException | None, problems: Problems, info: RunInfo) -> None:
+    # A defect of Ray Train v1: callbacks always got None.
     recorder = Recorder()
     runner = CallbackRunner([recorder], problems)
     runner.start(info)
@@ -98,7 +99,7 @@ def test_the_end_gets_the_runs_own_error(error: BaseException | None, problems: 
     assert recorder.log[-1] == ("", "on_run_end", error)
 
 
-def test_a_stop_is_returned_after_all_had_their_call_and_the_first_one_wins(problems: Problems, info: RunInfo) -> None:
+def test_first_stop_is_returned_after_all_callbacks_were_called(problems: Problems, info: RunInfo) -> None:
     first, second, last = Recorder(on_result=Stop("first")), Recorder(on_result=Stop("second")), Recorder()
     runner = CallbackRunner([first, second, last], problems)
     runner.start(info)
@@ -110,14 +111,14 @@ def test_a_stop_is_returned_after_all_had_their_call_and_the_first_one_wins(prob
 
 
 @pytest.mark.parametrize("hook", ["on_checkpoint", "on_event", "on_run_start"])
-def test_a_stop_may_come_from_other_hooks(hook: str, problems: Problems, info: RunInfo) -> None:
+def test_stop_may_be_raised_by_other_hooks(hook: str, problems: Problems, info: RunInfo) -> None:
     runner = CallbackRunner([Recorder(**{hook: Stop("enough")})], problems)
     stops = [runner.start(info), runner.result(make_result(1)), runner.event(EVENT)]
     stops.append(runner.checkpoint(Checkpoint(None, iteration=1)))
     assert [stop.reason for stop in stops if stop is not None] == ["enough"]
 
 
-def test_an_exception_is_reported_with_its_place_and_does_not_reach_the_run(problems: Problems, info: RunInfo) -> None:
+def test_exception_is_reported_and_does_not_end_the_run(problems: Problems, info: RunInfo) -> None:
     last = Recorder()
     runner = CallbackRunner([Recorder(on_result=OSError("disk full")), last], problems)
     runner.start(info)
@@ -128,9 +129,7 @@ def test_an_exception_is_reported_with_its_place_and_does_not_reach_the_run(prob
     assert "in _called" in text  # the traceback
 
 
-def test_a_traceback_is_told_once_and_the_third_failure_in_a_row_switches_off(
-    problems: Problems, info: RunInfo
-) -> None:
+def test_traceback_is_reported_once_and_three_failures_in_a_row_disable(problems: Problems, info: RunInfo) -> None:
     recorder = Recorder(on_result=OSError("disk full"))
     runner = CallbackRunner([recorder], problems)
     runner.start(info)
@@ -142,7 +141,7 @@ def test_a_traceback_is_told_once_and_the_third_failure_in_a_row_switches_off(
     assert recorder.hooks() == ["on_run_start", *["on_result"] * 3, "on_run_end"]
 
 
-def test_failures_that_are_not_in_a_row_do_not_switch_off(problems: Problems, info: RunInfo) -> None:
+def test_separate_failures_do_not_disable_a_callback(problems: Problems, info: RunInfo) -> None:
     recorder = Recorder()
     runner = CallbackRunner([recorder], problems)
     runner.start(info)
@@ -153,7 +152,7 @@ def test_failures_that_are_not_in_a_row_do_not_switch_off(problems: Problems, in
     assert recorder.hooks().count("on_result") == 12
 
 
-def test_a_failed_start_gets_no_results_but_its_end(problems: Problems, info: RunInfo) -> None:
+def test_callback_whose_start_failed_gets_only_its_end(problems: Problems, info: RunInfo) -> None:
     recorder, other = Recorder(on_run_start=ImportError("no such library")), Recorder()
     runner = CallbackRunner([recorder, other], problems)
     runner.start(info)
@@ -164,7 +163,7 @@ def test_a_failed_start_gets_no_results_but_its_end(problems: Problems, info: Ru
     assert len(problems.texts) == 1
 
 
-def test_a_switched_off_callback_is_back_in_the_next_run(problems: Problems, info: RunInfo) -> None:
+def test_disabled_callback_is_enabled_in_the_next_run(problems: Problems, info: RunInfo) -> None:
     recorder = Recorder(on_run_start=OSError("not yet"))
     runner = CallbackRunner([recorder], problems)
     runner.start(info)
@@ -175,7 +174,7 @@ def test_a_switched_off_callback_is_back_in_the_next_run(problems: Problems, inf
     assert recorder.hooks()[-1] == "on_result"
 
 
-def test_equal_callbacks_are_told_apart(problems: Problems, info: RunInfo) -> None:
+def test_equal_callbacks_are_counted_separately(problems: Problems, info: RunInfo) -> None:
     @dataclass
     class Fickle(Callback):
         name: str = "same"
@@ -197,7 +196,7 @@ def test_equal_callbacks_are_told_apart(problems: Problems, info: RunInfo) -> No
 
 
 @pytest.mark.parametrize("hook", ["on_run_start", "on_result", "on_event"])
-def test_a_critical_exception_is_raised_as_it_is_after_the_others_had_their_call(
+def test_critical_exception_is_raised_after_the_others_were_called(
     hook: str, problems: Problems, info: RunInfo
 ) -> None:
     error, other = ValueError("diverged"), Recorder()
@@ -217,7 +216,7 @@ def test_a_critical_exception_is_raised_as_it_is_after_the_others_had_their_call
     assert problems.texts == []
 
 
-def test_a_run_that_a_critical_start_prevented_ends_those_that_were_started(problems: Problems, info: RunInfo) -> None:
+def test_failed_critical_start_ends_the_started_callbacks(problems: Problems, info: RunInfo) -> None:
     before, after = Recorder(), Recorder()
     critical = Critical(on_run_start=ValueError("no"))
     runner = CallbackRunner([before, critical, after], problems)
@@ -228,9 +227,7 @@ def test_a_run_that_a_critical_start_prevented_ends_those_that_were_started(prob
     assert after.hooks() == []
 
 
-def test_a_critical_end_is_raised_after_all_ends_but_never_hides_the_runs_error(
-    problems: Problems, info: RunInfo
-) -> None:
+def test_critical_end_is_raised_after_all_ends_unless_the_run_failed(problems: Problems, info: RunInfo) -> None:
     last = Recorder()
     runner = CallbackRunner([Critical(on_run_end=OSError("not saved")), last], problems)
     runner.start(info)
@@ -271,7 +268,7 @@ def test_keyboard_interrupt_passes(hook: str, problems: Problems, info: RunInfo)
 
 
 @pytest.mark.parametrize("rank", [None, 3])
-def test_a_callback_knows_its_rank_when_it_starts(rank: int | None, problems: Problems, info: RunInfo) -> None:
+def test_rank_is_set_before_on_run_start(rank: int | None, problems: Problems, info: RunInfo) -> None:
     class Ranked(Callback):
         seen: Any = "never"
 

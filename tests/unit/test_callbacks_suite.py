@@ -103,20 +103,20 @@ def suite_of(make: Callable[[], Callback]) -> CallbackSuite:
 @pytest.mark.parametrize(
     ("make", "test", "error"),
     [
-        (Unlisted, "test_is_accepted", ConfigError),
+        (Unlisted, "test_callback_is_accepted", ConfigError),
         (OpensTooEarly, "test_pickles_before_the_start", TypeError),
-        (EndsWhatNeverBegan, "test_an_end_without_a_start_is_no_error", AttributeError),
-        (KnowsNumbersOnly, "test_survives_a_run_with_everything", AssertionError),
-        (Fails, "test_survives_errors_of_the_run", AssertionError),
-        (WantsRisingIterations, "test_takes_rounds_that_are_made_again", AssertionError),
-        (ChangesResults, "test_changes_no_result", AssertionError),
-        (Rewrites, "test_serves_two_runs_and_leaves_the_first_alone", AssertionError),
-        (LooksAtAllItHasSeen, "test_work_grows_no_faster_than_the_results", AssertionError),
-        (LeavesStreams, "test_restores_the_standard_streams_and_ends_its_threads", AssertionError),
-        (WaitsForever, "test_restores_the_standard_streams_and_ends_its_threads", AssertionError),
+        (EndsWhatNeverBegan, "test_accepts_an_end_without_a_start", AttributeError),
+        (KnowsNumbersOnly, "test_accepts_events_checkpoints_and_unusual_metrics", AssertionError),
+        (Fails, "test_accepts_errors_of_the_run", AssertionError),
+        (WantsRisingIterations, "test_accepts_repeated_rounds", AssertionError),
+        (ChangesResults, "test_does_not_change_results", AssertionError),
+        (Rewrites, "test_second_run_does_not_change_files_of_the_first", AssertionError),
+        (LooksAtAllItHasSeen, "test_cost_is_linear_in_the_number_of_results", AssertionError),
+        (LeavesStreams, "test_restores_standard_streams_and_ends_its_threads", AssertionError),
+        (WaitsForever, "test_restores_standard_streams_and_ends_its_threads", AssertionError),
     ],
 )
-def test_a_wrong_callback_fails(
+def test_suite_fails_a_wrong_callback(
     make: Callable[[], Callback], test: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back what a wrong callback leaves
@@ -130,9 +130,9 @@ def test_a_wrong_callback_fails(
         WaitsForever.released.set()
 
 
-def test_a_callback_that_writes_everything_again_fails(tmp_path: Path) -> None:
+def test_suite_fails_a_callback_that_rewrites_everything(tmp_path: Path) -> None:
     # Defect of an earlier system: the JSON logger did this.
     if bytes_written() == 0:
-        pytest.skip("the system does not tell how much was written")
+        pytest.skip("this system does not count written bytes")
     with pytest.raises(AssertionError, match="bytes"):
-        suite_of(Rewrites).test_work_grows_no_faster_than_the_results(tmp_path)
+        suite_of(Rewrites).test_cost_is_linear_in_the_number_of_results(tmp_path)

@@ -44,7 +44,7 @@ def test_time_is_that_of_the_report(tmp_path: Path) -> None:
     assert read(folder).Scalars("loss")[0].wall_time == make_result(7)["timestamp"]
 
 
-def test_nan_is_shown_and_what_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_nan_is_written_and_other_values_are_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path, make_result(1, bad=math.nan, text="x", flag=True, none=None, list=[1]))
     assert math.isnan(read(folder).Scalars("bad")[0].value)
     assert set(read(folder).Tags()["scalars"]) & {"text", "flag", "none", "list"} == set()
@@ -56,13 +56,13 @@ def test_the_config_is_shown(tmp_path: Path) -> None:
     assert "| optimizer | `" in text.tensor_proto.string_val[0].decode()
 
 
-def test_of_rounds_made_again_the_later_values_stand(tmp_path: Path) -> None:
+def test_repeated_results_replace_earlier_values(tmp_path: Path) -> None:
     rounds = [make_result(i, loss=1.0) for i in range(1, 6)]
     rounds += [make_result(i, attempt=2, loss=2.0) for i in range(3, 5)]
     assert scalars(write(tmp_path, *rounds), "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-def test_a_restored_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+def test_second_writer_continues_in_the_same_folder(tmp_path: Path) -> None:
     write(tmp_path, *(make_result(i, loss=1.0) for i in range(1, 6)))
     folder = write(tmp_path, *(make_result(i, loss=2.0) for i in range(4, 8)))
     assert len(list(folder.iterdir())) == 2
@@ -70,7 +70,7 @@ def test_a_restored_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     assert scalars(folder, "loss") == values
 
 
-def test_results_can_be_watched_while_the_run_goes(tmp_path: Path) -> None:
+def test_results_can_be_read_during_the_run(tmp_path: Path) -> None:
     with running(TensorBoardCallback(), tmp_path) as runner:
         runner.result(make_result(1))
         assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0)]

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.callbacks.formatting import duration, one_line, short, size, time_span
-from raysgd.callbacks.values import flatten, numbers, plain, strict_json
+from raysgd.callbacks.values import duration, flatten, numbers, one_line, plain, short, size, strict_json, time_span
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
 
 
 def _refuse(literal: str) -> None:
-    raise AssertionError(f"{literal} is no JSON")
+    raise AssertionError(f"{literal} is not JSON")
 
 
 def _as_written(value: Any) -> Any:
@@ -34,7 +33,7 @@ def _as_written(value: Any) -> Any:
 
 
 @given(TREES)
-def test_json_is_strict_one_line_and_loses_nothing_but_nan(tree: Any) -> None:
+def test_strict_json_is_one_line_and_loses_only_nan(tree: Any) -> None:
     text = strict_json(tree)
     assert "\n" not in text
     assert json.loads(text, parse_constant=_refuse) == _as_written(tree)
@@ -53,7 +52,7 @@ def test_json_is_strict_one_line_and_loses_nothing_but_nan(tree: Any) -> None:
         ((1, 2), "[1,2]"),
     ],
 )
-def test_what_is_no_json_is_converted(value: Any, text: str) -> None:
+def test_values_that_json_cannot_hold_are_converted(value: Any, text: str) -> None:
     assert strict_json(value) == text
 
 
@@ -62,7 +61,7 @@ def test_nested_metrics_become_flat_names() -> None:
     assert flatten(metrics) == {"loss": 1.0, "val/acc/top5": 0.9, "val/n": 3, "list": [1, 2]}
 
 
-def test_numbers_are_what_can_be_plotted() -> None:
+def test_numbers_are_values_that_can_be_plotted() -> None:
     metrics = {
         "f": 0.5,
         "i": 3,
@@ -79,7 +78,7 @@ def test_numbers_are_what_can_be_plotted() -> None:
     assert found == {"f": 0.5, "i": 3, "huge": -math.inf, "np": 0.5}
 
 
-def test_plain_leaves_what_it_does_not_know() -> None:
+def test_plain_returns_unknown_values_as_they_are() -> None:
     thing = object()
     assert plain(thing) is thing
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from raysgd.callbacks import WandbCallback
-from raysgd.checkpoint import Checkpoint
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.result import RunInfo
 from raysgd.testing.callback_suite import ODD_METRICS, drive, make_result, running
 from support.wandb_files import exit_codes, read, records, rows, updates
 
-pytestmark = pytest.mark.slow
 wandb = pytest.importorskip("wandb")
 fsspec = pytest.importorskip("fsspec")
 
@@ -47,7 +46,7 @@ def test_the_iteration_is_the_axis_of_every_metric(tmp_path: Path) -> None:
     assert ("*", "training_iteration") in [(metric.glob_name, metric.step_metric) for metric in metrics]
 
 
-def test_a_run_that_failed_exits_with_one_and_says_why(tmp_path: Path) -> None:
+def test_failed_run_exits_with_one_and_its_error(tmp_path: Path) -> None:
     # Defect of an earlier system: runs that crashed were marked as finished.
     drive(WandbCallback(mode="offline"), tmp_path / "run", error=ValueError("loss is nan"))
     found = read(tmp_path / "run")
@@ -55,7 +54,7 @@ def test_a_run_that_failed_exits_with_one_and_says_why(tmp_path: Path) -> None:
     assert updates(found, "summary")["error"] == "ValueError: loss is nan"
 
 
-def test_rounds_made_again_are_kept_with_their_attempt(tmp_path: Path) -> None:
+def test_repeated_results_are_logged_with_their_attempt(tmp_path: Path) -> None:
     with running(WandbCallback(mode="offline"), tmp_path / "run") as runner:
         for iteration, attempt in ((1, 1), (2, 1), (1, 2), (2, 2)):
             runner.result(make_result(iteration, attempt))
@@ -63,7 +62,7 @@ def test_rounds_made_again_are_kept_with_their_attempt(tmp_path: Path) -> None:
     assert [(row["training_iteration"], row["attempt"]) for row in logged] == [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_arguments_of_init_win(tmp_path: Path) -> None:
+def test_arguments_of_init_override(tmp_path: Path) -> None:
     drive(WandbCallback("mine", mode="offline", name="other", id="abc123"), tmp_path / "run")
     (run,) = [record.run for record in read(tmp_path / "run") if record.WhichOneof("record_type") == "run"]
     assert (run.project, run.display_name, run.run_id) == ("mine", "other", "abc123")

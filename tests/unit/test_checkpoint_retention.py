@@ -1,4 +1,4 @@
-"""Which checkpoints are kept and which is best."""
+"""`RetentionPolicy`: which checkpoints are kept and which one is best."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import RetentionPolicy
-from raysgd.checkpoint.retention import metric_value
+from raysgd.checkpoint.retention import RetentionPolicy, metric_value
 from raysgd.errors import ConfigError
 
 
@@ -35,7 +34,7 @@ def records(*scores: Any) -> list[Record]:
         (1, "max", [1, 2, 3], [0, 1]),
         (2, "max", [math.nan, 1, 2, None, 0.5], [0, 3]),
         (2, "min", [math.nan, 1, 2, None, 0.5], [0, 2, 3]),
-        (1, "max", [5, 5, 5, 0], [0, 1]),  # of equals the newer
+        (1, "max", [5, 5, 5, 0], [0, 1]),  # the newer of equal ones
         (1, "max", [None, None, None], [0, 1]),
         (1, "max", [-math.inf, math.nan, None, None], [1, 2]),
         (3, "max", [1, 2], []),
@@ -43,7 +42,7 @@ def records(*scores: Any) -> list[Record]:
         (2, "max", ["high", 1, True, 0], [0]),
     ],
 )
-def test_the_best_and_the_newest_are_kept(num_to_keep: int, order: str, scores: list[Any], deleted: list[int]) -> None:
+def test_best_and_newest_are_kept(num_to_keep: int, order: str, scores: list[Any], deleted: list[int]) -> None:
     assert RetentionPolicy(num_to_keep, "acc", order).to_delete(records(*scores)) == deleted
 
 
@@ -67,7 +66,7 @@ def test_without_a_metric_the_newest_are_kept() -> None:
         ("max", [], None),
     ],
 )
-def test_the_best_is_found(order: str, scores: list[Any], best: int | None) -> None:
+def test_best_finds_the_best_record(order: str, scores: list[Any], best: int | None) -> None:
     found = RetentionPolicy(None, "acc", order).best(records(*scores))
     assert (None if found is None else found.number) == best
 
@@ -77,7 +76,7 @@ def test_the_best_is_found(order: str, scores: list[Any], best: int | None) -> N
     num_to_keep=st.integers(1, 5),
     order=st.sampled_from(["max", "min"]),
 )
-def test_what_is_kept_is_no_worse_than_what_goes(scores: list[Any], num_to_keep: int, order: str) -> None:
+def test_kept_checkpoints_are_not_worse_than_deleted_ones(scores: list[Any], num_to_keep: int, order: str) -> None:
     found, policy = records(*scores), RetentionPolicy(num_to_keep, "acc", order)
     deleted = policy.to_delete(found)
     kept = [record for record in found if record.number not in deleted]
@@ -104,7 +103,7 @@ def test_metrics_are_found_by_name(metrics: dict[str, Any], name: str, value: fl
 
 
 @pytest.mark.parametrize(("metrics", "name"), [({}, "a"), ({"a": 1}, "a/b"), ({"a": "1"}, "a"), ({"a": None}, "a")])
-def test_what_is_no_number_is_nan(metrics: dict[str, Any], name: str) -> None:
+def test_metrics_that_are_not_numbers_are_nan(metrics: dict[str, Any], name: str) -> None:
     assert math.isnan(metric_value(metrics, name))
 
 

@@ -1,4 +1,4 @@
-"""Files from somewhere else: loading runs none of their code, and nothing they say is believed unchecked."""
+"""Files from untrusted sources: loading runs no code of theirs and checks all their content."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import Checkpoint, CheckpointStore, Manifest, StagingPool, Storage, part_prefix, take_snapshot
-from raysgd.checkpoint.leaves import StoredLeaf
-from raysgd.checkpoint.manifest import seal
-from raysgd.checkpoint.parts import decode_tree
-from raysgd.checkpoint.tensor_files import Leaves
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.codecs.leaves import StoredLeaf
+from raysgd.checkpoint.format.manifest import Manifest, seal
+from raysgd.checkpoint.format.parts import LoadedLeaves, decode_tree
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointCorruptError, UnsafeStateError
 
 STATE = {"model": {"w": torch.arange(6.0)}, "epoch": 3, "raw": b"x" * 2000}
@@ -39,16 +41,16 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def save(tmp_path: Path, state: Any = STATE, *, trusted: bool = False) -> Path:
+def save(tmp_path: Path, state: Any = STATE, *, allow_pickle: bool = False) -> Path:
     store = CheckpointStore(Storage.from_uri(tmp_path))
-    snapshot = take_snapshot(state, StagingPool(1), trusted=trusted)
+    snapshot = take_snapshot(state, StagingPool(1), allow_pickle=allow_pickle)
     parts = {0: snapshot.write(store.directory(1), part_prefix(1, 0))}
     common = {"attempt": 1, "iteration": 1, "time_total_s": 1.0, "world_size": 1, "created_s": 1.0}
-    return Path(store.commit(Manifest(number=1, parts=parts, trusted=trusted, **common)))  # type: ignore[arg-type]
+    return Path(store.commit(Manifest(number=1, parts=parts, allow_pickle=allow_pickle, **common)))  # type: ignore[arg-type]
 
 
 def rewrite(checkpoint: Path, name: str, change: Callable[[bytes], bytes]) -> None:
-    """Change a file and let the manifest agree, as one who writes to the storage could."""
+    """Change a file and its manifest entry, as an attacker with write access could."""
     data = change((checkpoint / name).read_bytes())
     (checkpoint / name).write_bytes(data)
     manifest = read_manifest(checkpoint)
@@ -73,27 +75,27 @@ def change_tree(checkpoint: Path, change: Callable[[Any], Any]) -> None:
     rewrite(checkpoint, TREE, rewritten)
 
 
-def test_rewriting_is_not_noticed_by_itself(tmp_path: Path) -> None:
+def test_rewritten_checkpoint_without_changes_loads(tmp_path: Path) -> None:
     checkpoint = save(tmp_path)
     change_tree(checkpoint, lambda state: state | {"epoch": 4})
     assert Checkpoint.from_path(checkpoint).load()["epoch"] == 4
 
 
-def test_a_pickle_put_in_place_of_a_leaf_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_in_place_of_a_leaf_does_not_run(tmp_path: Path) -> None:
     checkpoint, sign = save(tmp_path), tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(sign)).ljust(2000, b" ")
     rewrite(checkpoint, TENSORS, lambda data: data.replace(b"x" * 2000, bomb))
-    assert Checkpoint.from_path(checkpoint).load()["raw"] == bomb, "it is bytes, and stays bytes"
+    assert Checkpoint.from_path(checkpoint).load()["raw"] == bomb, "the leaf must stay bytes"
     change_tree(checkpoint, lambda state: state | {"raw": ["pickle", state["raw"][1]]})
     with pytest.raises(UnsafeStateError, match=r"state\['raw'\]"):
         Checkpoint.from_path(checkpoint).load()
     assert not sign.exists()
-    Checkpoint.from_path(checkpoint).load(trusted=True)
-    assert sign.exists(), "the bomb was a real one"
+    Checkpoint.from_path(checkpoint).load(allow_pickle=True)
+    assert sign.exists(), "unpickling the bomb has no effect, so the test shows nothing"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TREE, TENSORS])
-def test_a_pickle_or_torch_file_in_place_of_a_file_runs_nothing(tmp_path: Path, name: str) -> None:
+def test_pickle_or_torch_file_in_place_of_a_file_does_not_run(tmp_path: Path, name: str) -> None:
     checkpoint, sign = save(tmp_path), tmp_path / "exploded"
     torch.save(Bomb(sign), tmp_path / "bomb.pt")
     for bomb in (pickle.dumps(Bomb(sign)), (tmp_path / "bomb.pt").read_bytes()):
@@ -101,14 +103,14 @@ def test_a_pickle_or_torch_file_in_place_of_a_file_runs_nothing(tmp_path: Path, 
             (checkpoint / name).write_bytes(bomb)
         else:
             rewrite(checkpoint, name, lambda data, bomb=bomb: bomb)  # type: ignore[misc]
-        for trusted in (False, True):
+        for allow_pickle in (False, True):
             with pytest.raises(CheckpointCorruptError, match=name):
-                Checkpoint.from_path(checkpoint).load(trusted=trusted)
+                Checkpoint.from_path(checkpoint).load(allow_pickle=allow_pickle)
     assert not sign.exists()
 
 
-def test_trusted_metadata_do_not_make_trust(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, {"b": Bomb(tmp_path / "exploded")}, trusted=True)
+def test_allow_pickle_in_the_manifest_does_not_allow_pickle(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, {"b": Bomb(tmp_path / "exploded")}, allow_pickle=True)
     assert json.loads((checkpoint / "manifest.json").read_bytes())["trusted"] is True
     with pytest.raises(UnsafeStateError):
         Checkpoint.from_path(checkpoint).load()
@@ -130,17 +132,17 @@ def test_trusted_metadata_do_not_make_trust(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_names_from_a_file_choose_from_a_closed_table(tmp_path: Path, node: Any) -> None:
+def test_names_in_a_file_select_from_closed_tables_only(tmp_path: Path, node: Any) -> None:
     checkpoint = save(tmp_path)
     change_tree(checkpoint, lambda state: state | {"epoch": node})
-    for trusted in (False, True):
+    for allow_pickle in (False, True):
         with pytest.raises(CheckpointCorruptError, match=r"state\['epoch'\]"):
-            Checkpoint.from_path(checkpoint).load(trusted=trusted)
+            Checkpoint.from_path(checkpoint).load(allow_pickle=allow_pickle)
 
 
 @pytest.mark.parametrize("depth", [250, 5_000, 100_000])
 @pytest.mark.parametrize("bracket", ["[", '{"a":', '["list",', '["tuple",'])
-def test_deep_json_ends_in_an_error(tmp_path: Path, bracket: str, depth: int) -> None:
+def test_deeply_nested_json_is_corrupt(tmp_path: Path, bracket: str, depth: int) -> None:
     checkpoint = save(tmp_path)
     close = "}" if bracket.startswith("{") else "]"
     text = '{"format":"raysgd-state","version":1,"state":' + bracket * depth + "1" + close * depth + "}"
@@ -152,7 +154,7 @@ def test_deep_json_ends_in_an_error(tmp_path: Path, bracket: str, depth: int) ->
         Checkpoint.from_path(checkpoint)
 
 
-def test_files_outside_the_checkpoint_are_not_reached(tmp_path: Path) -> None:
+def test_files_outside_the_checkpoint_are_not_read(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "run")
     secret = tmp_path / "secret.json"
     secret.write_bytes((checkpoint / TREE).read_bytes())
@@ -166,7 +168,7 @@ def test_files_outside_the_checkpoint_are_not_reached(tmp_path: Path) -> None:
                 Checkpoint.from_path(checkpoint)
 
 
-def test_a_huge_size_in_the_manifest_allocates_nothing(tmp_path: Path) -> None:
+def test_huge_size_in_the_manifest_allocates_no_memory(tmp_path: Path) -> None:
     checkpoint = save(tmp_path)
     manifest = read_manifest(checkpoint)
     manifest["parts"]["0"][0]["size"] = 1 << 60
@@ -176,7 +178,7 @@ def test_a_huge_size_in_the_manifest_allocates_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header_bytes", [100_000_001, 1 << 40, (1 << 64) - 1])
-def test_an_oversized_header_is_refused(tmp_path: Path, header_bytes: int) -> None:
+def test_oversized_header_is_refused(tmp_path: Path, header_bytes: int) -> None:
     checkpoint = save(tmp_path)
     rewrite(checkpoint, TENSORS, lambda data: header_bytes.to_bytes(8, "little") + data[8:])
     with pytest.raises(CheckpointCorruptError, match="header"):
@@ -184,7 +186,7 @@ def test_an_oversized_header_is_refused(tmp_path: Path, header_bytes: int) -> No
 
 
 @pytest.mark.parametrize("name", [TREE, TENSORS, "manifest.json"])
-def test_any_bit_flip_is_found_and_the_file_named(tmp_path: Path, name: str) -> None:
+def test_any_bit_flip_is_found_and_names_the_file(tmp_path: Path, name: str) -> None:
     checkpoint = save(tmp_path)
     data = (checkpoint / name).read_bytes()
     for position in range(0, len(data), max(1, len(data) // 40)):
@@ -217,8 +219,8 @@ JSON = st.recursive(
 
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(node=JSON)
-def test_whatever_the_tree_says_the_only_error_is_ours(node: Any) -> None:
+def test_any_damaged_tree_raises_checkpoint_corrupt_error(node: Any) -> None:
     text = json.dumps({"format": "raysgd-state", "version": 1, "state": {"model": {"w": ["list"]}, "x": node}})
-    leaves = Leaves({"model.w": StoredLeaf("F32", (2,), np.zeros(8, np.uint8))}.items())
+    leaves = LoadedLeaves({"model.w": StoredLeaf("F32", (2,), np.zeros(8, np.uint8))}.items())
     with contextlib.suppress(CheckpointCorruptError, UnsafeStateError):
-        decode_tree(text.encode(), leaves, "x.json", trusted=False)
+        decode_tree(text.encode(), leaves, "x.json", allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Arrays in shards by the store: parts of any number of ranks, read by any other, without Ray and without JAX."""
+"""Sharded arrays: parts that one number of ranks saved are loaded by another, without Ray and JAX."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import CheckpointStore, Manifest, StagingPool, Storage, part_prefix, take_snapshot
-from raysgd.checkpoint import arrays as numpy_leaves
-from raysgd.checkpoint.boxes import Box, whole
 from raysgd.checkpoint.checkpoint import load_state
-from raysgd.checkpoint.part_sources import HeldPart
-from raysgd.checkpoint.resharding import load_parts
-from raysgd.checkpoint.saved_array import SavedArray
-from raysgd.checkpoint.shards import ShardWriter
+from raysgd.checkpoint.codecs import numpy as numpy_codec
+from raysgd.checkpoint.codecs.shards import ShardIndex, ShardWriter, full_index
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.format.parts import MemoryPart
+from raysgd.checkpoint.resharding import SavedArray, load_parts
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointCorruptError, CheckpointError, ReshardError
 
 SHAPE = (6, 4)
-ROWS = [Box((0, 0), (2, 4)), Box((2, 0), (4, 4)), Box((4, 0), (6, 4))]
+ROWS = [ShardIndex((0, 0), (2, 4)), ShardIndex((2, 0), (4, 4)), ShardIndex((4, 0), (6, 4))]
 VALUES = np.arange(24, dtype=np.float32).reshape(SHAPE)
 
 
 @dataclass
 class Sharded:
-    """Stands for a framework's array of which a rank has some pieces."""
+    """Stands in for a framework's array of which a rank holds some shards."""
 
     values: Any
-    boxes: Sequence[Box]
+    indices: Sequence[ShardIndex]
 
 
 @pytest.fixture(autouse=True)
-def _sharded_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def _register_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(encoder: Any, value: Sharded) -> Any:
         whole_array = value.values
         names = {
-            box: encoder.leaves.add(numpy_leaves.leaf_of([*encoder.path, "shard"], whole_array[box.slices()]))
-            for box in value.boxes
+            index: encoder.leaves.add(numpy_codec.leaf_of([*encoder.path, "shard"], whole_array[index.slices()]))
+            for index in value.indices
         }
-        return encoder.shards.add(encoder.path, numpy_leaves.dtype_to_json(whole_array.dtype), whole_array.shape, names)
+        return encoder.shards.add(encoder.path, numpy_codec.dtype_to_json(whole_array.dtype), whole_array.shape, names)
 
-    monkeypatch.setattr(numpy_leaves, "_OTHERS", ((Sharded, encode), *numpy_leaves._OTHERS))
+    monkeypatch.setattr(numpy_codec, "_OTHERS", ((Sharded, encode), *numpy_codec._OTHERS))
 
 
 @dataclass
@@ -65,27 +66,27 @@ class Saved:
             self.folder,
             self.manifest,
             rank,
-            trusted=False,
+            allow_pickle=False,
             world_size=world_size,
             on_unusable=lambda error: self.failures.append(str(error)),
         )
 
 
 class Moments(NamedTuple):
-    """As an optimizer's state is one."""
+    """A named tuple, as in an optimizer's state."""
 
     mu: Any
 
 
-def save(root: Any, states: Sequence[Any], *, trusted: bool = False) -> Saved:
+def save(root: Any, states: Sequence[Any], *, allow_pickle: bool = False) -> Saved:
     store = CheckpointStore(root if isinstance(root, Storage) else Storage.from_uri(root))
-    parts, beside = {}, set()
+    parts, digests = {}, set()
     for rank, state in enumerate(states):
-        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)), trusted=trusted)
+        snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)), allow_pickle=allow_pickle)
         parts[rank] = snapshot.write(store.directory(1), part_prefix(1, rank))
-        beside.add(snapshot.beside())
+        digests.add(snapshot.unsharded_digest())
     common: dict[str, Any] = {"attempt": 1, "iteration": 1, "time_total_s": 1.0, "created_s": 1.0}
-    is_reshardable = len(beside) == 1 and None not in beside
+    is_reshardable = len(digests) == 1 and None not in digests
     manifest = Manifest(
         number=1, world_size=len(states), parts=parts, all_ranks=True, is_reshardable=is_reshardable, **common
     )
@@ -93,57 +94,59 @@ def save(root: Any, states: Sequence[Any], *, trusted: bool = False) -> Saved:
     return Saved(store.directory(1), manifest)
 
 
-def by_rows(values: Any = VALUES, **beside: Any) -> list[dict[str, Any]]:
+def by_rows(values: Any = VALUES, **unsharded: Any) -> list[dict[str, Any]]:
     """The states of three ranks with two rows each."""
-    return [{"w": Sharded(values, [box]), **beside} for box in ROWS]
+    return [{"w": Sharded(values, [index]), **unsharded} for index in ROWS]
 
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_any_number_of_ranks_reads_any_box(tmp_path: Path, remote: bool, world_size: int) -> None:
+def test_any_number_of_ranks_reads_any_slice(tmp_path: Path, remote: bool, world_size: int) -> None:
     saved = save(Storage(pyarrow.fs._MockFileSystem(), "b") if remote else tmp_path, by_rows(step=3))
     for rank in range(world_size):
         state = saved.load(rank, world_size)
         array = state["w"]
         assert isinstance(array, SavedArray)
         assert (state["step"], array.shape, array.dtype, array.ndim, array.nbytes) == (3, SHAPE, np.float32, 2, 96)
-        for index in np.s_[1:3], np.s_[:, 1:3], np.s_[1:5, 3:], np.s_[2:2], np.s_[-1:]:
-            assert np.array_equal(array[index], VALUES[index])
+        for key in np.s_[1:3], np.s_[:, 1:3], np.s_[1:5, 3:], np.s_[2:2], np.s_[-1:]:
+            assert np.array_equal(array[key], VALUES[key])
         assert np.array_equal(np.asarray(array), VALUES)
         assert np.array_equal(np.asarray(array, np.float64), VALUES)
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_parts_in_memory_are_read_alike(data: st.DataObject) -> None:
+def test_parts_in_memory_are_read_like_stored_ones(data: st.DataObject) -> None:
     cut, rows = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 6))
-    boxes = [Box((0, 0), (6, cut)), Box((0, cut), (rows, 4)), Box((rows, cut), (6, 4))]
-    owners = [data.draw(st.integers(0, 1)) for _ in boxes]
+    indices = [ShardIndex((0, 0), (6, cut)), ShardIndex((0, cut), (rows, 4)), ShardIndex((rows, cut), (6, 4))]
+    owners = [data.draw(st.integers(0, 1)) for _ in indices]
     payloads = []
     for rank in range(2):
-        state = {"w": Sharded(VALUES, [box for box, owner in zip(boxes, owners, strict=True) if owner == rank])}
+        state = {"w": Sharded(VALUES, [index for index, owner in zip(indices, owners, strict=True) if owner == rank])}
         snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(2))
         payloads.append(snapshot.payload().copy())
-    parts = {rank: HeldPart(lambda payload=payload: payload) for rank, payload in enumerate(payloads)}  # type: ignore[misc]
-    state = load_parts(parts, 0, saved_by=2, world_size=3, is_reshardable=True, where="here", trusted=False)
+    parts = {rank: MemoryPart(lambda payload=payload: payload) for rank, payload in enumerate(payloads)}  # type: ignore[misc]
+    state = load_parts(parts, 0, saved_by=2, world_size=3, is_reshardable=True, where="here", allow_pickle=False)
     begin, end = sorted((data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))))
     left, right = sorted((data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))))
     assert np.array_equal(state["w"][begin:end, left:right], VALUES[begin:end, left:right])
 
 
-ML_DTYPES = sorted(numpy_leaves._ML_DTYPES)
+ML_DTYPES = sorted(numpy_codec._ML_DTYPES)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_shards_in_a_named_tuple_are_shards_whatever_may_be_pickled(tmp_path: Path, trusted: bool) -> None:
-    saved = save(tmp_path, [{"moments": Moments(Sharded(VALUES, [box]))} for box in ROWS], trusted=trusted)
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_arrays_in_named_tuples_are_sharded_even_if_pickle_is_allowed(tmp_path: Path, allow_pickle: bool) -> None:
+    saved = save(
+        tmp_path, [{"moments": Moments(Sharded(VALUES, [index]))} for index in ROWS], allow_pickle=allow_pickle
+    )
     assert saved.manifest.is_reshardable
     found = saved.load(world_size=2)["moments"].mu
     assert isinstance(found, SavedArray) and (np.asarray(found) == VALUES).all()
 
 
 @pytest.mark.parametrize("name", [*ML_DTYPES, "bool", "int64", "float16", "complex64", "complex128"])
-def test_every_dtype_comes_back_with_its_bits(tmp_path: Path, name: str) -> None:
+def test_every_dtype_is_restored_bit_for_bit(tmp_path: Path, name: str) -> None:
     values = VALUES.astype(np.dtype(getattr(ml_dtypes, name, name)))
     saved = save(tmp_path, by_rows(values, plain=values))
     for state in (saved.load(), saved.load(1, 2)):
@@ -151,15 +154,17 @@ def test_every_dtype_comes_back_with_its_bits(tmp_path: Path, name: str) -> None
             assert (loaded.dtype, loaded.tobytes()) == (values.dtype, values.tobytes())
 
 
-def test_scalars_and_empty_arrays(tmp_path: Path) -> None:
+def test_scalars_and_empty_arrays_are_restored(tmp_path: Path) -> None:
     scalar, empty = np.float32(2.5).reshape(()), np.zeros((0, 3))
-    states = [{"s": Sharded(scalar, [whole(())] if rank == 1 else []), "e": Sharded(empty, [])} for rank in range(2)]
+    states = [
+        {"s": Sharded(scalar, [full_index(())] if rank == 1 else []), "e": Sharded(empty, [])} for rank in range(2)
+    ]
     state = save(tmp_path, states).load(0, 3)
-    assert type(state["s"]) is np.ndarray and float(state["s"]) == 2.5  # nothing to put off
+    assert type(state["s"]) is np.ndarray and float(state["s"]) == 2.5  # scalars are read at once
     assert state["e"][:].shape == (0, 3)
 
 
-def test_the_driver_gets_arrays_and_each_ranks_own_values(tmp_path: Path) -> None:
+def test_driver_gets_whole_arrays_and_the_values_of_each_rank(tmp_path: Path) -> None:
     states = [{**state, "mine": rank} for rank, state in enumerate(by_rows())]
     saved = save(tmp_path, states)
     for rank in range(3):
@@ -171,10 +176,10 @@ def test_the_driver_gets_arrays_and_each_ranks_own_values(tmp_path: Path) -> Non
         saved.load(3)
 
 
-def test_one_array_at_two_places_is_stored_once_and_one_again(tmp_path: Path) -> None:
+def test_array_at_two_places_is_stored_once_and_restored_as_one(tmp_path: Path) -> None:
     states = []
-    for box in ROWS:
-        array = Sharded(VALUES, [box])
+    for index in ROWS:
+        array = Sharded(VALUES, [index])
         states.append({"a": array, "b": [array]})
     saved = save(tmp_path, states)
     state = saved.load(0, 2)
@@ -187,12 +192,12 @@ def test_one_array_at_two_places_is_stored_once_and_one_again(tmp_path: Path) ->
     [
         ([{"n": 1}, {"n": 1}, {"n": 2}], r"state\['n'\]"),
         ([{"n": [1, {"x": 0.5}]}, {"n": [1, {"x": 0.25}]}, {"n": [1, {"x": 0.5}]}], r"state\['n'\]\[1\]\['x'\]"),
-        ([{"n": np.arange(3)}, {"n": np.arange(3)}, {"n": np.arange(3) + 1}], "n is not the same on ranks 0 and 2"),
+        ([{"n": np.arange(3)}, {"n": np.arange(3)}, {"n": np.arange(3) + 1}], "n differs between ranks 0 and 2"),
         ([{"n": np.arange(3)}, {"n": np.arange(4)}, {"n": np.arange(3)}], r"state\['n'\]"),
-        ([{}, {"n": 1}, {}], "state is not the same on ranks 0 and 1"),
+        ([{}, {"n": 1}, {}], "state differs between ranks 0 and 1"),
     ],
 )
-def test_what_differs_is_for_the_same_number_of_ranks(
+def test_values_that_differ_between_ranks_need_the_same_number_of_ranks(
     tmp_path: Path, private: list[dict[str, Any]], place: str
 ) -> None:
     saved = save(tmp_path, [{**state, **own} for state, own in zip(by_rows(), private, strict=True)])
@@ -202,7 +207,7 @@ def test_what_differs_is_for_the_same_number_of_ranks(
         saved.load(0, 2)
 
 
-def test_parts_without_shards_stay_with_their_number_of_ranks(tmp_path: Path) -> None:
+def test_parts_without_shards_need_the_same_number_of_ranks(tmp_path: Path) -> None:
     saved = save(tmp_path, [{"n": 1}, {"n": 1}])
     assert saved.load(1, 2) == {"n": 1}
     with pytest.raises(ReshardError, match="saved with all_ranks=True by 2 ranks and cannot be split over 3"):
@@ -210,34 +215,36 @@ def test_parts_without_shards_stay_with_their_number_of_ranks(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("boxes", "told"),
+    ("indices", "message"),
     [
         ([[ROWS[0]], [ROWS[1]], []], r"16 of 24 elements are there, in the parts of ranks \[0, 1, 2\]"),
         ([[ROWS[0]], [ROWS[0], ROWS[1]], [ROWS[2]]], r"\[0:2, 0:4\] and \[0:2, 0:4\] overlap"),
-        ([[Box((0, 0), (3, 4))], [ROWS[1]], [ROWS[2]]], r"\[0:3, 0:4\] and \[2:4, 0:4\] overlap"),
+        ([[ShardIndex((0, 0), (3, 4))], [ROWS[1]], [ROWS[2]]], r"\[0:3, 0:4\] and \[2:4, 0:4\] overlap"),
     ],
 )
-def test_pieces_that_do_not_make_the_array_are_told(tmp_path: Path, boxes: list[list[Box]], told: str) -> None:
-    saved = save(tmp_path, [{"w": Sharded(VALUES, own)} for own in boxes])
-    with pytest.raises(CheckpointCorruptError, match=r"state\['w'\], of shape \(6, 4\).*" + told):
+def test_missing_or_overlapping_shards_are_corrupt(
+    tmp_path: Path, indices: list[list[ShardIndex]], message: str
+) -> None:
+    saved = save(tmp_path, [{"w": Sharded(VALUES, own)} for own in indices])
+    with pytest.raises(CheckpointCorruptError, match=r"state\['w'\], of shape \(6, 4\).*" + message):
         saved.load(0, 3)
 
 
-def test_a_part_that_is_lost_is_told(tmp_path: Path) -> None:
+def test_missing_part_is_corrupt(tmp_path: Path) -> None:
     saved = save(tmp_path, by_rows())
     del saved.manifest.parts[1]
     with pytest.raises(CheckpointCorruptError, match=r"16 of 24 elements are there, in the parts of ranks \[0, 2\]"):
         saved.load(0, 3)
 
 
-def test_ranks_that_do_not_agree_on_a_shape_are_told(tmp_path: Path) -> None:
+def test_different_shapes_on_ranks_are_corrupt(tmp_path: Path) -> None:
     other = np.zeros((6, 5), np.float32)
     saved = save(tmp_path, [{"w": Sharded(VALUES, ROWS)}, {"w": Sharded(other, [])}])
     with pytest.raises(CheckpointCorruptError, match=r"state\['w'\] is .*\(6, 4\).*\(6, 5\)"):
         saved.load(0, 2)
 
 
-def test_files_that_are_not_needed_are_not_read_and_those_that_are_are_checked(tmp_path: Path) -> None:
+def test_only_needed_files_are_read_and_checked(tmp_path: Path) -> None:
     saved = save(tmp_path, by_rows())
     damaged = Path(saved.folder.path_of(f"{part_prefix(1, 2)}.safetensors"))
     data = bytearray(damaged.read_bytes())
@@ -266,7 +273,7 @@ def test_files_that_are_not_needed_are_not_read_and_those_that_are_are_checked(t
         lambda table: table.clear(),
     ],
 )
-def test_a_damaged_table_is_told(tmp_path: Path, change: Any) -> None:
+def test_damaged_table_of_shards_is_corrupt(tmp_path: Path, change: Any) -> None:
     saved = save(tmp_path, [{"w": Sharded(VALUES, ROWS)}, {"w": Sharded(VALUES, [])}])
     name = f"{part_prefix(1, 0)}.json"
     path = Path(saved.folder.path_of(name))
@@ -280,7 +287,7 @@ def test_a_damaged_table_is_told(tmp_path: Path, change: Any) -> None:
         np.asarray(saved.load(0, 2)["w"])
 
 
-def test_an_array_is_read_by_slices(tmp_path: Path) -> None:
+def test_saved_array_is_read_by_slices(tmp_path: Path) -> None:
     array = save(tmp_path, by_rows()).load(0, 2)["w"]
     assert repr(array) == "SavedArray(state['w'], shape=(6, 4), dtype=float32)"
     with pytest.raises(TypeError, match="is read by slices"):
@@ -289,7 +296,7 @@ def test_an_array_is_read_by_slices(tmp_path: Path) -> None:
         np.asarray(array, copy=False)
 
 
-def test_an_array_that_was_not_restored_is_not_saved(tmp_path: Path) -> None:
+def test_saving_a_saved_array_is_refused(tmp_path: Path) -> None:
     loaded = save(tmp_path, by_rows()).load(0, 2)
-    with pytest.raises(CheckpointError, match=r"SavedArray\(state\['w'\].* was loaded and not restored"):
+    with pytest.raises(CheckpointError, match=r"SavedArray\(state\['w'\].* was loaded but not restored"):
         take_snapshot(loaded, StagingPool(1), shards=ShardWriter(2))

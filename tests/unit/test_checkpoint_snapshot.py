@@ -1,4 +1,4 @@
-"""Snapshots: payload, files, and what happens to buffers."""
+"""Snapshots: payload, files, and the use of staging buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pyarrow.fs
 import pytest
 import torch
 
-from raysgd.checkpoint import Retry, Snapshot, StagingPool, Storage, load_payload, take_snapshot, write_payload
-from raysgd.checkpoint.parts import read_part
+from raysgd.checkpoint.format.parts import load_payload, read_part, write_payload
+from raysgd.checkpoint.snapshot import Snapshot, StagingPool, take_snapshot
+from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, StorageError, UnsafeStateError
 
 STATE = {"model": {"w": torch.arange(5.0), "b": torch.ones(2, dtype=torch.bfloat16)}, "epoch": 3, "raw": b"x" * 2000}
@@ -34,15 +35,15 @@ def test_files_are_written_and_read(remote: bool, tmp_path: Path) -> None:
     entries = take().write(storage, "a0001-r00000")
     assert [entry.name for entry in entries] == ["a0001-r00000.safetensors", "a0001-r00000.json"]
     assert [entry.size for entry in entries] == [storage.size(entry.name) for entry in entries]
-    check(read_part(storage, entries, trusted=False))
-    check(read_part(storage, entries[::-1], trusted=False, verify=False))
+    check(read_part(storage, entries, allow_pickle=False))
+    check(read_part(storage, entries[::-1], allow_pickle=False, verify=False))
 
 
-def test_a_state_without_tensors_is_one_file(tmp_path: Path) -> None:
+def test_state_without_tensors_is_one_file(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path)
     entries = take({"epoch": 3}).write(storage, "p")
     assert [entry.name for entry in entries] == ["p.json"]
-    assert read_part(storage, entries, trusted=False) == {"epoch": 3}
+    assert read_part(storage, entries, allow_pickle=False) == {"epoch": 3}
 
 
 LAYOUTS = {
@@ -64,7 +65,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_however_a_tensor_lies_in_memory_it_is_copied(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_every_memory_layout_are_copied(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: threads)
     loaded = load_payload(take(LAYOUTS).payload())
     for name, value in LAYOUTS.items():
@@ -77,7 +78,7 @@ def _bytes_of(value: Any) -> Any:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-def test_a_copy_that_fails_in_a_thread_is_raised_when_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_copy_thread_is_raised_and_releases_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: 2)
     pool = StagingPool(1)
     broken = np.zeros(3)
@@ -93,35 +94,38 @@ def test_a_copy_that_fails_in_a_thread_is_raised_when_the_others_are_done(monkey
     with pytest.raises(MemoryError):
         take_snapshot(state, pool)
     monkeypatch.undo()
-    take_snapshot(state, pool).release()  # the buffer was given back
+    take_snapshot(state, pool).release()  # the buffer is free again
 
 
 @pytest.mark.parametrize("state", [None, 3, [], torch.ones(2), {}, "text"], ids=str)
-def test_a_state_may_be_anything(state: Any, tmp_path: Path) -> None:
+def test_state_may_be_any_value(state: Any, tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path)
     snapshot = take(state)
-    for loaded in (load_payload(snapshot.payload()), read_part(storage, snapshot.write(storage, "p"), trusted=False)):
+    for loaded in (
+        load_payload(snapshot.payload()),
+        read_part(storage, snapshot.write(storage, "p"), allow_pickle=False),
+    ):
         assert torch.equal(loaded, state) if isinstance(state, torch.Tensor) else loaded == state
 
 
-def test_the_payload_is_all_that_is_needed(tmp_path: Path) -> None:
+def test_payload_alone_can_be_loaded_and_written(tmp_path: Path) -> None:
     snapshot = take()
     payload = snapshot.payload().copy()
     assert payload.dtype == np.uint8 and payload.ndim == 1 and payload.size == snapshot.num_bytes
     snapshot.release()
     check(load_payload(payload))
     storage = Storage.from_uri(tmp_path)
-    check(read_part(storage, write_payload(payload, storage, "p"), trusted=False))
+    check(read_part(storage, write_payload(payload, storage, "p"), allow_pickle=False))
 
 
-def test_tensors_do_not_lie_in_the_payload() -> None:
+def test_loaded_tensors_are_copies_of_the_payload() -> None:
     payload = take().payload().copy()
     loaded = load_payload(payload)
     payload[:] = 0
     check(loaded)
 
 
-def test_releasing_gives_the_buffer_back() -> None:
+def test_release_returns_the_buffer_to_the_pool() -> None:
     pool = StagingPool(1)
     snapshot = take_snapshot(STATE, pool)
     snapshot.release()
@@ -139,18 +143,18 @@ def interrupt(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_snapshot_that_fails_gives_the_buffer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_snapshot_returns_the_buffer_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = StagingPool(1)
     with pytest.raises(UnsafeStateError):
         take_snapshot({"fn": len}, pool)
     with monkeypatch.context() as patch:
-        patch.setattr("raysgd.checkpoint.arrays.np.copyto", interrupt)
+        patch.setattr("raysgd.checkpoint.codecs.numpy.np.copyto", interrupt)
         with pytest.raises(KeyboardInterrupt):
             take_snapshot({"a": np.ones(3)}, pool)
     take_snapshot(STATE, pool)
 
 
-def test_a_write_that_fails_raises_and_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_write_raises_and_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     snapshot = take()
     with pytest.raises(StorageError):
@@ -159,7 +163,7 @@ def test_a_write_that_fails_raises_and_leaves_no_file(tmp_path: Path) -> None:
     check(load_payload(snapshot.payload()))
 
 
-def test_writing_readies_the_other_buffers(tmp_path: Path) -> None:
+def test_writing_prefaults_the_other_buffers(tmp_path: Path) -> None:
     pool = StagingPool(2)
     snapshot = take_snapshot(torch.zeros(5 << 20), pool)
     snapshot.write(Storage.from_uri(tmp_path), "p")
@@ -179,14 +183,14 @@ def test_writing_readies_the_other_buffers(tmp_path: Path) -> None:
         lambda p: p.view(np.int8),
     ],
 )
-def test_damaged_payloads_are_corrupt(damage: Any) -> None:
+def test_damaged_payload_is_corrupt(damage: Any) -> None:
     with pytest.raises(CheckpointCorruptError):
         load_payload(damage(take().payload().copy()))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_come_back_on_the_cpu() -> None:
+def test_gpu_tensors_are_loaded_on_the_cpu() -> None:
     state = {
         "a": torch.arange(1 << 20, device="cuda"),
         "t": torch.ones(3, 4, device="cuda").T,

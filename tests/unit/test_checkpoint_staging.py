@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.checkpoint import StagingPool
+from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.errors import CheckpointError, ConfigError
 
 
@@ -46,7 +45,7 @@ def test_buffers_are_reused() -> None:
     assert address(second) == where and second.view.size == 900 and second.view.dtype == np.uint8
 
 
-def test_the_buffer_that_fits_best_is_taken() -> None:
+def test_best_fitting_buffer_is_used() -> None:
     pool = StagingPool(num_buffers=2)
     small, large = pool.acquire(10), pool.acquire(50 << 20)
     pool.release(large)
@@ -63,7 +62,7 @@ def test_buffers_grow() -> None:
     assert buffer.view.size == 30 << 20 <= buffer.capacity
 
 
-def test_acquiring_waits_while_all_are_in_use() -> None:
+def test_acquire_waits_while_all_buffers_are_in_use() -> None:
     pool = StagingPool(num_buffers=2)
     first, second = pool.acquire(1), pool.acquire(1)
     thread, results = in_thread(lambda: pool.acquire(1))
@@ -85,7 +84,7 @@ def test_pending_bytes_are_bounded() -> None:
     assert results[0].num_bytes == 10 and pool.pending_bytes == 30
 
 
-def test_one_larger_than_the_bound_is_let_through_alone() -> None:
+def test_snapshot_larger_than_the_bound_is_allowed_alone() -> None:
     pool = StagingPool(num_buffers=2, max_pending_bytes=100)
     large = pool.acquire(1000)
     thread, results = in_thread(lambda: pool.acquire(1))
@@ -95,7 +94,7 @@ def test_one_larger_than_the_bound_is_let_through_alone() -> None:
     assert len(results) == 1
 
 
-def test_releasing_twice_is_as_once() -> None:
+def test_second_release_does_nothing() -> None:
     pool = StagingPool(num_buffers=2)
     buffer = pool.acquire(10)
     pool.release(buffer)
@@ -104,16 +103,15 @@ def test_releasing_twice_is_as_once() -> None:
     assert first is not second
 
 
-def test_a_buffer_that_was_lost_is_replaced() -> None:
+def test_lost_buffer_is_replaced() -> None:
     pool = StagingPool(num_buffers=1)
     for _ in range(3):
         buffer = pool.acquire(10)
-        del buffer  # as when an exception lands just after it was acquired
-        gc.collect()
+        del buffer  # as when an exception is injected right after acquire
     assert pool.pending_bytes == 0
 
 
-def test_closing_frees_those_who_wait() -> None:
+def test_close_ends_waiting_acquires() -> None:
     pool = StagingPool(num_buffers=1)
     held = pool.acquire(1)
     thread, results = in_thread(lambda: pool.acquire(1))
@@ -127,7 +125,7 @@ def test_closing_frees_those_who_wait() -> None:
     assert pool.pending_bytes == 0
 
 
-def test_an_exception_injected_while_waiting_lands() -> None:
+def test_exception_injected_into_waiting_acquire_is_raised() -> None:
     import ctypes
 
     pool = StagingPool(num_buffers=1)
@@ -141,14 +139,14 @@ def test_an_exception_injected_while_waiting_lands() -> None:
     assert pool.acquire(1) is held
 
 
-def test_a_buffer_that_cannot_grow_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_that_cannot_grow_returns_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = StagingPool(num_buffers=1)
     with pytest.raises((MemoryError, ValueError)):
         pool.acquire(1 << 62)
     assert pool.acquire(10).num_bytes == 10
 
 
-def test_spare_buffers_are_readied() -> None:
+def test_free_buffers_are_prefaulted() -> None:
     pool = StagingPool(num_buffers=3)
     first = pool.acquire(20 << 20)
     pool.prefault(20 << 20)
@@ -161,13 +159,13 @@ def test_spare_buffers_are_readied() -> None:
     assert pool.pending_bytes == 0
 
 
-def test_spare_buffers_are_not_readied_beyond_the_bound_or_for_little() -> None:
+def test_prefault_respects_the_bound_and_skips_small_buffers() -> None:
     pool = StagingPool(num_buffers=2, max_pending_bytes=30 << 20)
     held = pool.acquire(20 << 20)
     pool.prefault(20 << 20)
     pool.release(held)
     held = pool.acquire(20 << 20)
-    assert pool.acquire(1).capacity < 20 << 20, "the other one has not grown"
+    assert pool.acquire(1).capacity < 20 << 20, "the other buffer must not grow"
     other = StagingPool(num_buffers=2)
     small = other.acquire(10 << 20)
     other.prefault(10 << 20)

@@ -1,4 +1,4 @@
-"""Modules, optimizers and schedulers: saved by their state_dict, without the prefixes of wrappers."""
+"""Modules, optimizers and schedulers are saved by their state_dict, without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from raysgd.checkpoint import StagingPool, load_payload, take_snapshot
+from raysgd.checkpoint.codecs.frameworks import extract_states
+from raysgd.checkpoint.format.parts import load_payload
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import UnsafeStateError
 from support.groups import group_of_one
 
@@ -52,9 +54,26 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.step(functools.partial(backward, model, optimizer, torch.randn(8, 4, generator=generator)))
 
 
+def test_extract_states_returns_what_a_checkpoint_would_hold() -> None:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 1, seed=1)
+    state = (torch.nn.DataParallel(model), {"optimizer": optimizer, "epochs": [1, None]})
+    given, saved = extract_states(state), round_trip(state)
+    assert list(given[0]) == list(saved[0]) and given[0]._metadata == saved[0]._metadata
+    assert all(torch.equal(given[0][name], saved[0][name]) for name in saved[0])
+    assert given[1].keys() == saved[1].keys() and given[1]["epochs"] == [1, None]
+    torch.optim.Adam(model.parameters()).load_state_dict(given[1]["optimizer"])
+
+
+def test_extract_states_returns_plain_state_itself() -> None:
+    state = {"model": make_model().state_dict(), "lists": [1, (2.0, "a")]}
+    assert extract_states(state) is state
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_training_goes_on_bit_for_bit_with_every_optimizer(kind: Any) -> None:
+def test_training_continues_bit_identical_with_every_optimizer(kind: Any) -> None:
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.01)
     train(model, optimizer, 3, seed=1)
@@ -80,7 +99,7 @@ def test_training_goes_on_bit_for_bit_with_every_optimizer(kind: Any) -> None:
     ],
     ids=str,
 )
-def test_options_of_adam_come_back(options: dict[str, Any]) -> None:
+def test_options_of_adam_are_restored(options: dict[str, Any]) -> None:
     model = make_model()
     groups = [{"params": [model[0].weight], "lr": 0.1, "name": "first"}, {"params": [model[2].weight]}]
     optimizer = torch.optim.Adam(groups, **options)
@@ -144,7 +163,7 @@ NAMES = [
 ]
 
 
-def test_all_schedulers_of_torch_are_tried() -> None:
+def test_all_schedulers_of_torch_are_covered() -> None:
     known = {
         name
         for name, kind in vars(schedulers).items()
@@ -155,7 +174,7 @@ def test_all_schedulers_of_torch_are_tried() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("index", range(len(NAMES)), ids=lambda i: f"{NAMES[i]}-{i}")
-def test_every_scheduler_goes_on_where_it_was(index: int) -> None:
+def test_every_scheduler_continues(index: int) -> None:
     optimizer, scheduler = make_scheduler(index)
     advance(optimizer, scheduler, 3)
     loaded = round_trip({"optimizer": optimizer, "scheduler": scheduler})
@@ -166,7 +185,7 @@ def test_every_scheduler_goes_on_where_it_was(index: int) -> None:
     assert advance(other_optimizer, other, 4) == advance(optimizer, scheduler, 4)
 
 
-def test_a_scheduler_that_keeps_a_function_is_refused_by_its_place() -> None:
+def test_state_dict_with_a_function_is_refused_with_its_place() -> None:
     class Old:
         def state_dict(self) -> dict[str, Any]:
             return {"last_epoch": 3, "anneal_func": len}
@@ -175,7 +194,7 @@ def test_a_scheduler_that_keeps_a_function_is_refused_by_its_place() -> None:
         round_trip({"scheduler": Old()})
 
 
-def test_scalers_and_averages_are_saved_by_their_state() -> None:
+def test_grad_scalers_and_averaged_models_are_restored() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     average = torch.optim.swa_utils.AveragedModel(make_model())
     loaded = round_trip({"scaler": scaler, "average": average})
@@ -183,14 +202,14 @@ def test_scalers_and_averages_are_saved_by_their_state() -> None:
     torch.optim.swa_utils.AveragedModel(make_model()).load_state_dict(loaded["average"])
 
 
-def test_the_versions_of_modules_come_back() -> None:
+def test_versions_of_modules_are_restored() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     state = round_trip(model)
     assert state._metadata == model.state_dict()._metadata
     assert state._metadata["0"] == {"version": 2}
 
 
-def test_extra_state_of_a_module_comes_back() -> None:
+def test_extra_state_of_a_module_is_restored() -> None:
     class Counting(torch.nn.Module):
         def get_extra_state(self) -> Any:
             return {"seen": 3}
@@ -198,7 +217,7 @@ def test_extra_state_of_a_module_comes_back() -> None:
     assert round_trip(Counting())["_extra_state"] == {"seen": 3}
 
 
-def expect_bare(wrapped: Any) -> None:
+def check_saved_without_prefix(wrapped: Any) -> None:
     bare = make_model().state_dict()
     loaded = round_trip({"model": wrapped})["model"]
     assert list(loaded) == list(bare)
@@ -207,23 +226,23 @@ def expect_bare(wrapped: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_data_parallel_models_are_saved_without_their_prefix() -> None:
+def test_data_parallel_models_are_saved_without_prefix() -> None:
     with group_of_one():
         wrapped = torch.nn.parallel.DistributedDataParallel(make_model())
         assert next(iter(wrapped.state_dict())).startswith("module.")
-        expect_bare(wrapped)
-        expect_bare(torch.nn.DataParallel(wrapped))
+        check_saved_without_prefix(wrapped)
+        check_saved_without_prefix(torch.nn.DataParallel(wrapped))
 
 
-def test_compiled_models_are_saved_without_their_prefix() -> None:
+def test_compiled_models_are_saved_without_prefix() -> None:
     compiled = torch.compile(make_model())
     assert next(iter(compiled.state_dict())).startswith("_orig_mod.")
-    expect_bare(compiled)
-    expect_bare(torch.nn.DataParallel(compiled))
-    expect_bare(torch.compile(torch.nn.DataParallel(make_model())))
+    check_saved_without_prefix(compiled)
+    check_saved_without_prefix(torch.nn.DataParallel(compiled))
+    check_saved_without_prefix(torch.compile(torch.nn.DataParallel(make_model())))
 
 
-def test_a_layer_called_module_keeps_its_name() -> None:
+def test_layer_called_module_keeps_its_name() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,7 +253,7 @@ def test_a_layer_called_module_keeps_its_name() -> None:
     assert list(loaded) == ["module.weight", "module.bias"]
 
 
-def test_a_wrapper_may_say_what_it_wraps() -> None:
+def test_raysgd_unwrap_is_saved_instead_of_state_dict() -> None:
     class Wrapper:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -246,11 +265,11 @@ def test_a_wrapper_may_say_what_it_wraps() -> None:
             raise AssertionError("the wrapped object is asked, not the wrapper")
 
     model = make_model()
-    expect_bare(Wrapper(Wrapper(model)))
+    check_saved_without_prefix(Wrapper(Wrapper(model)))
     assert round_trip(Wrapper({"a": 1})) == {"a": 1}
 
 
-def test_one_model_at_two_places_is_saved_once() -> None:
+def test_model_at_two_places_is_saved_once() -> None:
     model = make_model()
     loaded = round_trip({"a": model, "b": model})
     assert loaded["a"] is loaded["b"]

@@ -15,8 +15,9 @@ import fsspec
 import pyarrow.fs
 import pytest
 
-from raysgd.checkpoint import Retry, Storage, check_name
-from raysgd.checkpoint.checksum import Checksum
+from raysgd.checkpoint.storage.files import Checksum
+from raysgd.checkpoint.storage.names import check_name
+from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -39,7 +40,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 class Flaky:
-    """Fails with the given errors first, then does what it stands for."""
+    """Fails with the given errors, then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -52,18 +53,18 @@ class Flaky:
         return "done"
 
 
-def test_a_folder_has_a_name(storage: Storage) -> None:
+def test_storage_has_the_name_of_its_folder(storage: Storage) -> None:
     assert storage.child("run_001").name == "run_001"
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket/runs?region=eu&endpoint=http://h:9/x", "s3://bucket/runs/?a=b", "s3://b"])
-def test_options_of_a_uri_are_no_part_of_the_name(uri: str) -> None:
+def test_name_has_no_options_of_the_uri(uri: str) -> None:
     runs = Storage(pyarrow.fs._MockFileSystem(), "bucket/runs", uri=uri)
     assert runs.name == "runs"
     assert runs.child("run_001").name == "run_001"
 
 
-def test_what_was_written_is_read(storage: Storage) -> None:
+def test_written_files_are_read(storage: Storage) -> None:
     assert storage.write_bytes("a.bin", b"hello") == (5, zlib.crc32(b"hello"))
     assert storage.read_bytes("a.bin") == b"hello"
     assert storage.size("a.bin") == 5
@@ -80,7 +81,7 @@ def test_chunks_become_one_file(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 20, (16 << 20) + 3])
-def test_large_chunks_are_summed_beside_the_write(storage: Storage, num_bytes: int) -> None:
+def test_crc32_of_large_chunks_is_right(storage: Storage, num_bytes: int) -> None:
     data = memoryview(os.urandom(num_bytes))
     chunks = [data[start : start + (3 << 20)] for start in range(0, num_bytes, 3 << 20)]
     assert storage.write_chunks("a.bin", lambda: chunks) == (num_bytes, zlib.crc32(data))
@@ -94,7 +95,9 @@ def test_folders_are_made_listed_and_deleted(storage: Storage) -> None:
     storage.write_bytes("x", b"")
     assert storage.list_names() == ["one", "x"]
     assert storage.is_folder("one") and not storage.is_folder("x")
-    assert not storage.child("one").delete_tree("two", "something_else"), "not one of ours"
+    assert not storage.child("one").delete_tree("two", "something_else"), (
+        "the folder has no name that matches the marker"
+    )
     assert storage.child("one").delete_tree("two", r"manifest\.json")
     assert not child.exists()
     assert not storage.delete_tree("missing", ".*")
@@ -111,14 +114,14 @@ def test_missing_files_are_named(storage: Storage) -> None:
         storage.read_bytes("nothing_here")
 
 
-def test_a_file_larger_than_allowed_is_not_read(storage: Storage) -> None:
+def test_file_larger_than_allowed_is_corrupt(storage: Storage) -> None:
     storage.write_bytes("a.bin", b"x" * 100)
     assert len(storage.read_bytes("a.bin", 100)) == 100
     with pytest.raises(CheckpointCorruptError, match="99 bytes"):
         storage.read_bytes("a.bin", 99)
 
 
-def test_reading_starts_over_where_it_fails_for_a_moment(tmp_path: Path) -> None:
+def test_reading_starts_over_after_a_transient_failure(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path, retry=retry()[0])
     storage.write_bytes("a.bin", b"abc")
     failures = [OSError(errno.EIO, "input/output")]
@@ -132,7 +135,7 @@ def test_reading_starts_over_where_it_fails_for_a_moment(tmp_path: Path) -> None
     assert storage.read_with("a.bin", read) == b"abc"
 
 
-def test_files_named_gz_are_left_as_they_are(storage: Storage) -> None:
+def test_files_named_gz_are_not_compressed(storage: Storage) -> None:
     data = gzip.compress(b"text")
     storage.write_bytes("a.gz", data)
     assert storage.read_bytes("a.gz") == data
@@ -154,13 +157,13 @@ def test_user_files_round_trip(storage: Storage, tmp_path: Path) -> None:
     assert (back / "link.bin").read_bytes() == b"m" * 10 and not (back / "link.bin").is_symlink()
 
 
-def test_one_user_file_keeps_its_name(storage: Storage, tmp_path: Path) -> None:
+def test_single_user_file_keeps_its_name(storage: Storage, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"abc")
     (entry,) = storage.put_path(tmp_path / "model.pt", "files")
     assert (entry.name, entry.size, entry.crc32) == ("files/model.pt", 3, zlib.crc32(b"abc"))
 
 
-def test_a_fetched_file_that_changed_is_corrupt(storage: Storage, tmp_path: Path) -> None:
+def test_changed_file_is_corrupt_when_fetched(storage: Storage, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"abc")
     entries = storage.put_path(tmp_path / "model.pt", "files")
     storage.write_bytes("files/model.pt", b"abd")
@@ -168,7 +171,7 @@ def test_a_fetched_file_that_changed_is_corrupt(storage: Storage, tmp_path: Path
         storage.fetch_tree(entries, tmp_path / "back")
 
 
-def test_user_files_that_are_no_files_are_refused(tmp_path: Path) -> None:
+def test_sockets_and_links_to_folders_are_refused_as_user_files(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path / "base")
     with pytest.raises(CheckpointNotFoundError, match="nothing"):
         storage.put_path(tmp_path / "nothing", "x")
@@ -195,14 +198,14 @@ def test_uris_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert Storage.from_uri(storage.child("a").uri).uri == str(tmp_path / "runs" / "a")
 
 
-def test_uris_with_a_query_keep_it_at_the_end() -> None:
+def test_query_of_a_uri_stays_at_the_end() -> None:
     storage = Storage(pyarrow.fs._MockFileSystem(), "bucket/base", uri="s3://bucket/base?region=eu")
     assert not storage.is_local
     assert storage.child("a", "b").uri == "s3://bucket/base/a/b?region=eu"
     assert storage.child("a").path_of("x") == "s3://bucket/base/a/x"
 
 
-def test_a_local_path_may_hold_a_question_mark(tmp_path: Path) -> None:
+def test_local_path_may_contain_a_question_mark(tmp_path: Path) -> None:
     child = Storage.from_uri(tmp_path / "what?").child("a")
     child.write_bytes("x", b"1")
     assert (tmp_path / "what?" / "a" / "x").exists()
@@ -210,25 +213,25 @@ def test_a_local_path_may_hold_a_question_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["nosuch://bucket/x", "", "a\x00b"])
-def test_paths_that_mean_nothing_are_refused(uri: str) -> None:
+def test_invalid_paths_are_refused(uri: str) -> None:
     with pytest.raises(ConfigError):
         Storage.from_uri(uri)
 
 
-def test_storage_crosses_processes(storage: Storage, tmp_path: Path) -> None:
+def test_storage_can_be_pickled(storage: Storage, tmp_path: Path) -> None:
     if storage.is_local:
         storage.write_bytes("x", b"1")
         assert pickle.loads(pickle.dumps(storage)).read_bytes("x") == b"1"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\n", "ä", "a" * 129, None, 3, b"a", "a b"])
-def test_bad_components_are_refused(name: Any) -> None:
+def test_invalid_names_are_refused(name: Any) -> None:
     with pytest.raises(ConfigError, match="folder="):
         check_name(name, "folder")
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "a//b", "a/", "a/.", "a\x00b", "a\\b", "a\nb", "x" * 256])
-def test_names_never_lead_out_of_the_folder(storage: Storage, name: str) -> None:
+def test_names_outside_the_folder_are_refused(storage: Storage, name: str) -> None:
     for call in (storage.read_bytes, storage.open_input, storage.size, storage.exists, storage.delete_file):
         with pytest.raises(ConfigError):
             call(name)
@@ -238,7 +241,7 @@ def test_names_never_lead_out_of_the_folder(storage: Storage, name: str) -> None
         storage.child(name)
 
 
-def test_a_write_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+def test_write_replaces_the_file_atomically(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path)
     storage.write_bytes("a", b"old")
 
@@ -252,7 +255,7 @@ def test_a_write_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"x" * (2 << 20)
         raise KeyboardInterrupt
@@ -262,7 +265,7 @@ def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
+def test_link_in_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "a").symlink_to(tmp_path / "victim")
@@ -274,7 +277,7 @@ def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
-def test_links_are_not_read(tmp_path: Path) -> None:
+def test_links_are_not_followed_for_reading(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_bytes(b"secret")
     base = tmp_path / "base"
@@ -288,7 +291,7 @@ def test_links_are_not_read(tmp_path: Path) -> None:
                 call(name)
 
 
-def test_deleting_never_follows_links(tmp_path: Path) -> None:
+def test_links_are_not_followed_for_deleting(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_bytes(b"1")
@@ -304,7 +307,7 @@ def test_deleting_never_follows_links(tmp_path: Path) -> None:
     assert (outside / "precious").exists()
 
 
-def test_a_fifo_does_not_hang_the_reader(tmp_path: Path) -> None:
+def test_fifo_does_not_block_the_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(StorageError):
         Storage.from_uri(tmp_path).read_bytes("fifo")
@@ -315,14 +318,14 @@ def retry(tries: int = 4) -> tuple[Retry, list[float]]:
     return Retry(tries=tries, delay_s=1.0, factor=2.0, max_delay_s=3.0, sleep=waits.append), waits
 
 
-def test_passing_errors_are_tried_again_with_growing_waits() -> None:
+def test_transient_errors_are_retried_with_growing_waits() -> None:
     policy, waits = retry()
     flaky = Flaky(OSError("AWS Error SLOW_DOWN"), TimeoutError(), OSError(errno.EIO, "input/output"))
     assert policy.run("write", "s3://b/x", flaky) == "done"
     assert waits == [1.0, 2.0, 3.0]
 
 
-def test_what_goes_on_failing_names_operation_path_tries_and_cause() -> None:
+def test_error_after_all_retries_names_operation_path_tries_and_cause() -> None:
     policy, waits = retry(tries=3)
     flaky = Flaky(*[OSError("AWS Error SLOW_DOWN")] * 9)
     with pytest.raises(StorageError, match=r"write s3://b/x \(tried 3 times\): OSError: AWS Error SLOW_DOWN") as caught:
@@ -333,14 +336,14 @@ def test_what_goes_on_failing_names_operation_path_tries_and_cause() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR])
-def test_lasting_errors_are_raised_at_once(number: int) -> None:
+def test_permanent_errors_are_raised_at_once(number: int) -> None:
     policy, waits = retry()
     with pytest.raises(StorageError, match="tried once"):
         policy.run("write", "x", Flaky(OSError(number, os.strerror(number))))
     assert waits == []
 
 
-def test_other_exceptions_pass_through_untried() -> None:
+def test_other_exceptions_are_not_retried() -> None:
     policy, waits = retry()
     with pytest.raises(KeyError):
         policy.run("write", "x", Flaky(KeyError("x")))
@@ -356,7 +359,7 @@ def test_retry_settings_are_checked(change: dict[str, Any]) -> None:
 
 
 class FlakyFiles(pyarrow.fs.FSSpecHandler):
-    """An object store whose uploads break off the first times."""
+    """An object store whose first uploads fail."""
 
     def __init__(self, failures: int) -> None:
         super().__init__(fsspec.filesystem("memory"))
@@ -369,7 +372,7 @@ class FlakyFiles(pyarrow.fs.FSSpecHandler):
         return super().open_output_stream(path, metadata)
 
 
-def test_a_write_to_an_object_store_starts_over(tmp_path: Path) -> None:
+def test_write_to_an_object_store_is_retried(tmp_path: Path) -> None:
     policy, waits = retry()
     storage = Storage(pyarrow.fs.PyFileSystem(FlakyFiles(2)), f"flaky-{tmp_path.name}", retry=policy)
     opened: list[int] = []
@@ -384,11 +387,11 @@ def test_a_write_to_an_object_store_starts_over(tmp_path: Path) -> None:
     assert len(waits) == 2
 
 
-def test_the_checksum_works_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_works_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Callable[..., None]:
         raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    monkeypatch.setattr("raysgd.checkpoint.checksum.threading.Thread.start", refuse)
+    monkeypatch.setattr("raysgd.checkpoint.storage.files.threading.Thread.start", refuse)
     data = b"x" * (2 << 20)
     with Checksum() as checksum:
         checksum.update(data)

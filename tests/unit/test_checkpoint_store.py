@@ -10,17 +10,11 @@ from typing import Any
 import pyarrow.fs
 import pytest
 
-from raysgd.checkpoint import (
-    CheckpointStore,
-    FileEntry,
-    Manifest,
-    Retry,
-    StagingPool,
-    Storage,
-    part_prefix,
-    read_manifest,
-    take_snapshot,
-)
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Retry, Storage
+from raysgd.checkpoint.store import CheckpointStore, part_prefix, read_manifest
 from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 
 
@@ -61,25 +55,25 @@ def numbers(manifests: list[Manifest]) -> list[int]:
     return [manifest.number for manifest in manifests]
 
 
-def test_names_sort_and_tell_attempt_and_rank() -> None:
+def test_file_names_sort_and_contain_attempt_and_rank() -> None:
     assert part_prefix(2, 1) == "a0002-r00001"
     assert part_prefix(12345, 123456) == "a12345-r123456"
 
 
-def test_an_empty_store(store: CheckpointStore) -> None:
+def test_empty_store_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.list() == [] and store.newest().manifest is None and store.sweep_uncommitted() == []
     store.delete(3)
 
 
-def test_a_checkpoint_counts_once_it_is_committed(store: CheckpointStore) -> None:
+def test_checkpoint_is_listed_once_committed(store: CheckpointStore) -> None:
     parts = {0: write_part(store, 3)}
-    assert store.numbers() == [3] and store.list() == [] and store.scan().problems == []
+    assert store.numbers() == [3] and store.list() == [] and store.scan().skipped == []
     manifest = commit(store, 3, parts=parts)
     assert store.list() == [manifest] == [read_manifest(store.directory(3))]
     assert store.path(3).endswith("checkpoints/checkpoint_000003")
 
 
-def test_they_are_listed_in_order(store: CheckpointStore) -> None:
+def test_checkpoints_are_listed_in_order(store: CheckpointStore) -> None:
     for number in (10, 2, 1_000_000, 9):
         commit(store, number)
     store.storage.write_bytes("checkpoint_000005", b"a file")
@@ -87,7 +81,7 @@ def test_they_are_listed_in_order(store: CheckpointStore) -> None:
     assert numbers(store.list()) == [2, 9, 10, 1_000_000]
 
 
-def test_a_missing_manifest_is_not_found(store: CheckpointStore) -> None:
+def test_missing_manifest_is_not_found(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointNotFoundError, match="checkpoint_000001"):
         store.read(1)
     with pytest.raises(CheckpointNotFoundError):
@@ -121,7 +115,7 @@ DAMAGES = [damage_manifest, damage_bytes, truncate, remove_file, swap_manifests]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_damaged_checkpoint_is_skipped_for_the_one_before(
     store: CheckpointStore, damage: Callable[[CheckpointStore, int], None]
 ) -> None:
     for number in (1, 2, 3):
@@ -130,12 +124,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage(store, 3)
     newest = store.newest()
     assert newest.manifest is not None and newest.manifest.number == 2
-    (passed,) = newest.passed_over
+    (passed,) = newest.skipped
     assert passed.number == 3 and isinstance(passed.error, CheckpointCorruptError)
     assert "checkpoint_000003/" in str(passed.error) and passed.path == store.path(3)
 
 
-def test_without_verification_flipped_bits_are_not_seen(store: CheckpointStore) -> None:
+def test_flipped_bits_are_not_found_without_verification(store: CheckpointStore) -> None:
     commit(store, 1)
     damage_bytes(store, 1)
     assert store.newest(verify=False).manifest is not None
@@ -144,15 +138,15 @@ def test_without_verification_flipped_bits_are_not_seen(store: CheckpointStore) 
     assert store.newest(verify=False).manifest is None
 
 
-def test_listing_tells_of_damaged_manifests(store: CheckpointStore) -> None:
+def test_scan_lists_damaged_manifests(store: CheckpointStore) -> None:
     commit(store, 1)
     commit(store, 2)
     damage_manifest(store, 1)
     scan = store.scan()
-    assert numbers(scan.manifests) == [2] and [problem.number for problem in scan.problems] == [1]
+    assert numbers(scan.manifests) == [2] and [problem.number for problem in scan.skipped] == [1]
 
 
-def test_storage_that_cannot_be_read_does_not_mean_there_is_nothing(local: CheckpointStore) -> None:
+def test_unreadable_storage_raises_instead_of_starting_over(local: CheckpointStore) -> None:
     commit(local, 1)
     path = Path(local.path(1)) / "manifest.json"
     path.unlink()
@@ -168,7 +162,7 @@ def test_committing_again_replaces_the_manifest(store: CheckpointStore) -> None:
     assert store.newest().manifest == store.read(1)
 
 
-def test_committing_removes_what_other_attempts_left(local: CheckpointStore) -> None:
+def test_commit_removes_files_of_other_attempts(local: CheckpointStore) -> None:
     write_part(local, 1, attempt=1)
     folder = Path(local.path(1))
     (folder / ".tmp-123-abc").touch()
@@ -179,27 +173,27 @@ def test_committing_removes_what_other_attempts_left(local: CheckpointStore) -> 
     assert sorted(os.listdir(folder)) == ["a0002-r00000.json", "a0002-r00000.safetensors", "manifest.json", "notes.txt"]
 
 
-def test_an_older_attempt_writes_other_files(store: CheckpointStore) -> None:
+def test_attempts_write_different_files(store: CheckpointStore) -> None:
     manifest = commit(store, 1, attempt=2)
     write_part(store, 1, attempt=1)
     assert store.newest().manifest == manifest
 
 
-def test_deleting_a_checkpoint(store: CheckpointStore) -> None:
+def test_delete_removes_a_checkpoint(store: CheckpointStore) -> None:
     commit(store, 1)
     commit(store, 2)
     store.delete(1)
     assert numbers(store.list()) == [2] and store.numbers() == [2]
 
 
-def test_a_half_deleted_checkpoint_is_none(local: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_deleted_checkpoint_is_not_listed(local: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(local, 1)
 
     def broken(*args: Any) -> None:
         raise PermissionError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("raysgd.checkpoint.local_files.shutil.rmtree", broken)
+        patch.setattr("raysgd.checkpoint.storage.files.shutil.rmtree", broken)
         with pytest.raises(StorageError):
             local.delete(1)
     assert local.list() == [] and local.newest().manifest is None
@@ -224,7 +218,7 @@ def test_uncommitted_folders_are_swept(store: CheckpointStore) -> None:
     assert store.numbers() == [1, 4, 5]
 
 
-def test_a_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore, tmp_path: Path) -> None:
+def test_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "manifest.json").write_bytes(b"{}")
@@ -233,14 +227,14 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore,
     assert numbers(local.list()) == [1]
     newest = local.newest()
     assert newest.manifest is not None and newest.manifest.number == 1
-    assert "symbolic link" in str(newest.passed_over[0].error)
+    assert "symbolic link" in str(newest.skipped[0].error)
     assert local.sweep_uncommitted() == []
     with pytest.raises(CheckpointCorruptError, match="symbolic link"):
         local.delete(2)
     assert (outside / "manifest.json").exists()
 
 
-def test_a_manifest_that_cannot_be_written_makes_no_checkpoint(local: CheckpointStore, tmp_path: Path) -> None:
+def test_checkpoint_without_manifest_is_not_committed(local: CheckpointStore, tmp_path: Path) -> None:
     parts = {0: write_part(local, 1)}
     manifest = commit(local, 2, parts=parts)
     (tmp_path / "blocked").touch()

@@ -1,4 +1,4 @@
-"""The tensors file: one that the safetensors library reads, a reader for its files, and no trust in either's bytes."""
+"""The tensors file: exchange with the safetensors library, alignment, and refusal of damaged files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import FileEntry, StagingPool, Storage, take_snapshot
-from raysgd.checkpoint.tensor_files import copy_leaves, read_leaves
-from raysgd.checkpoint.tensors import MAX_HEADER_BYTES, decode_header, encode_header
+from raysgd.checkpoint.format.parts import copy_leaves, read_leaves
+from raysgd.checkpoint.format.safetensors import MAX_HEADER_BYTES, decode_header, encode_header
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -47,7 +49,7 @@ def tensor(dtype: str = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) 
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
 
 
-def test_the_library_reads_our_files(tmp_path: Path) -> None:
+def test_safetensors_reads_our_files(tmp_path: Path) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.float16]
     model = {str(dtype)[6:]: torch.arange(7).to(dtype) for dtype in dtypes}
     storage, entry = write({"model": model, "step": torch.tensor(3), "empty": torch.zeros(0, 4)}, tmp_path)
@@ -61,18 +63,18 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_complex_numbers_are_pairs_to_the_library(tmp_path: Path) -> None:
+def test_safetensors_reads_complex_numbers_as_pairs(tmp_path: Path) -> None:
     storage, entry = write({"c": torch.tensor([1 + 2j], dtype=torch.complex128)}, tmp_path)
     assert safetensors.torch.load_file(storage.path_of(entry.name))["c"].tolist() == [[1.0, 2.0]]
 
 
-def test_the_library_reads_arrays(tmp_path: Path) -> None:
+def test_safetensors_reads_arrays(tmp_path: Path) -> None:
     storage, entry = write({"a": np.arange(4.0), "b": np.array([True, False]), "s": np.array(["x"])}, tmp_path)
     loaded = safetensors.numpy.load_file(storage.path_of(entry.name))
     assert loaded["a"].tolist() == [0, 1, 2, 3] and loaded["b"].tolist() == [True, False]
 
 
-def test_we_read_the_files_of_the_library(tmp_path: Path) -> None:
+def test_files_of_safetensors_are_read(tmp_path: Path) -> None:
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([1, 2], np.int64), "c": np.array(True)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors", metadata={"by": "the library"})
     entry = entry_of(tmp_path / "x.safetensors")
@@ -86,14 +88,14 @@ def test_we_read_the_files_of_the_library(tmp_path: Path) -> None:
 
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 300_000]), max_size=12))
-def test_tensors_of_all_sizes_lie_aligned(sizes: list[int]) -> None:
+def test_tensors_of_all_sizes_are_aligned(sizes: list[int]) -> None:
     dtypes = [torch.float64, torch.uint8, torch.float32, torch.bfloat16]
     state = {str(i): torch.full((n,), i % 7).to(dtypes[i % 4]) for i, n in enumerate(sizes)}
     pool = StagingPool()
     snapshot = take_snapshot([state, b"x" * 2000], pool)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raysgd.checkpoint.tensor_files.CHUNK_BYTES", 400_000)
-        patch.setattr("raysgd.checkpoint.tensor_files._SMALL_BYTES", 350_000)
+        patch.setattr("raysgd.checkpoint.format.parts.CHUNK_BYTES", 400_000)
+        patch.setattr("raysgd.checkpoint.format.parts._SMALL_BYTES", 350_000)
         storage = Storage(pyarrow.fs._MockFileSystem(), "base")
         leaves = read_leaves(storage, snapshot.write(storage, "part")[0], verify=True)
     for i, (name, value) in enumerate(state.items()):
@@ -111,7 +113,7 @@ def test_each_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
 TWO = {"a": tensor(), "b": tensor(begin=8, end=16)}
 
 
-def test_a_right_header_is_read() -> None:
+def test_valid_header_is_read() -> None:
     file = make_file(TWO, bytes(16))
     specs = decode_header(file[:-16], len(file), "x")
     assert [(spec.name, spec.end - spec.begin) for spec in specs] == [("a", 8), ("b", 8)]
@@ -187,7 +189,7 @@ def test_without_verification_only_the_structure_is_checked(tmp_path: Path) -> N
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(data=st.data())
-def test_any_change_of_a_header_is_read_right_or_corrupt(data: st.DataObject) -> None:
+def test_changed_header_is_corrupt_or_still_valid(data: st.DataObject) -> None:
     file = bytearray(make_file(TWO, bytes(16)))
     for _ in range(data.draw(st.integers(1, 3))):
         file[data.draw(st.integers(0, len(file) - 17))] = data.draw(st.integers(0, 255))
@@ -200,7 +202,7 @@ def test_any_change_of_a_header_is_read_right_or_corrupt(data: st.DataObject) ->
         assert leaves.get(spec.name).data.size == spec.end - spec.begin
 
 
-def test_a_header_that_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysgd.checkpoint.tensors.MAX_HEADER_BYTES", 100)
+def test_too_large_header_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.checkpoint.format.safetensors.MAX_HEADER_BYTES", 100)
     with pytest.raises(CheckpointError, match="too many tensors"):
         take_snapshot({str(i): torch.ones(1) for i in range(10)}, StagingPool())

@@ -1,4 +1,4 @@
-"""torch's tensors, parameters and other values in a state."""
+"""torch tensors, parameters and other values in a state."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.checkpoint import StagingPool, load_payload, take_snapshot
-from raysgd.checkpoint.inline import decode_small, encode_small
+from raysgd.checkpoint.codecs.tree import decode_small, encode_small
+from raysgd.checkpoint.format.parts import load_payload
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
 
 
-def round_trip(state: Any, *, trusted: bool = False) -> Any:
+def round_trip(state: Any, *, allow_pickle: bool = False) -> Any:
     pool = StagingPool()
-    snapshot = take_snapshot(state, pool, trusted=trusted)
+    snapshot = take_snapshot(state, pool, allow_pickle=allow_pickle)
     payload = snapshot.payload().copy()
     snapshot.release()
-    return load_payload(payload, trusted=trusted)
+    return load_payload(payload, allow_pickle=allow_pickle)
 
 
 HELD = [
@@ -33,7 +34,7 @@ HELD = [
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", [name for name in HELD if hasattr(torch, name)])
 @pytest.mark.parametrize("shape", [(3, 4), (), (0, 5), (1,)])
-def test_every_dtype_comes_back(name: str, shape: tuple[int, ...]) -> None:
+def test_every_dtype_is_restored(name: str, shape: tuple[int, ...]) -> None:
     dtype = getattr(torch, name)
     count = int(np.prod(shape)) * dtype.itemsize
     pattern = torch.arange(count, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(count, dtype=torch.uint8)
@@ -66,13 +67,13 @@ def test_dtypes_without_values_are_refused(name: str) -> None:
         lambda t: t[:0],
     ],
 )
-def test_layouts_come_back_contiguous(make: Any) -> None:
+def test_memory_layouts_are_restored_contiguous(make: Any) -> None:
     tensor = make(torch.arange(24.0).reshape(4, 6))
     loaded = round_trip([tensor])[0]
     assert torch.equal(loaded, tensor) and loaded.is_contiguous() and not loaded.is_conj()
 
 
-def test_a_snapshot_is_independent_of_its_state() -> None:
+def test_snapshot_is_independent_of_its_state() -> None:
     tensor, pool = torch.zeros(5), StagingPool()
     snapshot = take_snapshot({"w": tensor}, pool)
     tensor.fill_(1)
@@ -85,7 +86,7 @@ def test_loaded_tensors_can_be_changed() -> None:
     assert loaded["a"].tolist() == [1, 1] and loaded["b"].tolist() == [0, 0]
 
 
-def test_a_read_only_payload_is_copied() -> None:
+def test_read_only_payload_is_copied() -> None:
     snapshot = take_snapshot({"a": torch.zeros(2)}, StagingPool())
     payload = snapshot.payload().copy()
     payload.flags.writeable = False
@@ -96,7 +97,7 @@ def test_a_read_only_payload_is_copied() -> None:
     assert load_payload(payload)["a"].tolist() == [0, 0]
 
 
-def test_tied_tensors_stay_tied() -> None:
+def test_tied_tensors_share_memory_again() -> None:
     weight = torch.arange(6.0)
     loaded = round_trip(
         {"a": weight, "b": weight, "alias": weight.detach(), "part": weight[:3], "copy": weight.clone()}
@@ -106,7 +107,7 @@ def test_tied_tensors_stay_tied() -> None:
     assert [loaded[name][0].item() for name in ("a", "b", "alias", "part", "copy")] == [100, 100, 100, 0, 0]
 
 
-def test_a_conjugate_view_is_not_taken_for_its_base() -> None:
+def test_conjugate_view_is_distinguished_from_its_base() -> None:
     base = torch.tensor([1 + 2j])
     loaded = round_trip([base, base.conj()])
     assert loaded[0].item() == 1 + 2j and loaded[1].item() == 1 - 2j
@@ -121,7 +122,7 @@ def test_tied_parameters_of_a_module_share_memory_and_are_stored_once() -> None:
     assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
 
 
-def test_parameters_and_gradients_flags() -> None:
+def test_parameters_and_requires_grad_are_restored() -> None:
     loaded = round_trip(
         {
             "p": torch.nn.Parameter(torch.ones(2)),
@@ -142,7 +143,7 @@ def test_parameters_and_gradients_flags() -> None:
     }
 
 
-def test_inference_tensors_come_back_as_normal_ones() -> None:
+def test_inference_tensors_are_restored_as_normal_ones() -> None:
     with torch.inference_mode():
         tensor = torch.ones(3)
         pool = StagingPool()
@@ -162,7 +163,7 @@ def test_inference_tensors_come_back_as_normal_ones() -> None:
         lambda t: t.to_sparse_bsc((2, 2)),
     ],
 )
-def test_sparse_tensors_come_back(make: Any) -> None:
+def test_sparse_tensors_are_restored(make: Any) -> None:
     tensor = make(torch.eye(4))
     loaded = round_trip({"a": [tensor, tensor]})["a"]
     assert loaded[0] is loaded[1] and loaded[0].layout == tensor.layout
@@ -196,12 +197,12 @@ class Subclass(torch.Tensor):
         (lambda: torch.nn.functional.relu, "only pickle"),
     ],
 )
-def test_what_has_no_plain_values_is_refused(make: Any, hint: str) -> None:
+def test_tensors_without_plain_values_are_refused(make: Any, hint: str) -> None:
     with pytest.raises(UnsafeStateError, match=rf"state\['m'\]\['w'\].*{hint}"):
         round_trip({"m": {"w": make()}})
 
 
-def test_small_values_of_torch() -> None:
+def test_sizes_dtypes_and_devices_are_restored() -> None:
     state = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -213,7 +214,7 @@ def test_small_values_of_torch() -> None:
     assert decode_small(encode_small(state)) == state
 
 
-def test_a_generator_goes_on_where_it_was() -> None:
+def test_generator_continues_its_sequence() -> None:
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
     loaded = round_trip({"a": generator, "b": generator})
@@ -221,7 +222,7 @@ def test_a_generator_goes_on_where_it_was() -> None:
     assert torch.equal(torch.rand(3, generator=loaded["a"]), torch.rand(3, generator=generator))
 
 
-def test_the_generator_of_a_missing_device_comes_as_its_state() -> None:
+def test_generator_of_a_missing_device_is_loaded_as_its_state() -> None:
     node = encode_small(torch.Generator())
     node[1] = "cuda:7"
     if torch.cuda.device_count() <= 7:
@@ -229,7 +230,7 @@ def test_the_generator_of_a_missing_device_comes_as_its_state() -> None:
             assert torch.equal(decode_small(node), torch.Generator().get_state())
 
 
-def test_a_damaged_generator_state_is_corrupt() -> None:
+def test_damaged_generator_state_is_corrupt() -> None:
     node = encode_small(torch.Generator())
     node[2] = encode_small(torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(CheckpointCorruptError):
@@ -258,7 +259,7 @@ def test_damaged_tensor_nodes_are_corrupt(change: Any) -> None:
 
 def test_keys_cannot_be_tensors() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(CheckpointError, match="has a Parameter as key"):
+    with pytest.raises(CheckpointError, match="has a Parameter as a key"):
         round_trip({parameter: 1})
 
 
@@ -269,7 +270,7 @@ def test_thousands_of_tensors_keep_their_names_and_order() -> None:
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
-def test_a_deep_copy_of_what_was_loaded_works() -> None:
+def test_loaded_state_can_be_deep_copied() -> None:
     loaded = round_trip({"w": torch.ones(2), "p": torch.nn.Parameter(torch.ones(2))})
     assert torch.equal(copy.deepcopy(loaded)["w"], torch.ones(2))
 

@@ -1,4 +1,4 @@
-"""Every tree of built-in values comes back as it was; what cannot is refused by its place."""
+"""Trees of built-in values are restored exactly; other values are refused with their place."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import StagingPool, load_payload, take_snapshot
-from raysgd.checkpoint.inline import decode_small, encode_small
-from raysgd.checkpoint.tensor_files import Leaves
-from raysgd.checkpoint.tree import Decoder
+from raysgd.checkpoint.codecs.tree import Decoder, decode_small, encode_small
+from raysgd.checkpoint.format.parts import LoadedLeaves, load_payload
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
 
 
-def round_trip(state: Any, *, trusted: bool = False) -> Any:
+def round_trip(state: Any, *, allow_pickle: bool = False) -> Any:
     pool = StagingPool()
-    snapshot = take_snapshot(state, pool, trusted=trusted)
+    snapshot = take_snapshot(state, pool, allow_pickle=allow_pickle)
     payload = snapshot.payload().copy()
     snapshot.release()
-    return load_payload(payload, trusted=trusted)
+    return load_payload(payload, allow_pickle=allow_pickle)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -90,13 +89,13 @@ TREES = st.recursive(SCALARS, containers, max_leaves=20)
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(TREES)
-def test_any_tree_comes_back(tree: Any) -> None:
+def test_any_tree_is_restored(tree: Any) -> None:
     assert same(round_trip({"tree": tree})["tree"], tree)
 
 
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(TREES)
-def test_any_tree_comes_back_from_plain_json(tree: Any) -> None:
+def test_any_tree_is_restored_from_json_alone(tree: Any) -> None:
     assert same(decode_small(json.loads(json.dumps(encode_small(tree), allow_nan=False))), tree)
 
 
@@ -118,42 +117,42 @@ def test_any_tree_comes_back_from_plain_json(tree: Any) -> None:
         collections.deque([1, 2], maxlen=2),
         collections.defaultdict(None, {1: 2}),
         collections.Counter({"a": -1, "b": 2.5}),
-        random.getstate(),
+        random.Random(0).getstate(),
     ],
     ids=lambda value: repr(value)[:20] if not isinstance(value, int) else f"{value.bit_length()} bits",
 )
-def test_values_that_are_easily_lost(value: Any) -> None:
+def test_special_values_are_restored(value: Any) -> None:
     assert same(round_trip(value), value)
 
 
-def test_what_containers_are_made_of_survives() -> None:
+def test_attributes_of_containers_are_restored() -> None:
     loaded = round_trip({"d": collections.defaultdict(list, a=[1]), "q": collections.deque([1], maxlen=3)})
     assert loaded["d"].default_factory is list
     assert loaded["q"].maxlen == 3
 
 
-def test_a_datetime_keeps_fold_and_offset() -> None:
+def test_datetime_keeps_fold_and_offset() -> None:
     zone = datetime.timezone(datetime.timedelta(hours=-5))
     moment = datetime.datetime(2026, 11, 1, 1, 30, tzinfo=zone, fold=1)
     loaded = round_trip(moment)
     assert loaded == moment and loaded.fold == 1 and loaded.utcoffset() == moment.utcoffset()
 
 
-def test_a_random_generator_goes_on_where_it_was() -> None:
+def test_random_generator_continues_its_sequence() -> None:
     generator = random.Random(3)
     generator.gauss(0, 1)
     loaded = round_trip(generator)
     assert [loaded.gauss(0, 1), loaded.random()] == [generator.gauss(0, 1), generator.random()]
 
 
-def test_one_object_at_two_places_is_one_object_again() -> None:
+def test_object_at_two_places_is_restored_as_one() -> None:
     shared: list[Any] = [1]
     loaded = round_trip({"a": shared, "b": (shared, {"c": shared}), "d": [1]})
     assert loaded["a"] is loaded["b"][0] is loaded["b"][1]["c"]
     assert loaded["a"] is not loaded["d"]
 
 
-def test_sharing_does_not_multiply() -> None:
+def test_shared_objects_do_not_multiply() -> None:
     state: list[Any] = []
     for _ in range(100):
         state = [state, state]
@@ -162,7 +161,7 @@ def test_sharing_does_not_multiply() -> None:
 
 
 def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysgd.checkpoint.tree.MAX_VALUES", 1000)
+    monkeypatch.setattr("raysgd.checkpoint.codecs.tree.MAX_VALUES", 1000)
     state: Any = ()
     for _ in range(40):
         state = (state, state)
@@ -170,7 +169,7 @@ def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         round_trip(state)
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
+def test_state_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {"a": {}}
     state["a"]["b"] = [state]
     with pytest.raises(CheckpointError, match=r"state\['a'\]\['b'\]\[0\] contains itself"):
@@ -188,7 +187,7 @@ class Circling:
 
 
 @pytest.mark.parametrize("state", [Endless(), Circling()])
-def test_a_state_dict_without_end_is_refused(state: Any) -> None:
+def test_endless_state_dict_is_refused(state: Any) -> None:
     with pytest.raises(CheckpointError, match="nests deeper than 200 levels"):
         round_trip(state)
 
@@ -200,7 +199,7 @@ def nested(depth: int) -> Any:
     return state
 
 
-def test_depth_has_a_limit() -> None:
+def test_nesting_depth_is_bounded() -> None:
     assert same(round_trip(nested(200)), nested(200))
     for depth in (201, 100_000):
         with pytest.raises(CheckpointError, match=r"state\[0\].*nests deeper than 200 levels"):
@@ -234,7 +233,7 @@ class MyDict(dict[str, int]):
 @pytest.mark.parametrize(
     "value", [len, Color.RED, Odd(1), Plain(), MyDict(a=1), Plain, json, object(), collections.defaultdict(lambda: 1)]
 )
-def test_what_only_pickle_can_hold_is_refused_by_its_place(value: Any) -> None:
+def test_values_that_need_pickle_are_refused_with_their_place(value: Any) -> None:
     with pytest.raises(UnsafeStateError, match=r"state\['scheduler'\]\[1\]\['fn'\]") as caught:
         round_trip({"scheduler": [0, {"fn": value}]})
     assert caught.value.path == "state['scheduler'][1]['fn']"
@@ -242,43 +241,43 @@ def test_what_only_pickle_can_hold_is_refused_by_its_place(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [len, Color.RED, Point(1), Plain(2), MyDict(a=1), Plain])
-def test_trusted_states_may_hold_it(value: Any) -> None:
-    loaded = round_trip({"fn": value, "again": value, "n": 1}, trusted=True)
+def test_allow_pickle_saves_values_that_need_pickle(value: Any) -> None:
+    loaded = round_trip({"fn": value, "again": value, "n": 1}, allow_pickle=True)
     assert loaded["fn"] == value and type(loaded["fn"]) is type(value)
     assert loaded["again"] is loaded["fn"]
 
 
-def test_trusted_states_may_hold_lambdas() -> None:
-    assert round_trip([lambda x: x + 1], trusted=True)[0](1) == 2
+def test_allow_pickle_saves_lambdas() -> None:
+    assert round_trip([lambda x: x + 1], allow_pickle=True)[0](1) == 2
 
 
-def test_trusted_pickles_need_trust_to_be_loaded() -> None:
+def test_pickled_values_need_allow_pickle_to_be_loaded() -> None:
     pool = StagingPool()
-    snapshot = take_snapshot({"a": {"fn": Plain()}}, pool, trusted=True)
+    snapshot = take_snapshot({"a": {"fn": Plain()}}, pool, allow_pickle=True)
     assert snapshot.num_pickled == 1
-    with pytest.raises(UnsafeStateError, match=r"state\['a'\]\['fn'\].*trusted=True") as caught:
+    with pytest.raises(UnsafeStateError, match=r"state\['a'\]\['fn'\].*allow_pickle=True") as caught:
         load_payload(snapshot.payload())
     assert caught.value.path == "state['a']['fn']"
 
 
-def test_trust_is_not_used_where_it_is_not_needed() -> None:
+def test_plain_values_are_not_pickled_with_allow_pickle() -> None:
     pool = StagingPool()
-    snapshot = take_snapshot({"a": [1, "x"]}, pool, trusted=True)
+    snapshot = take_snapshot({"a": [1, "x"]}, pool, allow_pickle=True)
     assert snapshot.num_pickled == 0
     assert load_payload(snapshot.payload()) == {"a": [1, "x"]}
 
 
-def test_what_does_not_even_pickle_is_named() -> None:
+def test_values_that_do_not_pickle_are_refused_with_their_place() -> None:
     with pytest.raises(UnsafeStateError, match=r"state\['a'\].*does not pickle"):
-        round_trip({"a": (i for i in ())}, trusted=True)
+        round_trip({"a": (i for i in ())}, allow_pickle=True)
 
 
 def test_mutable_keys_are_refused() -> None:
     class Key(bytearray):
         __hash__ = object.__hash__
 
-    with pytest.raises(CheckpointError, match="as key"):
-        round_trip({"a": {Key(): 1}}, trusted=True)
+    with pytest.raises(CheckpointError, match="as a key"):
+        round_trip({"a": {Key(): 1}}, allow_pickle=True)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +346,7 @@ def test_nodes_that_nest_too_deeply_are_corrupt() -> None:
             decode_small(node)
 
 
-def test_a_named_tuple_comes_back_by_its_fields() -> None:
+def test_named_tuple_is_restored_by_its_fields() -> None:
     first, same = round_trip({"a": [Point(1), Point({"w": 2})], "b": Point(Point(3))}), round_trip(Point(1))
     assert first == {"a": [(1,), ({"w": 2},)], "b": ((3,),)}
     assert [type(value).__name__ for value in first["a"]] == ["Point", "Point"]
@@ -367,6 +366,6 @@ def test_a_named_tuple_comes_back_by_its_fields() -> None:
         ["named"],
     ],
 )
-def test_a_damaged_named_tuple_makes_no_class(node: list[Any]) -> None:
+def test_damaged_named_tuple_is_corrupt(node: list[Any]) -> None:
     with pytest.raises(CheckpointCorruptError):
-        Decoder(Leaves(), "a file").decode_state(node)
+        Decoder(LoadedLeaves(), "a file").decode_state(node)

@@ -23,7 +23,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     assert dataclasses.asdict(RunConfig()) == {"name": None, "storage_path": None, "detached": False}
     assert dataclasses.asdict(FailureConfig()) == {
         "max_failures": 3,
-        "spares": 0,
+        "num_spares": 0,
         "abort_grace_s": 2,
         "heartbeat_timeout_s": 10,
         "progress_timeout_s": None,
@@ -35,7 +35,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "num_to_keep": None,
         "score_attribute": None,
         "score_order": "max",
-        "memory_only_between": 0,
+        "storage_interval": 1,
         "keep_in_memory": True,
         "max_pending_bytes": 4 * 2**30,
         "on_write_error": "raise",
@@ -50,7 +50,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_is_made_by_keyword_frozen_and_sent_as_it_is(config: Any) -> None:
+def test_config_is_keyword_only_frozen_and_picklable(config: Any) -> None:
     made = config()
     first = dataclasses.fields(config)[0].name
     with pytest.raises(TypeError):
@@ -90,11 +90,11 @@ def test_a_storage_path_is_a_path_or_a_uri(path: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [5, b"/runs", ["/runs"], True])
-def test_a_storage_path_that_is_no_path_is_refused(path: Any) -> None:
+def test_storage_path_that_is_not_a_path_is_refused(path: Any) -> None:
     assert "give a path or a URI" in refused(RunConfig, storage_path=path)
 
 
-def test_a_detached_run_needs_a_name_to_be_found_by() -> None:
+def test_detached_run_needs_a_name() -> None:
     assert RunConfig(name="x", detached=True).detached
     assert "needs name=" in refused(RunConfig, detached=True)
 
@@ -114,7 +114,7 @@ def test_a_detached_run_needs_a_name_to_be_found_by() -> None:
         {"on_resize": lambda old, new: None},
     ],
 )
-def test_failure_settings_that_work(fields: dict[str, Any]) -> None:
+def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
     FailureConfig(**fields)
 
 
@@ -126,7 +126,7 @@ def test_failure_settings_that_work(fields: dict[str, Any]) -> None:
         ({"max_failures": True}, "is a bool; give an int"),
         ({"max_failures": "3"}, "is a str; give an int"),
         ({"max_failures": None}, "is a NoneType; give an int"),
-        ({"spares": -1}, "-1 is too small; give an int >= 0"),
+        ({"num_spares": -1}, "-1 is too small; give an int >= 0"),
         ({"abort_grace_s": -1}, "out of range; give a finite number >= 0"),
         ({"abort_grace_s": math.inf}, "out of range"),
         ({"heartbeat_timeout_s": 0}, "give a finite number > 0"),
@@ -139,7 +139,7 @@ def test_failure_settings_that_work(fields: dict[str, Any]) -> None:
         ({"on_resize": "callback"}, "is not callable; give fn(old_size, new_size)"),
     ],
 )
-def test_failure_settings_that_cannot_work_are_refused(fields: dict[str, Any], text: str) -> None:
+def test_invalid_failure_settings_are_refused(fields: dict[str, Any], text: str) -> None:
     assert text in refused(FailureConfig, **fields)
 
 
@@ -152,16 +152,16 @@ def test_failure_settings_that_cannot_work_are_refused(fields: dict[str, Any], t
         ({"num_to_keep": 0}, "0 is too small; give an int >= 1"),
         ({"num_to_keep": 1.0}, "is a float; give an int"),
         ({"num_to_keep": True}, "is a bool"),
-        ({"score_attribute": 3}, "must be a metric's name"),
+        ({"score_attribute": 3}, "is not a metric's name"),
         ({"score_order": "maximum"}, "give one of 'max', 'min' (did you mean 'max'?)"),
         ({"score_order": None}, "is not known; give one of 'max', 'min'"),
-        ({"memory_only_between": -1}, "too small"),
+        ({"storage_interval": 0}, "too small"),
         ({"max_pending_bytes": 0}, "give an int >= 1"),
         ({"on_write_error": "ignore"}, "give one of 'raise', 'warn'"),
         ({"on_write_error": ["warn"]}, "give one of 'raise', 'warn'"),
     ],
 )
-def test_checkpoint_settings_that_cannot_work_are_refused(fields: dict[str, Any], text: str) -> None:
+def test_invalid_checkpoint_settings_are_refused(fields: dict[str, Any], text: str) -> None:
     assert text in refused(CheckpointConfig, **fields)
 
 
@@ -201,7 +201,7 @@ def test_workers_are_a_number_or_a_range(num_workers: Any, least: int, most: flo
         ((8, 4), "num_workers=(8, 4) has its minimum above its maximum; give (min, max) with min <= max."),
     ],
 )
-def test_what_is_no_number_of_workers_is_refused(num_workers: Any, text: str) -> None:
+def test_invalid_number_of_workers_is_refused(num_workers: Any, text: str) -> None:
     assert text in refused(ScalingConfig, num_workers=num_workers)
 
 
@@ -216,29 +216,29 @@ def test_what_is_no_number_of_workers_is_refused(num_workers: Any, text: str) ->
         ({"placement_strategy": "pack"}, "give one of 'PACK', 'SPREAD', 'STRICT_PACK', 'STRICT_SPREAD'"),
         ({"placement_strategy": "STRICT_PAK"}, "did you mean 'STRICT_PACK'?"),
         ({"num_workers": (1, 2), "placement_strategy": "STRICT_PACK"}, "give 'PACK' or 'SPREAD'"),
-        ({"resources_per_worker": [("TPU", 1)]}, "is no dict; give {'name': amount}"),
+        ({"resources_per_worker": [("TPU", 1)]}, "is not a dict; give {'name': amount}"),
         ({"resources_per_worker": {"CPU": 2}}, "did you mean cpus_per_worker=2?"),
         ({"resources_per_worker": {"cpu": 2}}, "did you mean cpus_per_worker=2?"),
         ({"resources_per_worker": {"num_gpus": 1}}, "did you mean gpus_per_worker=1?"),
         ({"resources_per_worker": {"cpus_per_worker": 1}}, "did you mean cpus_per_worker=1?"),
         ({"resources_per_worker": {"GPU": 1}}, "did you mean gpus_per_worker=1?"),
-        ({"resources_per_worker": {"memory": 1e9}}, "'memory', which Ray keeps for itself"),
+        ({"resources_per_worker": {"memory": 1e9}}, "'memory', which Ray reserves"),
         ({"resources_per_worker": {3: 1}}, "names are strings"),
         ({"resources_per_worker": {"TPU": -1}}, "['TPU']=-1 is out of range"),
         ({"resources_per_worker": {"TPU": "1"}}, "is a str; give a number"),
     ],
 )
-def test_what_workers_cannot_get_is_refused(fields: dict[str, Any], text: str) -> None:
+def test_invalid_resources_are_refused(fields: dict[str, Any], text: str) -> None:
     assert text in refused(ScalingConfig, **fields)
 
 
-def test_a_bundle_is_all_that_a_worker_gets() -> None:
+def test_bundle_has_all_resources_of_a_worker() -> None:
     scaling = ScalingConfig(cpus_per_worker=2, gpus_per_worker=0.5, resources_per_worker={"TPU": 4, "none": 0})
     assert scaling.bundle() == {"CPU": 2, "GPU": 0.5, "TPU": 4}
     assert ScalingConfig(cpus_per_worker=0).bundle() == {}
 
 
-def test_a_callers_dict_is_neither_changed_nor_held() -> None:
+def test_resources_are_copied_from_the_caller() -> None:
     resources = {"TPU": 4.0}
     scaling = ScalingConfig(resources_per_worker=resources)
     scaling.bundle()["TPU"] = 9
@@ -250,7 +250,7 @@ def test_a_callers_dict_is_neither_changed_nor_held() -> None:
 # -- from a dict -------------------------------------------------------------------------------------------------------
 
 
-def test_a_config_is_made_of_a_dict() -> None:
+def test_config_is_made_from_a_dict() -> None:
     assert from_mapping(FailureConfig, {"max_failures": 5}, "failure") == FailureConfig(max_failures=5)
 
 
@@ -265,7 +265,7 @@ def test_a_config_is_made_of_a_dict() -> None:
         ({3: 1}, "failure has no field 3"),
     ],
 )
-def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, Any], text: str) -> None:
+def test_unknown_keys_are_refused_with_the_nearest_field(mapping: dict[Any, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(FailureConfig, mapping, "failure")
     assert text in str(caught.value)
@@ -274,8 +274,10 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one(mapping: dict[Any, 
 # -- what is not there yet ---------------------------------------------------------------------------------------------
 
 
-def test_a_group_without_an_end_needs_something_that_ends() -> None:
-    with pytest.raises(ConfigError, match="has no end; give a maximum, or cpus_per_worker"):
+def test_unlimited_group_needs_resources_per_worker() -> None:
+    with pytest.raises(
+        ConfigError, match="has no limit, and a worker takes no resources; give a maximum, or cpus_per_worker"
+    ):
         ScalingConfig(num_workers=(1, math.inf), cpus_per_worker=0)
     ScalingConfig(num_workers=(1, math.inf), cpus_per_worker=0, resources_per_worker={"slot": 1})
     ScalingConfig(num_workers=(1, 4), cpus_per_worker=0)

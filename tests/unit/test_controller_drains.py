@@ -1,4 +1,4 @@
-"""Which draining nodes a run hears of, and how often."""
+"""Which draining nodes the drain watch reports, and how often."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from typing import Any
 
 import pytest
 
-from raysgd.controller import drains
-from raysgd.controller.drains import DrainWatch
+from raysgd.controller.run import watch as drains
+from raysgd.controller.run.watch import DrainWatch
 
-Told = list[tuple[tuple[int, ...], float | None]]
+Reported = list[tuple[tuple[int, ...], float | None]]
 
 
-class Fleet:
-    """Ranks on draining nodes, one look after the other; the last one stays."""
+class WorkerGroupProtocol:
+    """Returns the ranks on draining nodes, one poll after the other; the last answer repeats."""
 
-    def __init__(self, *looks: dict[int, float | None]) -> None:
-        self.looks = list(looks)
+    def __init__(self, *polls: dict[int, float | None]) -> None:
+        self.polls = list(polls)
         self.is_over = asyncio.Event()
 
     async def ranks(self) -> dict[int, float | None]:
-        if len(self.looks) == 1:
+        if len(self.polls) == 1:
             self.is_over.set()
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        return self.polls.pop(0) if len(self.polls) > 1 else self.polls[0]
 
 
-async def told_of(*looks: dict[int, float | None], monkeypatch: pytest.MonkeyPatch) -> Told:
+async def reported_by(*polls: dict[int, float | None], monkeypatch: pytest.MonkeyPatch) -> Reported:
     monkeypatch.setattr(drains, "LOOK_S", 0)
-    fleet: Any = Fleet(*looks)
-    told: Told = []
-    watch = asyncio.ensure_future(DrainWatch(fleet, lambda *what: told.append(what)).run())
-    await fleet.is_over.wait()
+    group: Any = WorkerGroupProtocol(*polls)
+    reported: Reported = []
+    watch = asyncio.ensure_future(DrainWatch(group, lambda *drain: reported.append(drain)).run())
+    await group.is_over.wait()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     watch.cancel()
-    return told
+    return reported
 
 
-async def test_ranks_of_a_node_are_told_together_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = await told_of({}, {1: 60.0, 2: 60.0}, {1: 58.0, 2: 58.0}, {}, monkeypatch=monkeypatch)
-    assert told == [((1, 2), 60.0)]
+async def test_ranks_of_draining_node_are_reported_together_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = await reported_by({}, {1: 60.0, 2: 60.0}, {1: 58.0, 2: 58.0}, {}, monkeypatch=monkeypatch)
+    assert reported == [((1, 2), 60.0)]
 
 
-async def test_a_node_that_follows_and_one_without_a_deadline_are_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = await told_of({1: 60.0}, {0: None, 1: 58.0, 3: 5.0}, monkeypatch=monkeypatch)
-    assert told == [((1,), 60.0), ((0,), None), ((3,), 5.0)]
+async def test_further_draining_nodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = await reported_by({1: 60.0}, {0: None, 1: 58.0, 3: 5.0}, monkeypatch=monkeypatch)
+    assert reported == [((1,), 60.0), ((0,), None), ((3,), 5.0)]

@@ -1,4 +1,4 @@
-"""The frames of a run for readers that are quick, slow, late or gone: each gets all of them, and none costs the others."""
+"""Fast, slow and late readers of the frames of a run: each gets all frames, and none affects the others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.checkpoint.storage import Storage
-from raysgd.controller import framelog, frames
-from raysgd.controller.framelog import BURST, ITEM_BYTES, FrameLog
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal import Journal
+from raysgd.controller.journal import frame_log as framelog
+from raysgd.controller.journal.frame_log import BURST, ITEM_BYTES, FrameLog
+from raysgd.controller.journal.journal import Journal
 
-TINY = 1000  # bytes of memory: room for two or three frames
+TINY = 1000  # bytes of memory, enough for two or three frames
 
 
 class CountingJournal(Journal):
-    """A journal that remembers what readers fetched from it."""
+    """A journal that records which frames readers fetched."""
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
@@ -54,7 +55,7 @@ def close(log: FrameLog) -> None:
 
 
 def fill(log: FrameLog, num_frames: int = 20) -> None:
-    """Reports with other frames among them, and the end."""
+    """Append reports with some other frames among them, and the end."""
     for number in range(num_frames - 1):
         if number % 5 == 0:
             say(log, frames.CHECKPOINT)
@@ -70,7 +71,7 @@ async def read(log: FrameLog, seq: int = 0) -> list[Frame]:
 # -- one reader --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_reader_gets_every_frame_in_order_up_to_the_last(journal: CountingJournal) -> None:
+async def test_reader_gets_every_frame_in_order(journal: CountingJournal) -> None:
     log = make_log(journal, memory_bytes=1 << 20)
     fill(log)
     got = await read(log)
@@ -79,7 +80,7 @@ async def test_a_reader_gets_every_frame_in_order_up_to_the_last(journal: Counti
     assert journal.fetched == []
 
 
-async def test_a_reader_gets_frames_as_they_come(journal: CountingJournal) -> None:
+async def test_reader_gets_frames_as_they_arrive(journal: CountingJournal) -> None:
     log = make_log(journal)
     stream = log.read(0)
     for _ in range(3):
@@ -96,7 +97,7 @@ async def test_a_reader_gets_frames_as_they_come(journal: CountingJournal) -> No
 
 
 @pytest.mark.parametrize("seq", range(21))
-async def test_a_reader_that_comes_late_gets_the_same_frames_from_wherever_it_begins(
+async def test_late_reader_gets_the_same_frames_from_any_number(
     journal: CountingJournal, tmp_path: Path, seq: int
 ) -> None:
     roomy, tight = make_log(journal, memory_bytes=1 << 20), make_log(Journal(Storage.from_uri(tmp_path / "tight")))
@@ -106,7 +107,7 @@ async def test_a_reader_that_comes_late_gets_the_same_frames_from_wherever_it_be
     assert await read(tight, seq) == (await read(roomy))[seq:]
 
 
-async def test_a_reader_may_ask_for_frames_that_are_still_to_come(journal: CountingJournal) -> None:
+async def test_reader_may_begin_at_a_future_frame(journal: CountingJournal) -> None:
     log = make_log(journal)
     reading = asyncio.ensure_future(read(log, 2))
     for _ in range(4):
@@ -116,13 +117,13 @@ async def test_a_reader_may_ask_for_frames_that_are_still_to_come(journal: Count
     assert [frame.seq for frame in await reading] == [2, 3, 4]
 
 
-async def test_a_reader_that_asks_for_what_comes_after_the_end_gets_nothing(journal: CountingJournal) -> None:
+async def test_reader_that_begins_after_the_end_gets_nothing(journal: CountingJournal) -> None:
     log = make_log(journal)
     close(log)
     assert await read(log, 5) == []
 
 
-async def test_the_end_reaches_a_reader_that_waits(journal: CountingJournal) -> None:
+async def test_waiting_reader_gets_the_last_frame(journal: CountingJournal) -> None:
     log = make_log(journal)
     reading = asyncio.ensure_future(read(log))
     await asyncio.sleep(0)
@@ -130,15 +131,15 @@ async def test_the_end_reaches_a_reader_that_waits(journal: CountingJournal) -> 
     assert [frame.kind for frame in await reading] == [frames.RUN_CLOSED]
 
 
-# -- several, at their own pace ----------------------------------------------------------------------------------------
+# -- several readers ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(journal: CountingJournal) -> None:
+async def test_slow_reader_delays_nobody_and_misses_nothing(journal: CountingJournal) -> None:
     log = make_log(journal)
     slow = log.read(0)
     report(log)
     got = await anext(slow)
-    fill(log, 200)  # while it does not come back
+    fill(log, 200)  # while the reader is busy
     assert len(await read(log)) == 201
     async for batch in slow:
         got += batch
@@ -146,7 +147,7 @@ async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(journal: Countin
     assert journal.fetched
 
 
-async def test_a_reader_that_goes_away_is_not_missed(journal: CountingJournal) -> None:
+async def test_reader_that_leaves_does_not_affect_others(journal: CountingJournal) -> None:
     log = make_log(journal)
     leaving, staying = asyncio.ensure_future(read(log)), asyncio.ensure_future(read(log))
     await asyncio.sleep(0)
@@ -155,7 +156,7 @@ async def test_a_reader_that_goes_away_is_not_missed(journal: CountingJournal) -
     assert len(await staying) == 20
 
 
-async def test_readers_that_wait_at_the_same_time_all_hear_of_a_frame(journal: CountingJournal) -> None:
+async def test_all_waiting_readers_get_a_frame(journal: CountingJournal) -> None:
     log = make_log(journal, memory_bytes=1 << 20)
     readers = [asyncio.ensure_future(read(log)) for _ in range(5)]
     for _ in range(10):
@@ -168,17 +169,17 @@ async def test_readers_that_wait_at_the_same_time_all_hear_of_a_frame(journal: C
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-async def test_old_reports_are_fetched_from_the_journal_and_only_those(journal: CountingJournal) -> None:
+async def test_old_reports_are_read_from_the_journal(journal: CountingJournal) -> None:
     log = make_log(journal)
     fill(log, 20)
     await read(log)
     assert 0 < len(journal.fetched) < 20
     assert journal.fetched == sorted(set(journal.fetched))
-    assert all(seq % 5 for seq in journal.fetched)  # other frames are kept, they are few
+    assert all(seq % 5 for seq in journal.fetched)  # frames other than reports stay in memory
     assert max(journal.fetched) < 19
 
 
-async def test_a_frame_larger_than_the_memory_is_read_all_the_same(journal: CountingJournal) -> None:
+async def test_frame_larger_than_the_memory_limit_is_read(journal: CountingJournal) -> None:
     log = make_log(journal)
     report(log, num_bytes=5 * TINY)
     close(log)
@@ -188,7 +189,7 @@ async def test_a_frame_larger_than_the_memory_is_read_all_the_same(journal: Coun
 
 
 @pytest.mark.parametrize("memory_bytes", [TINY, 1 << 30])
-async def test_an_item_of_a_stream_does_not_grow_without_bound(journal: CountingJournal, memory_bytes: int) -> None:
+async def test_batches_for_a_reader_are_bounded(journal: CountingJournal, memory_bytes: int) -> None:
     log = make_log(journal, memory_bytes)
     for _ in range(5):
         report(log, num_bytes=ITEM_BYTES * 2 // 5)
@@ -198,7 +199,7 @@ async def test_an_item_of_a_stream_does_not_grow_without_bound(journal: Counting
     assert max(sizes) < ITEM_BYTES * 1.5
 
 
-async def test_frames_that_come_while_old_ones_are_fetched_are_not_lost(journal: CountingJournal) -> None:
+async def test_frames_that_arrive_during_a_journal_read_are_not_lost(journal: CountingJournal) -> None:
     log = make_log(journal)
     for _ in range(50):
         report(log)
@@ -218,7 +219,7 @@ async def test_frames_that_come_while_old_ones_are_fetched_are_not_lost(journal:
 # -- pace --------------------------------------------------------------------------------------------------------------
 
 
-async def test_after_a_burst_items_keep_the_least_time_between_them(journal: CountingJournal) -> None:
+async def test_batches_after_a_burst_keep_the_minimum_interval(journal: CountingJournal) -> None:
     log = make_log(journal, min_interval_s=0.05)
     loop, stream = asyncio.get_running_loop(), log.read(0)
     for _ in range(BURST):
@@ -231,13 +232,13 @@ async def test_after_a_burst_items_keep_the_least_time_between_them(journal: Cou
     assert loop.time() - began >= 0.02
 
 
-async def test_a_closed_run_is_read_at_full_speed(journal: CountingJournal) -> None:
+async def test_closed_run_is_read_without_pauses(journal: CountingJournal) -> None:
     log = make_log(journal, min_interval_s=3600)
     fill(log, 40)
     assert len(await asyncio.wait_for(read(log), timeout=30)) == 40
 
 
-# ------------------------------------------------------------------------------------------------------ rounds
+# -- rounds ------------------------------------------------------------------------------------------------------------
 
 
 def begin(log: FrameLog, world_size: int) -> None:
@@ -249,7 +250,7 @@ def report_of(log: FrameLog, rank: int) -> None:
     log.append(lambda seq: Frame(seq, frames.REPORTS, 1, rank, {"first": 0, "count": 1}, b"[[0.0,0.0,{}]]"))
 
 
-def test_a_reader_gets_a_round_in_one_item(journal: CountingJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_gets_a_round_in_one_batch(journal: CountingJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framelog, "HOLD_S", 3600.0)
 
     async def go() -> None:
@@ -268,7 +269,7 @@ def test_a_reader_gets_a_round_in_one_item(journal: CountingJournal, monkeypatch
     asyncio.run(go())
 
 
-def test_a_rank_far_behind_holds_the_others_reports_back_for_a_moment_only(journal: CountingJournal) -> None:
+def test_slow_rank_delays_the_reports_of_others_only_briefly(journal: CountingJournal) -> None:
     async def go() -> None:
         log = make_log(journal, memory_bytes=1 << 20)
         begin(log, 2)

@@ -1,4 +1,4 @@
-"""Whatever ranks, storage and users do, and in whatever order it arrives: a run keeps its promises and comes to an end."""
+"""A run keeps its guarantees and ends, for any actions of ranks, storage and users in any order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.shelf import Start
+from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
@@ -29,19 +29,19 @@ from raysgd.testing.simulation import (
     failed,
     history_of,
     part,
-    past_of_run,
+    previous_state_of,
     reports,
     saved,
     uri_of,
 )
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
-RANKS = st.integers(0, 2)  # taken modulo the number of ranks that are meant
+RANKS = st.integers(0, 2)  # taken modulo the number of candidate ranks
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
 
 
 class RunFuzz(RuleBasedStateMachine):
-    """Drives a `RunMachine` as workers, storage and users do, and checks each of its commands."""
+    """Drives a `RunMachine` as workers, storage and users do, and checks each command."""
 
     @initialize(
         num_ranks=st.integers(1, 3),
@@ -49,7 +49,7 @@ class RunFuzz(RuleBasedStateMachine):
         on_write_error=st.sampled_from(["raise", "warn"]),
         num_to_keep=st.sampled_from([None, 1, 2]),
         start=st.sampled_from([Start(), GIVEN]),
-        are_up=st.integers(0, 7),
+        are_ready=st.integers(0, 7),
         is_elastic=st.booleans(),
         stored_every=st.sampled_from([0, 1, 3]),
     )
@@ -60,13 +60,13 @@ class RunFuzz(RuleBasedStateMachine):
         on_write_error: str,
         num_to_keep: int | None,
         start: Start,
-        are_up: int,
+        are_ready: int,
         is_elastic: bool,
         stored_every: int,
     ) -> None:
         self.is_elastic = is_elastic
         self.stored_every = stored_every
-        self.held: c.Hold | None = None
+        self.held: c.KeepInMemory | None = None
         self.storing: list[Manifest] = []  # from memory
         self.from_memory: set[int] = set()
         self.max_failures = max_failures
@@ -78,38 +78,38 @@ class RunFuzz(RuleBasedStateMachine):
         self.results: list[Result] = []
         self.num_prepared = 0
         self.num_answered = 0
-        self.in_flight: list[c.Commit] = []
-        self.numbers: list[int] = []  # of all commits, in their order
+        self.in_flight: list[c.CommitCheckpoint] = []
+        self.numbers: list[int] = []  # of all commits, in order
         self.on_storage: dict[int, int] = {}  # iteration by number
         self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.num_checked = 0
-        self.is_to_rest = False
-        self.manifests: dict[int, Manifest] = {}  # of all commits, as they are by now
+        self.should_pause = False
+        self.manifests: dict[int, Manifest] = {}  # newest version, of all commits
         self.is_over = False
         self.run = SimulatedRun(
             num_ranks,
             start=start,
-            failure=FailureConfig(max_failures=max_failures),
-            checkpoint=CheckpointConfig(
+            failure_config=FailureConfig(max_failures=max_failures),
+            checkpoint_config=CheckpointConfig(
                 on_write_error=on_write_error,
                 num_to_keep=num_to_keep,
                 keep_in_memory=stored_every > 0,
-                memory_only_between=stored_every,
+                storage_interval=max(1, stored_every),
             ),
         )
         self._check()
-        if are_up:
-            self.workers_are_up()
+        if are_ready:
+            self.workers_are_ready()
 
-    # -- what may happen ----------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self._is_asked_for_workers())
+    @precondition(lambda self: self._is_waiting_for_workers())
     @rule(size=st.integers(1, 3), luck=st.integers(0, 7))
-    def workers_are_up(self, size: int = 1, luck: int = 1) -> None:
+    def workers_are_ready(self, size: int = 1, luck: int = 1) -> None:
         self.num_answered = self.num_prepared
-        if not luck and self.run.machine.desk.newest_held is not None:
-            self.run.feed(c.HeldLost(self.run.machine.desk.newest_held.number))
+        if not luck and self.run.machine.coordinator.newest_in_memory is not None:
+            self.run.feed(c.MemoryCopyLost(self.run.machine.coordinator.newest_in_memory.number))
             self.held = None
         if self.is_elastic:
             self.run.num_ranks = size
@@ -118,13 +118,13 @@ class RunFuzz(RuleBasedStateMachine):
 
     @precondition(lambda self: self.is_elastic)
     @rule()
-    def a_newcomer_is_up(self) -> None:
-        self.run.feed(c.NewcomerUp())
+    def a_joining_worker_is_ready(self) -> None:
+        self.run.feed(c.JoiningWorkerReady())
         self._check()
 
-    @precondition(lambda self: self._is_asked_for_workers())
+    @precondition(lambda self: self._is_waiting_for_workers())
     @rule(can_retry=st.sampled_from([True, True, True, False]))
-    def workers_cannot_be_had(self, can_retry: bool) -> None:
+    def group_fails_to_start(self, can_retry: bool) -> None:
         self.happened.add("died" if can_retry else "infeasible")
         self.num_answered = self.num_prepared
         self.run.feed(c.GroupFailed("WorkerError" if can_retry else "InfeasibleError", "no workers", can_retry))
@@ -134,10 +134,10 @@ class RunFuzz(RuleBasedStateMachine):
     @rule(index=RANKS, count=st.integers(1, 3))
     def a_rank_reports(self, index: int, count: int) -> None:
         rank = self._one_of(self._acting(), index)
-        rank.outbox.append(reports(rank.num_reports, count))
+        rank.event_queue.append(reports(rank.num_reports, count))
         rank.num_reports += count
         if rank.unscored is not None:
-            rank.outbox.append(e.Scored(rank.unscored, b'{"loss": 1}'))
+            rank.event_queue.append(e.Scored(rank.unscored, b'{"loss": 1}'))
             rank.unscored = None
         self._note_uneven_saves()
         rank.wait_if_due()
@@ -146,7 +146,7 @@ class RunFuzz(RuleBasedStateMachine):
     @rule(is_written=st.booleans())
     def all_ranks_save(self, is_written: bool) -> None:
         if len(self._acting()) < self.run.num_ranks:
-            self.happened.add("one-sided")  # the others will not make this call
+            self.happened.add("one-sided")  # the other ranks do not make this call
         for rank in self._acting():
             self._save(rank, is_written)
 
@@ -163,7 +163,7 @@ class RunFuzz(RuleBasedStateMachine):
         call = rank.unwritten.pop(0)
         if not succeeds:
             self.happened.add("write failed")
-        rank.outbox.append(part(call) if succeeds else e.PartFailed(call, "disk full"))
+        rank.event_queue.append(part(call) if succeeds else e.PartFailed(call, "disk full"))
 
     @precondition(lambda self: self._acting())
     @rule(index=RANKS)
@@ -175,66 +175,66 @@ class RunFuzz(RuleBasedStateMachine):
     def a_rank_raises(self, index: int, kind: str) -> None:
         rank, at = self._one_of(self._acting(), index), self.run.now
         if kind == "setup" and (rank.num_reports or rank.num_calls):
-            kind = "own"  # who was in train_func is through with that
+            kind = "own"  # a rank inside train_func has finished the setup
         self.happened.add(kind)
         if kind == "setup":
-            rank.outbox = deque(item for item in rank.outbox if not isinstance(item, e.Entered))
+            rank.event_queue = deque(item for item in rank.event_queue if not isinstance(item, e.Entered))
         error = broken(at=at) if kind == "collective" else failed(f"of {rank.number}", at, in_setup=kind == "setup")
         rank.leave(error)
 
     @precondition(lambda self: self._alive())
-    @rule(index=RANKS, loses=st.booleans())
-    def a_process_dies(self, index: int, loses: bool) -> None:
+    @rule(index=RANKS, loses_unsent=st.booleans())
+    def a_process_dies(self, index: int, loses_unsent: bool) -> None:
         self.happened.add("died")
-        self._one_of(self._alive(), index).die("killed", loses=loses)
+        self._one_of(self._alive(), index).die("killed", loses_unsent=loses_unsent)
 
     @precondition(lambda self: any(not rank.is_preempted for rank in self._inside()))
     @rule(index=RANKS)
-    def a_process_is_told_to_end(self, index: int) -> None:
+    def a_process_gets_sigterm(self, index: int) -> None:
         rank = self._one_of([rank for rank in self._inside() if not rank.is_preempted], index)
         rank.is_preempted = True
-        rank.outbox.append(e.Preempted("SIGTERM"))
+        rank.event_queue.append(e.Preempted("SIGTERM"))
 
     @precondition(lambda self: self._inside())
     @rule(index=RANKS, within_s=st.sampled_from([None, 3, 60]))
     def a_node_drains(self, index: int, within_s: float | None) -> None:
         rank = self._one_of(self._inside(), index)
         self.attempts[-1].preempted.add(rank.number)
-        self.run.feed(c.NodeDrains(self.run.attempt, (rank.number,), within_s))
+        self.run.feed(c.NodeDraining(self.run.attempt, (rank.number,), within_s))
         self._check()
 
-    @precondition(lambda self: any(rank.is_asked for rank in self._acting()))
+    @precondition(lambda self: any(rank.sees_stop for rank in self._acting()))
     @rule(index=RANKS)
-    def a_rank_finds_that_it_should_stop(self, index: int) -> None:
-        self._one_of([rank for rank in self._acting() if rank.is_asked], index).leave(SAW_STOP)
+    def a_rank_sees_the_stop(self, index: int) -> None:
+        self._one_of([rank for rank in self._acting() if rank.sees_stop], index).leave(SAW_STOP)
 
     @precondition(lambda self: self._acting())
     @rule(index=RANKS)
     def a_rank_gets_stuck(self, index: int) -> None:
         self._one_of(self._acting(), index).is_stuck = True
 
-    @precondition(lambda self: any(rank.is_told and not rank.is_stuck for rank in self._inside()))
+    @precondition(lambda self: any(rank.was_ended and not rank.is_stuck for rank in self._inside()))
     @rule(index=RANKS)
-    def a_rank_notices_that_its_attempt_is_over(self, index: int) -> None:
-        self._one_of([rank for rank in self._inside() if rank.is_told and not rank.is_stuck], index).leave(e.Ended())
+    def a_rank_leaves_its_ended_attempt(self, index: int) -> None:
+        self._one_of([rank for rank in self._inside() if rank.was_ended and not rank.is_stuck], index).leave(e.Ended())
 
-    @precondition(lambda self: self._talking())
+    @precondition(lambda self: self._with_events())
     @rule(index=RANKS, count=st.integers(1, 5))
-    def what_a_rank_said_arrives(self, index: int, count: int) -> None:
-        rank = self._one_of(self._talking(), index)
-        for _ in range(min(count, len(rank.outbox))):
+    def events_of_a_rank_arrive(self, index: int, count: int) -> None:
+        rank = self._one_of(self._with_events(), index)
+        for _ in range(min(count, len(rank.event_queue))):
             self._deliver(rank)
 
     @precondition(lambda self: len(self.attempts) > 1)
     @rule(event=st.sampled_from([RETURNED, saved(), part(), failed(), reports(0), e.Ended()]))
-    def something_of_an_older_attempt_arrives(self, event: e.WorkerEvent) -> None:
-        assert self.run.say(0, event, attempt=self.run.attempt - 1) == []
+    def an_event_of_a_previous_attempt_arrives(self, event: e.WorkerEvent) -> None:
+        assert self.run.deliver(0, event, attempt=self.run.attempt - 1) == []
 
     @precondition(lambda self: self.storing)
     @rule(succeeds=st.booleans())
     def memory_is_written(self, succeeds: bool) -> None:
         manifest = self.storing.pop(0)
-        self.run.feed(c.HeldStored(manifest) if succeeds else c.HeldNotStored(manifest.number, "disk full"))
+        self.run.feed(c.MemoryCopyStored(manifest) if succeeds else c.MemoryCopyNotStored(manifest.number, "disk full"))
         self._check()
 
     @precondition(lambda self: self.in_flight)
@@ -253,7 +253,7 @@ class RunFuzz(RuleBasedStateMachine):
         self._check()
 
     @rule(cancel=st.booleans(), luck=st.integers(0, 7))
-    def somebody_stops_the_run(self, cancel: bool, luck: int) -> None:
+    def a_user_stops_the_run(self, cancel: bool, luck: int) -> None:
         if luck:
             return
         self.happened.add("cancelled" if cancel else "stopped")
@@ -261,26 +261,26 @@ class RunFuzz(RuleBasedStateMachine):
         self._check()
 
     @rule(luck=st.integers(0, 3))
-    def somebody_wants_it_to_rest(self, luck: int) -> None:
+    def a_user_pauses_the_run(self, luck: int) -> None:
         if not luck:
-            self.is_to_rest = True
-            self.run.feed(c.PauseAsked())
+            self.should_pause = True
+            self.run.feed(c.PauseRequested())
             self._check()
 
     @rule()
-    def somebody_wants_it_to_go_on(self) -> None:
-        self.is_to_rest = False
-        self.run.feed(c.ResumeAsked())
+    def a_user_resumes_the_run(self) -> None:
+        self.should_pause = False
+        self.run.feed(c.ResumeRequested())
         self._check()
 
     @rule(luck=st.integers(0, 7), is_written=st.booleans())
     def the_controller_dies(self, luck: int, is_written: bool) -> None:
-        """With it all workers; another goes on from the run's files."""
+        """All workers die with the controller; a new one resumes from the files of the run."""
         if luck or self.run.is_closed:
             return
         self.happened.add("died")
-        self.is_to_rest = False
-        for commit in self.in_flight if is_written else []:  # and nobody was told of it
+        self.should_pause = False
+        for commit in self.in_flight if is_written else []:  # the old controller did not see the commit
             self.on_storage[commit.manifest.number] = commit.manifest.iteration
             self.manifests[commit.manifest.number] = commit.manifest
         self.in_flight, self.storing, self.held = [], [], None
@@ -289,46 +289,46 @@ class RunFuzz(RuleBasedStateMachine):
             attempt.killed |= attempt.preempted
             for rank in attempt.ranks:
                 rank.has_left, rank.died = True, rank.died or "with the controller"
-                rank.outbox.clear()
+                rank.event_queue.clear()
                 rank.unwritten.clear()
         if self.attempts:
-            self.attempts[-1].is_entered = True  # as far as anybody knows
-        past = past_of_run(self.run, [self.manifests[number] for number in self.on_storage])
-        # What was not committed has left its parts, and its number is known by them.
+            self.attempts[-1].is_entered = True  # nothing shows that no rank entered
+        past = previous_state_of(self.run, [self.manifests[number] for number in self.on_storage])
+        # Parts of uncommitted checkpoints stay on storage, so that their numbers are known.
         self.run.restart(replace(past, last_number=max([past.last_number, *self.numbers])))
         self._check()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Let everything that is pending happen; by then the run must be over."""
+        """Complete everything that is pending, and check that the run has ended."""
         if not hasattr(self, "run"):
             return
         for _ in range(2000):
             if self.run.is_closed:
                 break
-            self._go_on()
+            self._complete_next()
         assert self.run.is_closed, f"still {self.run.machine.state}"
         self._check_outcome()
         history = history_of(self.run, max_failures=self.max_failures)
         assert find_violations(history) == []
 
-    def _go_on(self) -> None:
+    def _complete_next(self) -> None:
         if isinstance(self.run.machine.state, Paused):
-            self.somebody_wants_it_to_go_on()
-        elif self._is_asked_for_workers():
-            self.workers_are_up()
-        elif self._talking():
-            self._deliver(self._talking()[0])
+            self.a_user_resumes_the_run()
+        elif self._is_waiting_for_workers():
+            self.workers_are_ready()
+        elif self._with_events():
+            self._deliver(self._with_events()[0])
         elif self.in_flight:
             self._answer(succeeds=True)
         elif self.storing:
             self.memory_is_written(succeeds=True)
-        elif writing := [rank for rank in self._writing() if rank.waits]:
-            writing[0].outbox.append(part(writing[0].unwritten.pop(0)))
-        elif leaving := [rank for rank in self._leaving() if not (rank.is_stuck and rank.is_told)]:
+        elif writing := [rank for rank in self._writing() if rank.is_waiting]:
+            writing[0].event_queue.append(part(writing[0].unwritten.pop(0)))
+        elif leaving := [rank for rank in self._leaving() if not (rank.is_stuck and rank.was_ended)]:
             for rank in leaving:
-                rank.leave(e.Ended() if rank.is_told else RETURNED)
+                rank.leave(e.Ended() if rank.was_ended else RETURNED)
         else:
             self.much_time_passes()
 
@@ -345,7 +345,7 @@ class RunFuzz(RuleBasedStateMachine):
             assert last.raised[outcome.rank] == outcome.failed
             self._check_cause(last, outcome.failed)
         elif outcome.error_type == "WorkerDiedError":
-            assert len(self.run.notes("failure")) == self.max_failures + 1 == outcome.failures
+            assert len(self.run.events("failure")) == self.max_failures + 1 == outcome.failures
         else:
             needed = {"StorageError": "write failed", "CheckpointError": "one-sided", "InfeasibleError": "infeasible"}
             assert needed[outcome.error_type or ""] in self.happened
@@ -356,18 +356,18 @@ class RunFuzz(RuleBasedStateMachine):
     def _check_cause(last: SimulatedAttempt, cause: e.Failed) -> None:
         own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
         assert cause.in_collective is False or not own
-        assert not own or cause is own[0]  # they are in the order of arrival
+        assert not own or cause is own[0]  # in order of arrival
 
-    # -- what must hold at each command -------------------------------------------------------------------------------
+    # -- checks of each command ---------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        new, self.num_checked = self.run.told[self.num_checked :], len(self.run.told)
+        new, self.num_checked = self.run.commands[self.num_checked :], len(self.run.commands)
         for command in new:
             assert not self.is_over
-            self.is_over = isinstance(command, c.Close)
+            self.is_over = isinstance(command, c.CloseRun)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
-        assert len(self.run.all_of(c.TellOutcome)) <= 1
-        allowed = self.max_failures + 1 + len(self.run.notes("regroup")) + len(self.run.notes("resumed"))
+        assert len(self.run.all_of(c.PublishOutcome)) <= 1
+        allowed = self.max_failures + 1 + len(self.run.events("regroup")) + len(self.run.events("resumed"))
         assert self.max_failures < 0 or self.num_prepared <= allowed
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
@@ -375,19 +375,19 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_prepared += 1
         assert not self.in_flight
         assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
-        self._check_that_the_preempted_are_gone()
+        self._check_preempted_were_killed()
 
-    def _check_Close(self, command: c.Close) -> None:  # noqa: N802
-        self._check_that_the_preempted_are_gone()
+    def _check_CloseRun(self, command: c.CloseRun) -> None:  # noqa: N802
+        self._check_preempted_were_killed()
 
-    def _check_that_the_preempted_are_gone(self) -> None:
+    def _check_preempted_were_killed(self) -> None:
         assert all(attempt.preempted <= attempt.killed for attempt in self.attempts)
 
-    def _check_Note(self, command: c.Note) -> None:  # noqa: N802
+    def _check_RecordEvent(self, command: c.RecordEvent) -> None:  # noqa: N802
         if command.kind == "failure" and command.data["ranks"] and self.attempts:
             assert not set(command.data["ranks"]) <= self.attempts[-1].preempted
 
-    def _check_Enter(self, command: c.Enter) -> None:  # noqa: N802
+    def _check_StartAttempt(self, command: c.StartAttempt) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
         newest = max(self.on_storage, default=None)
         if command.held is not None:
@@ -401,61 +401,61 @@ class RunFuzz(RuleBasedStateMachine):
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(SimulatedAttempt(command, [SimulatedRank(number) for number in range(self.run.num_ranks)]))
         for rank in self.attempts[-1].ranks:
-            rank.outbox.append(e.Entered(self.run.now))
+            rank.event_queue.append(e.Entered(self.run.now))
 
-    def _check_EndRanks(self, command: c.EndRanks) -> None:  # noqa: N802
+    def _check_EndAttempt(self, command: c.EndAttempt) -> None:  # noqa: N802
         assert command.attempt == self.run.attempt
         if command.why == "the group grows":
             self._check_growth()
         for number in command.ranks:
             assert number not in self.attempts[-1].gone
             rank = self.attempts[-1].ranks[number]
-            rank.is_told, rank.last_save, rank.waits = True, None, False
+            rank.was_ended, rank.last_save, rank.is_waiting = True, None, False
 
     def _check_growth(self) -> None:
-        """All ranks wait having made the same save, whose checkpoint is on storage and the newest."""
+        """Check that all ranks wait after the same save, and that its checkpoint is stored and the newest."""
         attempt = self.attempts[-1]
         assert not attempt.returned
-        if not (saves := {rank.last_save for rank in self._inside()}):  # all have died, which is not told yet
+        if not (saves := {rank.last_save for rank in self._inside()}):  # all ranks died, which is not published yet
             return
         (last,) = saves
         number = 0 if self.held is None else self.held.number
         assert last is not None and attempt.entered.first_number + last == max([*self.on_storage, number])
 
     def _check_ReleaseWorkers(self, command: c.ReleaseWorkers) -> None:  # noqa: N802
-        """Nobody is inside, and nothing that was done is lost: what is in memory is on storage, if it can be."""
-        assert self.is_to_rest and not self.in_flight and not self.storing
+        """Check that no rank is inside, and that checkpoints in memory were stored where possible."""
+        assert self.should_pause and not self.in_flight and not self.storing
         assert all(len(attempt.gone) == len(attempt.ranks) for attempt in self.attempts)
-        self._check_that_the_preempted_are_gone()
-        self.is_to_rest = False
+        self._check_preempted_were_killed()
+        self.should_pause = False
 
-    def _check_AgreeOnSave(self, command: c.AgreeOnSave) -> None:  # noqa: N802
-        is_asked = self.is_elastic or self.attempts[-1].preempted or self.is_to_rest
-        assert command.attempt == self.run.attempt and is_asked
+    def _check_AgreeOnSavePoint(self, command: c.AgreeOnSavePoint) -> None:  # noqa: N802
+        is_wanted = self.is_elastic or self.attempts[-1].preempted or self.should_pause
+        assert command.attempt == self.run.attempt and is_wanted
         for rank in self._inside():
             rank.last_save = max(other.num_calls for other in self._inside())
 
-    def _check_AskToStop(self, command: c.AskToStop) -> None:  # noqa: N802
+    def _check_RequestStop(self, command: c.RequestStop) -> None:  # noqa: N802
         assert command.ends_reports or self.attempts[-1].preempted
         for rank in self._inside():
-            rank.is_asked = True
+            rank.sees_stop = True
 
-    def _check_CallOffSave(self, command: c.CallOffSave) -> None:  # noqa: N802
+    def _check_CancelSavePoint(self, command: c.CancelSavePoint) -> None:  # noqa: N802
         assert command.attempt == self.run.attempt
         for rank in self._inside():
-            rank.last_save, rank.waits = None, False
+            rank.last_save, rank.is_waiting = None, False
 
-    def _check_KillRanks(self, command: c.KillRanks) -> None:  # noqa: N802
+    def _check_KillWorkers(self, command: c.KillWorkers) -> None:  # noqa: N802
         for number in command.ranks:
             attempt, rank = self.attempts[-1], self.attempts[-1].ranks[number]
             attempt.killed.add(number)
             if len(attempt.gone) == len(attempt.ranks):
                 assert number in attempt.preempted
                 continue
-            assert rank.is_told and number not in attempt.gone
-            rank.die("killed", loses=True)
+            assert rank.was_ended and number not in attempt.gone
+            rank.die("killed", loses_unsent=True)
 
-    def _check_Commit(self, command: c.Commit) -> None:  # noqa: N802
+    def _check_CommitCheckpoint(self, command: c.CommitCheckpoint) -> None:  # noqa: N802
         attempt, number = self.attempts[-1], command.manifest.number
         self.manifests[number] = command.manifest
         if command.amend:
@@ -473,7 +473,7 @@ class RunFuzz(RuleBasedStateMachine):
         assert {rank.number for rank in attempt.ranks} - attempt.returned <= set(callers)
         assert 0 in callers and set(callers) <= attempt.safe.get(call, set())
         made_at = attempt.entered.iterations_before + callers[min(callers)].reports
-        is_scored = command.manifest.iteration == made_at + 1  # its round was complete before its parts were
+        is_scored = command.manifest.iteration == made_at + 1  # the round was complete before the parts
         assert is_scored or command.manifest.iteration == made_at
         if is_scored:
             self.amended.add(number)
@@ -481,11 +481,11 @@ class RunFuzz(RuleBasedStateMachine):
         self.numbers.append(number)
         self.in_flight.append(command)
 
-    def _check_Hold(self, command: c.Hold) -> None:  # noqa: N802
+    def _check_KeepInMemory(self, command: c.KeepInMemory) -> None:  # noqa: N802
         assert self.held is None or command.number > self.held.number
         self.held = command
 
-    def _check_StoreHeld(self, command: c.StoreHeld) -> None:  # noqa: N802
+    def _check_StoreFromMemory(self, command: c.StoreFromMemory) -> None:  # noqa: N802
         number = command.manifest.number
         assert self.held is not None and number == self.held.number > max(self.on_storage, default=0)
         self.storing.append(command.manifest)
@@ -496,7 +496,7 @@ class RunFuzz(RuleBasedStateMachine):
         del self.on_storage[command.number]
         assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
 
-    def _check_Say(self, command: c.Say) -> None:  # noqa: N802
+    def _check_EmitFrame(self, command: c.EmitFrame) -> None:  # noqa: N802
         frame = Frame(0, command.kind, command.attempt, command.rank, command.data, command.rows)
         before = self.results[-1] if self.results else None
         for result in self.merger.feed(frame):
@@ -507,13 +507,13 @@ class RunFuzz(RuleBasedStateMachine):
             self.results.append(result)
             before = result
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _is_asked_for_workers(self) -> bool:
+    def _is_waiting_for_workers(self) -> bool:
         return isinstance(self.run.machine.state, Preparing) and self.num_answered < self.num_prepared
 
     def _num_entered(self) -> int:
-        """Attempts in which a rank was seen to enter train_func."""
+        """Return the number of attempts in which a rank entered train_func."""
         return sum(attempt.is_entered for attempt in self.attempts)
 
     def _ranks(self) -> list[SimulatedRank]:
@@ -523,22 +523,22 @@ class RunFuzz(RuleBasedStateMachine):
         return [rank for rank in self._ranks() if not rank.has_left]
 
     def _acting(self) -> list[SimulatedRank]:
-        """Those in train_func's own code."""
-        return [rank for rank in self._inside() if not rank.waits]
+        """Return the ranks that run the code of train_func."""
+        return [rank for rank in self._inside() if not rank.is_waiting]
 
     def _leaving(self) -> list[SimulatedRank]:
-        """Those who may leave: they have been told to, or have not been asked to wait."""
-        return [rank for rank in self._inside() if rank.is_told or not rank.waits]
+        """Return the ranks that may leave: their attempt was ended, or they do not wait at a save point."""
+        return [rank for rank in self._inside() if rank.was_ended or not rank.is_waiting]
 
     def _alive(self) -> list[SimulatedRank]:
-        """Those whose process could still die before its stream has ended."""
-        return [rank for rank in self._ranks() if rank.died is None and (not rank.has_left or rank.outbox)]
+        """Return the ranks whose process can still die before its event stream ends."""
+        return [rank for rank in self._ranks() if rank.died is None and (not rank.has_left or rank.event_queue)]
 
     def _writing(self) -> list[SimulatedRank]:
         return [rank for rank in self._inside() if rank.unwritten]
 
-    def _talking(self) -> list[SimulatedRank]:
-        return [rank for rank in self._ranks() if rank.outbox]
+    def _with_events(self) -> list[SimulatedRank]:
+        return [rank for rank in self._ranks() if rank.event_queue]
 
     @staticmethod
     def _one_of(ranks: list[SimulatedRank], index: int) -> SimulatedRank:
@@ -546,7 +546,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _save(self, rank: SimulatedRank, is_written: bool) -> None:
         if rank.last_save is not None and rank.num_calls > rank.last_save:
-            return  # it waits at the beginning of the call
+            return  # the rank waits at the beginning of the call
         call, rank.num_calls = rank.num_calls, rank.num_calls + 1
         if call == 0:
             rank.saves_first = rank.num_reports == 0
@@ -554,40 +554,40 @@ class RunFuzz(RuleBasedStateMachine):
             self._note_uneven_saves()
         if rank.saves_first:
             rank.unscored = call
-        rank.outbox.append(saved(call, rank.num_reports))
+        rank.event_queue.append(saved(call, rank.num_reports))
         if rank.number == 0 and self.stored_every:
-            rank.outbox.append(e.PartHeld(call, 10))
+            rank.event_queue.append(e.PartHeld(call, 10))
         number = self.attempts[-1].entered.first_number + call
         if rank.number == 0 and self.stored_every and number % self.stored_every:
-            pass  # in memory alone
+            pass  # in memory only
         elif is_written and not rank.unwritten:
-            rank.outbox.append(part(call))
+            rank.event_queue.append(part(call))
         else:
             rank.unwritten.append(call)
         rank.wait_if_due()
 
     def _note_uneven_saves(self) -> None:
-        """A rank whose first save comes rounds after another's is taken for one that makes none."""
+        """Record a rank whose first save comes rounds after that of another: it counts as a rank without saves."""
         first = [rank.first_save_after for rank in self._ranks() if rank.first_save_after is not None]
         made = [rank.num_reports if rank.first_save_after is None else rank.first_save_after for rank in self._ranks()]
         if first and max(made) > min(first) + 1:
             self.happened.add("one-sided")
 
     def _deliver(self, rank: SimulatedRank) -> None:
-        attempt, item = self.attempts[-1], rank.outbox.popleft()
+        attempt, item = self.attempts[-1], rank.event_queue.popleft()
         if item is GONE:
             attempt.gone.add(rank.number)
-            self.run.gone(rank.number, rank.died)
+            self.run.end_stream(rank.number, rank.died)
         else:
             attempt.note(rank.number, item)
-            self.run.say(rank.number, item)
+            self.run.deliver(rank.number, item)
         self._check()
 
     def _answer(self, succeeds: bool) -> None:
         manifest = self.in_flight.pop(0).manifest
         if succeeds:
             self.on_storage[manifest.number] = manifest.iteration
-            self.run.feed(c.Committed(manifest))
+            self.run.feed(c.CheckpointCommitted(manifest))
         else:
             self.happened.add("write failed")
             self.run.feed(c.CommitFailed(manifest.number, "disk full"))

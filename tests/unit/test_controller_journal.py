@@ -1,4 +1,4 @@
-"""The files of a run: written once, appended to, cut into segments, and read back whatever was going on."""
+"""The files of a run: appending, segments, and reading back during writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow.fs
 import pytest
 
-from raysgd.checkpoint.storage import Storage
-from raysgd.controller import frames, journal
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal import Journal, LogFile, event_frame, report_frame
+from raysgd.controller.journal import journal
+from raysgd.controller.journal.journal import Journal, LogFile, event_frame, report_frame
 
 
 def reports(seq: int, num_bytes: int = 10) -> Frame:
@@ -27,7 +28,7 @@ def event(seq: int, kind: str = "warning", /, **data: Any) -> Frame:
 
 
 def object_store() -> Storage:
-    """A place that is no local disk: there a file is put as a whole, as on S3."""
+    """A storage that writes complete files only, as S3 does."""
     storage = Storage(pyarrow.fs._MockFileSystem(), "bucket/run")
     assert not storage.is_local
     return storage
@@ -48,14 +49,14 @@ def lines(storage: Storage, name: str) -> list[Any]:
 
 
 def events_file(storage: Storage) -> str:
-    """The first file of events."""
+    """Return the first file of events."""
     return "events.jsonl" if storage.is_local else "events-0000.jsonl"
 
 
-# -- what is in them ---------------------------------------------------------------------------------------------------
+# -- contents ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_of_a_metrics_file_is_a_batch_as_its_worker_encoded_it(storage: Storage) -> None:
+def test_metrics_line_holds_a_batch_as_its_worker_encoded_it(storage: Storage) -> None:
     log = Journal(storage)
     log.append(Frame(7, frames.REPORTS, 1, 3, {"first": 10, "count": 2}, b'[[1.0,2.0,{"a":NaN}],[3.0,4.0,{}]]'))
     log.flush()
@@ -93,7 +94,7 @@ def test_events_and_other_frames_go_to_the_events_file(storage: Storage) -> None
     ],
     ids=lambda frame: frame.data.get("kind", "") + " " + frame.kind,
 )
-def test_a_frame_reads_back_as_it_was(storage: Storage, frame: Frame) -> None:
+def test_frame_is_read_back_unchanged(storage: Storage, frame: Frame) -> None:
     log = Journal(storage)
     log.append(frame)
     log.flush()
@@ -101,7 +102,7 @@ def test_a_frame_reads_back_as_it_was(storage: Storage, frame: Frame) -> None:
     assert event_frame(line) == frame
 
 
-def test_reports_read_back_as_they_were(storage: Storage) -> None:
+def test_reports_are_read_back_unchanged(storage: Storage) -> None:
     tricky = Frame(0, frames.REPORTS, 1, 0, {"first": 0, "count": 1}, b'[[1.0,2.0,{"t":",\\"rows\\":[}"}]]')
     log = Journal(storage)
     log.append(tricky)
@@ -111,7 +112,7 @@ def test_reports_read_back_as_they_were(storage: Storage) -> None:
     assert back == [tricky, reports(1)]
 
 
-def test_a_users_exception_stays_out_of_the_files(storage: Storage) -> None:
+def test_users_exception_is_not_written(storage: Storage) -> None:
     log = Journal(storage)
     log.append(Frame(0, frames.RUN_END, 1, data={"kind": "error", "exception": b"pickle", "summary": "boom"}))
     log.flush()
@@ -119,7 +120,7 @@ def test_a_users_exception_stays_out_of_the_files(storage: Storage) -> None:
     assert line["data"] == {"kind": "error", "summary": "boom"}
 
 
-def test_what_json_cannot_hold_does_not_stop_the_journal(storage: Storage) -> None:
+def test_values_that_json_cannot_hold_are_written_as_text(storage: Storage) -> None:
     log = Journal(storage)
     log.append(event(0, "sample", path=Path("/tmp/x")))
     log.write_run({"resources": {1, 2}, "config": {"lr": 0.1}})
@@ -128,7 +129,7 @@ def test_what_json_cannot_hold_does_not_stop_the_journal(storage: Storage) -> No
     assert json.loads(storage.read_bytes("run.json"))["config"] == {"lr": 0.1}
 
 
-def test_what_is_written_holds_no_secret(storage: Storage) -> None:
+def test_secrets_are_not_written(storage: Storage) -> None:
     log = Journal(storage, {"hunter2!"})
     log.append(event(0, "run_start", run_dir="s3://KEY:SECRET@bucket/run_001"))
     log.append(event(1, "warning", message="callback X failed: 401 for hunter2!"))
@@ -144,10 +145,10 @@ def test_what_is_written_holds_no_secret(storage: Storage) -> None:
     assert run == {"run_dir": "s3://***@bucket/run_001", "backend_config": {"api_key": "***", "port": 3}}
 
 
-# -- how they are written ----------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_before_a_flush_and_nothing_twice(storage: Storage) -> None:
+def test_flush_writes_each_line_once(storage: Storage) -> None:
     log = Journal(storage)
     log.append(reports(0))
     assert not storage.exists("metrics-0000.jsonl")
@@ -156,7 +157,7 @@ def test_nothing_is_written_before_a_flush_and_nothing_twice(storage: Storage) -
     assert len(lines(storage, "metrics-0000.jsonl")) == 1
 
 
-def test_on_a_disk_a_file_is_only_ever_appended_to(tmp_path: Path) -> None:
+def test_local_files_are_only_appended_to(tmp_path: Path) -> None:
     log = Journal(Storage.from_uri(tmp_path))
     before, inodes = b"", set()
     for seq in range(5):
@@ -170,7 +171,7 @@ def test_on_a_disk_a_file_is_only_ever_appended_to(tmp_path: Path) -> None:
     assert len(inodes) == 1
 
 
-def test_an_object_store_gets_each_file_whole(small_segments: None) -> None:
+def test_object_store_gets_complete_files(small_segments: None) -> None:
     storage = object_store()
     log = Journal(storage)
     for seq in range(20):
@@ -180,7 +181,7 @@ def test_an_object_store_gets_each_file_whole(small_segments: None) -> None:
         assert sum(len(lines(storage, name)) for name in names) == seq + 1
 
 
-def test_what_a_flush_of_events_puts_on_an_object_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_to_an_object_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "EVENTS_SEGMENT_BYTES", 500)
     storage = object_store()
     put: list[int] = []
@@ -196,7 +197,7 @@ def test_what_a_flush_of_events_puts_on_an_object_store_is_bounded(monkeypatch: 
     assert [line["seq"] for name in names for line in lines(storage, name)] == list(range(100))
 
 
-def test_on_a_disk_the_events_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_events_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "EVENTS_SEGMENT_BYTES", 100)
     log = Journal(Storage.from_uri(tmp_path))
     for seq in range(20):
@@ -206,7 +207,7 @@ def test_on_a_disk_the_events_are_one_file(tmp_path: Path, monkeypatch: pytest.M
     assert len(lines(Storage.from_uri(tmp_path), "events.jsonl")) == 20
 
 
-def test_a_segment_that_is_full_is_not_touched_again(storage: Storage, small_segments: None) -> None:
+def test_full_segment_is_not_written_again(storage: Storage, small_segments: None) -> None:
     log = Journal(storage)
     for seq in range(10):
         log.append(reports(seq, num_bytes=100))
@@ -219,7 +220,7 @@ def test_a_segment_that_is_full_is_not_touched_again(storage: Storage, small_seg
     assert not storage.exists("metrics-0000.jsonl")
 
 
-def test_segments_are_bounded_and_follow_each_other(storage: Storage, small_segments: None) -> None:
+def test_segments_are_bounded_and_consecutive(storage: Storage, small_segments: None) -> None:
     log = Journal(storage)
     for seq in range(30):
         log.append(reports(seq))
@@ -230,7 +231,7 @@ def test_segments_are_bounded_and_follow_each_other(storage: Storage, small_segm
     assert [line["seq"] for name in names for line in lines(storage, name)] == list(range(30))
 
 
-def test_what_could_not_be_written_is_written_later_once(tmp_path: Path) -> None:
+def test_failed_write_is_repeated_with_the_next_flush(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     log = Journal(Storage.from_uri(folder))
@@ -248,7 +249,7 @@ def test_what_could_not_be_written_is_written_later_once(tmp_path: Path) -> None
     assert [line["seq"] for line in lines(Storage.from_uri(folder), "events.jsonl")] == [1]
 
 
-def test_a_full_disk_is_told_as_such() -> None:
+def test_full_disk_is_named_in_the_error() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
@@ -258,7 +259,7 @@ def test_a_full_disk_is_told_as_such() -> None:
         log.flush()
 
 
-def test_lines_that_are_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
+def test_lines_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
     log = LogFile(Storage.from_uri(tmp_path), "lines")
     done = threading.Event()
 
@@ -276,26 +277,24 @@ def test_lines_that_are_appended_during_a_flush_are_not_lost(tmp_path: Path) -> 
     assert (tmp_path / "lines").read_bytes().split() == [b"%d" % number for number in range(20_000)]
 
 
-# -- how they are read back --------------------------------------------------------------------------------------------
+# -- reading back ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seq", "before"), [(0, 30), (0, 1), (7, 23), (29, 30), (12, 12), (25, 100)])
-def test_frames_are_read_back_from_any_number_to_any_other(
-    storage: Storage, small_segments: None, seq: int, before: int
-) -> None:
+def test_frames_are_read_back_for_any_range(storage: Storage, small_segments: None, seq: int, before: int) -> None:
     log = Journal(storage)
     for number in range(30):
         log.append(reports(number))
     assert [frame.seq for frame in log.frames_from(seq, before)] == list(range(seq, min(before, 30)))
 
 
-def test_reading_back_needs_no_flush_before(storage: Storage) -> None:
+def test_reading_back_flushes_first(storage: Storage) -> None:
     log = Journal(storage)
     log.append(reports(0))
     assert list(log.frames_from(0, 1)) == [reports(0)]
 
 
-def test_segments_that_hold_nothing_wanted_are_not_read(storage: Storage, small_segments: None) -> None:
+def test_segments_outside_the_range_are_not_read(storage: Storage, small_segments: None) -> None:
     log = Journal(storage)
     for number in range(30):
         log.append(reports(number))
@@ -307,7 +306,7 @@ def test_segments_that_hold_nothing_wanted_are_not_read(storage: Storage, small_
     assert [frame.seq for frame in log.frames_from(first_of_last, 30)] == list(range(first_of_last, 30))
 
 
-def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
+def test_incomplete_line_is_not_read(tmp_path: Path) -> None:
     log = Journal(Storage.from_uri(tmp_path))
     log.append(reports(0))
     log.flush()
@@ -316,5 +315,5 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     assert [frame.seq for frame in log.frames_from(0, 1)] == [0]
 
 
-def test_a_run_without_reports_has_none_to_read(storage: Storage) -> None:
+def test_run_without_reports_reads_none(storage: Storage) -> None:
     assert list(Journal(storage).frames_from(0, 10)) == []

@@ -1,4 +1,4 @@
-"""The state machine of a run: each state, each edge, and what the readers are told on the way."""
+"""The state machine of a run: its states, its transitions, and the frames that readers get."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.moves import EXPLAIN_S, GATHER_S
-from raysgd.controller.retries import MAX_PAUSE_S, PAUSE_S
-from raysgd.controller.shelf import Start
+from raysgd.controller.machine.lifecycle import EXPLAIN_S, GATHER_S
+from raysgd.controller.policies.failure import MAX_RESTART_DELAY_S, RESTART_DELAY_S
+from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Running
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
@@ -28,15 +28,15 @@ from raysgd.testing.simulation import (
     uri_of,
 )
 
-# -- the happy path ----------------------------------------------------------------------------------------------------
+# -- successful runs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_prepares_enters_runs_and_closes() -> None:
+def test_successful_run_goes_through_all_states() -> None:
     run = SimulatedRun()
-    assert run.told == [c.PrepareGroup(1)]
+    assert run.commands == [c.PrepareGroup(1)]
     run.ready()
     assert isinstance(run.machine.state, Running)
-    assert run.entries == [c.Enter(1, None, 1, 0, 0.0)]
+    assert run.entries == [c.StartAttempt(1, None, 1, 0, 0.0)]
     run.leave(0)
     assert not run.is_closed
     run.leave(1)
@@ -46,14 +46,7 @@ def test_a_run_prepares_enters_runs_and_closes() -> None:
     assert kinds == [frames.ATTEMPT, frames.RANK_DONE, frames.RANK_DONE, frames.ATTEMPT_END]
 
 
-def test_reports_are_passed_on_as_the_worker_encoded_them() -> None:
-    run = running()
-    run.say(1, e.Reports(3, 2, b"[not parsed"))
-    (say,) = run.said(frames.REPORTS)
-    assert (say.attempt, say.rank, say.data, say.rows) == (1, 1, {"first": 3, "count": 2}, b"[not parsed")
-
-
-def test_the_group_is_left_once_all_have_returned_and_not_before() -> None:
+def test_group_is_closed_once_after_all_ranks_returned() -> None:
     run = running()
     run.leave(0)
     assert run.all_of(c.LeaveGroup) == []
@@ -61,15 +54,15 @@ def test_the_group_is_left_once_all_have_returned_and_not_before() -> None:
     assert run.all_of(c.LeaveGroup) == [c.LeaveGroup(1)]
 
 
-def test_a_rank_has_left_when_its_stream_has_ended_not_when_it_says_that_it_returned() -> None:
+def test_rank_has_left_when_its_event_stream_ends() -> None:
     run = running(1)
-    run.say(0, RETURNED)
+    run.deliver(0, RETURNED)
     assert run.outcome is None
-    run.gone(0)
+    run.end_stream(0)
     assert run.is_closed
 
 
-def test_success_is_told_when_the_last_checkpoint_is_durable() -> None:
+def test_success_is_published_after_last_checkpoint_is_committed() -> None:
     run = running()
     run.save()
     run.leave(0)
@@ -80,100 +73,104 @@ def test_success_is_told_when_the_last_checkpoint_is_durable() -> None:
     assert run.is_closed
 
 
-def test_an_error_is_told_before_anything_is_cleaned_up() -> None:
+def test_error_is_published_before_cleanup() -> None:
     run = running(3)
-    run.say(0, failed())
+    run.deliver(0, failed())
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.kind == "error"
     assert not run.is_closed
-    run.gone(0)
+    run.end_stream(0)
     run.leave(1, e.Ended())
     assert not run.is_closed
     run.leave(2, e.Ended())
     assert run.is_closed
 
 
-def test_what_workers_have_to_say_beside_training_is_noted() -> None:
+def test_worker_events_are_recorded() -> None:
     run = running()
-    run.say(1, e.Entered(5.0), e.Sample({"rank": 1, "rss_bytes": 7}), e.Warned("careful"))
-    assert run.notes("entered")[-1] == {"rank": 1, "attempt": 1, "timestamp": 5.0}
-    assert run.notes("sample") == [{"rank": 1, "rss_bytes": 7}]
-    assert run.notes("warning") == [{"rank": 1, "message": "careful"}]
+    run.deliver(1, e.Entered(5.0), e.Sample({"rank": 1, "rss_bytes": 7}), e.Warned("careful"))
+    assert run.events("entered")[-1] == {"rank": 1, "attempt": 1, "timestamp": 5.0}
+    assert run.events("sample") == [{"rank": 1, "rss_bytes": 7}]
+    assert run.events("warning") == [{"rank": 1, "message": "careful"}]
 
 
-# -- workers that cannot be had ----------------------------------------------------------------------------------------
+# -- workers that do not start -----------------------------------------------------------------------------------------
 
 
-def test_workers_that_can_never_be_had_end_the_run_with_that_error() -> None:
+def test_infeasible_group_ends_the_run_with_its_error() -> None:
     run = SimulatedRun()
     run.feed(c.GroupFailed("InfeasibleError", "needs 4 GPU", can_retry=False))
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.error_type, run.outcome.message) == ("InfeasibleError", "needs 4 GPU")
 
 
-def test_a_worker_that_dies_while_starting_is_a_failure_like_any_other() -> None:
-    run = SimulatedRun(failure=FailureConfig(max_failures=1))
+def test_worker_death_while_starting_counts_as_failure() -> None:
+    run = SimulatedRun(failure_config=FailureConfig(max_failures=1))
     died = c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True, ranks=(1,))
     run.feed(died)
-    run.advance(PAUSE_S)
+    run.advance(RESTART_DELAY_S)
     assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(1)]
     run.feed(died)
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.error_type, run.outcome.ranks) == ("WorkerDiedError", (1,))
 
 
-def test_starts_that_fail_are_tried_again_after_pauses_that_grow() -> None:
-    run = SimulatedRun(failure=FailureConfig(max_failures=-1))
+def test_failed_starts_are_retried_with_growing_delays() -> None:
+    run = SimulatedRun(failure_config=FailureConfig(max_failures=-1))
     for number in range(2, 12):
         run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
-        pause_s = run.all_of(c.SetTimer)[-1].delay_s
-        run.advance(pause_s - 0.01)
+        delay_s = run.all_of(c.SetTimer)[-1].delay_s
+        run.advance(delay_s - 0.01)
         assert len(run.all_of(c.PrepareGroup)) == number - 1
         run.advance(0.02)
         assert len(run.all_of(c.PrepareGroup)) == number
-    pauses = [timer.delay_s for timer in run.all_of(c.SetTimer)]
-    assert pauses == sorted(pauses) and (pauses[0], pauses[1], pauses[-1]) == (PAUSE_S, 2 * PAUSE_S, MAX_PAUSE_S)
+    delays = [timer.delay_s for timer in run.all_of(c.SetTimer)]
+    assert delays == sorted(delays) and (delays[0], delays[1], delays[-1]) == (
+        RESTART_DELAY_S,
+        2 * RESTART_DELAY_S,
+        MAX_RESTART_DELAY_S,
+    )
     run.ready()
-    run.gone(0, "killed")
+    run.end_stream(0, "killed")
     run.advance(GATHER_S)
     run.leave(1, e.Ended())
-    assert len(run.all_of(c.PrepareGroup)) == 12  # the last start went well: the next is not held up
+    assert len(run.all_of(c.PrepareGroup)) == 12  # a successful start resets the delay
 
 
-def test_a_group_that_did_not_form_leaves_its_number_to_the_next() -> None:
+def test_group_that_did_not_form_does_not_use_up_an_attempt_number() -> None:
     run = SimulatedRun(2)
     run.ready(enters=False)
     for rank in range(2):
         run.leave(rank, failed("timed out", in_setup=True))
-    run.advance(PAUSE_S)
+    run.advance(RESTART_DELAY_S)
     run.ready()
     run.advance(FailureConfig().abort_grace_s)
-    assert run.all_of(c.KillRanks) == []  # the timers of the first group are not those of the second
+    assert run.all_of(c.KillWorkers) == []  # the timers of the first group do not affect the second
     kill(run)
     run.ready()
     assert [entry.attempt for entry in run.entries] == [1, 1, 2]
 
 
-def test_one_rank_that_entered_takes_the_number() -> None:
+def test_attempt_number_is_used_up_when_one_rank_entered() -> None:
     run = SimulatedRun(2)
     run.ready(enters=False)
-    run.say(1, e.Entered(1.0))
+    run.deliver(1, e.Entered(1.0))
     kill(run)
     run.ready()
     assert [entry.attempt for entry in run.entries] == [1, 2]
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_a_run_that_is_stopped_during_such_a_pause_asks_for_no_more_workers(cancel: bool) -> None:
+def test_stop_during_restart_delay_requests_no_more_workers(cancel: bool) -> None:
     run = SimulatedRun()
     run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
     run.stop(cancel=cancel)
     assert run.is_closed
-    run.advance(MAX_PAUSE_S)
+    run.advance(MAX_RESTART_DELAY_S)
     assert len(run.all_of(c.PrepareGroup)) == 1
 
 
-def test_news_of_a_group_that_nobody_waits_for_are_passed_over() -> None:
+def test_group_events_outside_preparing_are_ignored() -> None:
     run = running()
     assert run.ready() == []
     assert run.feed(c.GroupFailed("WorkerError", "died", can_retry=True)) == []
@@ -183,10 +180,10 @@ def test_news_of_a_group_that_nobody_waits_for_are_passed_over() -> None:
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_ends_the_attempt_on_the_survivors_and_enters_again_when_they_have_left() -> None:
+def test_next_attempt_starts_after_survivors_left() -> None:
     run = running(3)
-    run.gone(1, "killed by SIGKILL")
-    (end,) = run.all_of(c.EndRanks)
+    run.end_stream(1, "killed by SIGKILL")
+    (end,) = run.all_of(c.EndAttempt)
     assert (end.attempt, end.ranks) == (1, (0, 2))
     run.advance(GATHER_S)
     run.leave(0, e.Ended())
@@ -198,8 +195,8 @@ def test_a_death_ends_the_attempt_on_the_survivors_and_enters_again_when_they_ha
 
 
 @pytest.mark.parametrize("max_failures", [0, 1, 3])
-def test_max_failures_allows_exactly_that_many_reentries(max_failures: int) -> None:
-    run = SimulatedRun(failure=FailureConfig(max_failures=max_failures))
+def test_max_failures_allows_exactly_that_many_restarts(max_failures: int) -> None:
+    run = SimulatedRun(failure_config=FailureConfig(max_failures=max_failures))
     for _ in range(max_failures + 1):
         assert run.outcome is None
         run.ready()
@@ -207,11 +204,11 @@ def test_max_failures_allows_exactly_that_many_reentries(max_failures: int) -> N
     assert len(run.entries) == max_failures + 1
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.kind, run.outcome.error_type, run.outcome.ranks) == ("error", "WorkerDiedError", (1,))
-    assert [note["action"] for note in run.notes("failure")][-1] == "give up"
+    assert [note["action"] for note in run.events("failure")][-1] == "give up"
 
 
-def test_a_run_that_needed_all_its_reentries_still_succeeds() -> None:
-    run = SimulatedRun(failure=FailureConfig(max_failures=2))
+def test_run_succeeds_after_max_failures_restarts() -> None:
+    run = SimulatedRun(failure_config=FailureConfig(max_failures=2))
     for _ in range(2):
         run.ready()
         kill(run)
@@ -220,8 +217,8 @@ def test_a_run_that_needed_all_its_reentries_still_succeeds() -> None:
     assert run.outcome is not None and run.outcome.kind == "done"
 
 
-def test_max_failures_of_minus_one_is_no_limit() -> None:
-    run = SimulatedRun(failure=FailureConfig(max_failures=-1))
+def test_max_failures_of_minus_one_is_unlimited() -> None:
+    run = SimulatedRun(failure_config=FailureConfig(max_failures=-1))
     for _ in range(20):
         run.ready()
         kill(run)
@@ -229,8 +226,8 @@ def test_max_failures_of_minus_one_is_no_limit() -> None:
     assert [prepare.attempt for prepare in run.all_of(c.PrepareGroup)] == list(range(1, 22))
 
 
-def test_the_error_after_too_many_failures_says_what_happened_how_often_and_what_to_go_on_from() -> None:
-    run = running(failure=FailureConfig(max_failures=1))
+def test_error_after_max_failures_names_rank_cause_count_and_checkpoint() -> None:
+    run = running(failure_config=FailureConfig(max_failures=1))
     run.save()
     run.commit()
     kill(run, rank=1)
@@ -242,66 +239,66 @@ def test_the_error_after_too_many_failures_says_what_happened_how_often_and_what
     assert run.outcome.failures == 2
 
 
-def test_the_error_says_so_where_there_is_no_checkpoint() -> None:
-    run = running(failure=FailureConfig(max_failures=0))
+def test_error_after_max_failures_mentions_missing_checkpoint() -> None:
+    run = running(failure_config=FailureConfig(max_failures=0))
     kill(run)
     assert run.outcome is not None
     assert "no checkpoint" in run.outcome.message
 
 
-def test_two_deaths_at_once_count_as_one() -> None:
-    run = SimulatedRun(3, failure=FailureConfig(max_failures=1))
+def test_simultaneous_deaths_count_as_one_failure() -> None:
+    run = SimulatedRun(3, failure_config=FailureConfig(max_failures=1))
     run.ready()
-    run.gone(0, "killed")
+    run.end_stream(0, "killed")
     run.advance(GATHER_S / 2)
-    run.gone(2, "killed")
+    run.end_stream(2, "killed")
     run.advance(GATHER_S)
     run.leave(1, e.Ended())
-    (failure,) = run.notes("failure")
+    (failure,) = run.events("failure")
     assert failure["ranks"] == [0, 2]
     assert failure["nodes"] == ["node0", "node2"]
     run.ready()
     assert len(run.entries) == 2
 
 
-def test_a_death_while_the_survivors_are_leaving_belongs_to_the_same_failure() -> None:
-    run = SimulatedRun(3, failure=FailureConfig(max_failures=1))
+def test_death_while_survivors_leave_belongs_to_same_failure() -> None:
+    run = SimulatedRun(3, failure_config=FailureConfig(max_failures=1))
     run.ready()
-    run.gone(0, "killed")
+    run.end_stream(0, "killed")
     run.advance(GATHER_S)
-    run.gone(1, "killed too")
+    run.end_stream(1, "killed too")
     run.leave(2, e.Ended())
     run.ready()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert len(run.notes("failure")) == 1
+    assert len(run.events("failure")) == 1
 
 
-def test_each_run_has_its_own_count_of_failures() -> None:
+def test_failures_are_counted_per_run() -> None:
     failure = FailureConfig(max_failures=1)
     for _ in range(3):
-        run = running(failure=failure)
+        run = running(failure_config=failure)
         kill(run)
         run.ready()
         finish(run)
         assert run.outcome is not None and run.outcome.kind == "done"
 
 
-def test_a_rank_that_had_returned_runs_again_when_another_dies() -> None:
+def test_returned_rank_runs_again_after_death_of_another() -> None:
     run = running()
     run.leave(0)
-    run.gone(1, "killed")
+    run.end_stream(1, "killed")
     run.advance(GATHER_S)
     run.ready()
     assert isinstance(run.machine.state, Running)
-    assert run.machine.state.inside == {0, 1}
+    assert run.machine.state.active == {0, 1}
 
 
-def test_a_process_that_dies_on_its_way_out_has_not_returned() -> None:
+def test_process_death_after_return_is_a_failure() -> None:
     run = running()
     run.leave(0)
-    run.say(1, RETURNED)
-    run.gone(1, "killed")
+    run.deliver(1, RETURNED)
+    run.end_stream(1, "killed")
     run.advance(GATHER_S)
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
 
@@ -309,60 +306,60 @@ def test_a_process_that_dies_on_its_way_out_has_not_returned() -> None:
 # -- exceptions --------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_of_train_func_is_the_users_and_is_not_retried() -> None:
+def test_user_exception_is_not_retried() -> None:
     run = running()
     error = failed("bad batch", at=1000.0)
-    run.say(1, error)
+    run.deliver(1, error)
     run.advance(GATHER_S)
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.failed, run.outcome.rank, run.outcome.node) == ("error", error, 1, "node1")
     assert run.outcome.followed == ()
-    run.gone(1)
+    run.end_stream(1)
     run.leave(0, e.Ended())
     assert len(run.entries) == 1 and run.is_closed
 
 
-def test_the_exception_that_arrived_first_wins_whatever_the_clocks_say() -> None:
+def test_exception_that_arrived_first_is_raised_despite_clock_skew() -> None:
     run = running(3)
-    run.say(1, broken("peer gone", at=1000.00))
-    run.say(2, failed("first", at=1000.02))
-    run.say(0, failed("second", at=1000.01))
+    run.deliver(1, broken("peer gone", at=1000.00))
+    run.deliver(2, failed("first", at=1000.02))
+    run.deliver(0, failed("second", at=1000.01))
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
     assert (run.outcome.failed.summary, run.outcome.rank) == ("first", 2)
     assert run.outcome.followed == ((1, "peer gone"), (0, "second"))
 
 
-def test_a_collective_that_broke_before_the_exception_arrived_is_listed_not_raised() -> None:
+def test_broken_collective_is_listed_below_the_exception_that_caused_it() -> None:
     run = running()
-    run.say(1, broken(at=999.0))  # its clock is behind
+    run.deliver(1, broken(at=999.0))  # its clock is behind
     run.advance(1.0)
     assert run.outcome is None
-    run.say(0, failed("the cause", at=1000.0))
+    run.deliver(0, failed("the cause", at=1000.0))
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
     assert run.outcome.failed.summary == "the cause"
     assert run.outcome.followed == ((1, "connection closed by peer"),)
 
 
-def test_a_death_explains_a_broken_collective() -> None:
+def test_broken_collective_is_attributed_to_a_death() -> None:
     run = running(3)
-    run.say(0, broken(at=1000.0))
-    run.gone(0)
+    run.deliver(0, broken(at=1000.0))
+    run.end_stream(0)
     run.advance(EXPLAIN_S / 2)
-    run.gone(1, "killed")
+    run.end_stream(1, "killed")
     run.leave(2, broken(at=1000.0))
     run.advance(GATHER_S)
     assert run.outcome is None
-    (failure,) = run.notes("failure")
+    (failure,) = run.events("failure")
     assert failure["ranks"] == [1]
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
 
 
-def test_a_broken_collective_that_nothing_explains_is_raised_after_a_while() -> None:
-    run = running(2, failure=FailureConfig(abort_grace_s=60))
-    run.say(0, broken("timed out", at=1000.0))
-    run.gone(0)
+def test_unexplained_broken_collective_is_raised_after_delay() -> None:
+    run = running(2, failure_config=FailureConfig(abort_grace_s=60))
+    run.deliver(0, broken("timed out", at=1000.0))
+    run.end_stream(0)
     run.advance(GATHER_S + EXPLAIN_S * 0.9)
     assert run.outcome is None
     run.advance(EXPLAIN_S * 0.2)
@@ -370,7 +367,7 @@ def test_a_broken_collective_that_nothing_explains_is_raised_after_a_while() -> 
     assert (run.outcome.failed.summary, run.outcome.rank) == ("timed out", 0)
 
 
-def test_there_is_nothing_to_wait_for_when_all_ranks_have_said_why_they_left() -> None:
+def test_broken_collectives_of_all_ranks_are_raised_without_delay() -> None:
     run = running()
     run.leave(0, broken("timed out", at=1000.0))
     run.leave(1, broken("timed out", at=1000.1))
@@ -378,52 +375,55 @@ def test_there_is_nothing_to_wait_for_when_all_ranks_have_said_why_they_left() -
     assert (run.outcome.rank, run.outcome.followed) == (0, ((1, "timed out"),))
 
 
-def test_an_exception_that_came_after_a_death_followed_from_it() -> None:
+def test_exception_after_a_death_is_attributed_to_the_death() -> None:
     run = running()
-    run.gone(1, "killed")
-    run.say(0, failed("queue of the dead peer is closed", at=run.now - 100))  # its clock is far behind
+    run.end_stream(1, "killed")
+    run.deliver(0, failed("queue of the dead peer is closed", at=run.now - 100))  # its clock is far behind
     run.advance(GATHER_S)
-    run.gone(0)
+    run.end_stream(0)
     assert run.outcome is None
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
 
 
-def test_the_last_exception_beside_deaths_is_told_when_the_run_is_given_up() -> None:
-    run = running(3, failure=FailureConfig(max_failures=2))
-    run.say(0, failed("ValueError: bad batch"), failed("of another thread"))
-    run.say(1, failed("KeyError: 'x'"))
-    run.gone(2, "killed")
+def test_error_after_max_failures_names_last_exception_of_train_func() -> None:
+    run = running(3, failure_config=FailureConfig(max_failures=2))
+    run.deliver(0, failed("ValueError: bad batch"), failed("of another thread"))
+    run.deliver(1, failed("KeyError: 'x'"))
+    run.end_stream(2, "killed")
     for exception in (failed("OSError: no space left"), broken()):
         run.advance(GATHER_S)
         for rank in range(3):
-            run.gone(rank)
+            run.end_stream(rank)
         run.ready()
-        run.say(1, exception)
-        run.gone(2, "killed")
+        run.deliver(1, exception)
+        run.end_stream(2, "killed")
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.error_type == "WorkerDiedError"
     assert "died: killed (failure 3 of the run" in run.outcome.message
-    assert "The last exception of train_func beside it was OSError: no space left (rank 1)" in run.outcome.message
-    assert [failure.get("raised") for failure in run.notes("failure")] == [
+    assert (
+        "The last exception of train_func that came with a failure was OSError: no space left (rank 1)"
+        in run.outcome.message
+    )
+    assert [failure.get("raised") for failure in run.events("failure")] == [
         "KeyError: 'x' (rank 1)",
         "OSError: no space left (rank 1)",
         None,
     ]
 
 
-def test_an_exception_well_before_a_death_is_the_cause() -> None:
+def test_exception_well_before_a_death_is_raised() -> None:
     run = running()
-    run.say(0, broken())
-    run.say(1, failed("the cause", at=2000.0))  # its clock is far ahead
+    run.deliver(0, broken())
+    run.deliver(1, failed("the cause", at=2000.0))  # its clock is far ahead
     run.now += 0.5  # the controller was busy: its timers come late
-    run.gone(0, "aborted by its framework")
+    run.end_stream(0, "aborted by its framework")
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.failed is not None
     assert run.outcome.failed.summary == "the cause"
 
 
-def test_a_process_group_that_cannot_be_formed_is_a_failure_of_the_system() -> None:
-    run = running(failure=FailureConfig(max_failures=1))
+def test_process_group_setup_error_is_a_retried_failure() -> None:
+    run = running(failure_config=FailureConfig(max_failures=1))
     for _ in range(2):
         assert run.outcome is None
         run.leave(0, failed("store timed out", at=run.now, in_setup=True))
@@ -433,53 +433,53 @@ def test_a_process_group_that_cannot_be_formed_is_a_failure_of_the_system() -> N
     assert "store timed out" in run.outcome.message
 
 
-# -- where an attempt starts from --------------------------------------------------------------------------------------
+# -- the checkpoint that an attempt resumes from -----------------------------------------------------------------------
 
 GIVEN = Start("/elsewhere/checkpoint_7", iteration=70, time_total_s=7.5)
 
 
-def test_a_failure_before_the_first_save_starts_again_from_what_was_given() -> None:
+def test_run_restarts_from_given_checkpoint_before_first_save() -> None:
     run = running(start=GIVEN)
-    run.say(0, reports(0, 5))
+    run.deliver(0, reports(0, 5))
     kill(run)
     run.ready()
     assert [entry.checkpoint for entry in run.entries] == [GIVEN.uri, GIVEN.uri]
-    assert run.entries[1] == c.Enter(2, GIVEN.uri, 1, 70, 7.5)
+    assert run.entries[1] == c.StartAttempt(2, GIVEN.uri, 1, 70, 7.5)
 
 
-def test_a_failure_after_a_save_goes_on_from_it() -> None:
+def test_run_resumes_from_newest_checkpoint_after_failure() -> None:
     run = running(start=GIVEN)
     run.save(0, reports=2)
     run.save(1, reports=3)
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[1] == c.Enter(2, uri_of(2), 3, 73, 3.0)
+    assert run.entries[1] == c.StartAttempt(2, uri_of(2), 3, 73, 3.0)
     run.save(0, reports=4)
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[2] == c.Enter(3, uri_of(3), 4, 77, 4.0)
+    assert run.entries[2] == c.StartAttempt(3, uri_of(3), 4, 77, 4.0)
 
 
-def test_a_save_that_was_not_complete_when_the_attempt_ended_is_not_gone_on_from() -> None:
+def test_run_does_not_resume_from_incomplete_checkpoint() -> None:
     run = running()
     run.save(0, reports=1)
     run.commit()
-    run.say(0, saved(1, 2), part(1))  # rank 1 dies before its call
+    run.deliver(0, saved(1, 2), part(1))  # rank 1 dies before its call
     kill(run, rank=1)
     run.ready()
-    assert run.entries[1] == c.Enter(2, uri_of(1), 2, 1, 1.0)
+    assert run.entries[1] == c.StartAttempt(2, uri_of(1), 2, 1, 1.0)
 
 
-def test_a_save_that_becomes_complete_while_the_attempt_is_ending_counts() -> None:
+def test_run_resumes_from_checkpoint_completed_while_attempt_ends() -> None:
     run = running(3)
-    run.say(0, saved())
-    run.say(1, saved(), part())
-    run.say(2, saved(), part())
-    run.gone(2, "killed")
+    run.deliver(0, saved())
+    run.deliver(1, saved(), part())
+    run.deliver(2, saved(), part())
+    run.end_stream(2, "killed")
     run.advance(GATHER_S)
-    run.say(0, part())
+    run.deliver(0, part())
     run.leave(0, e.Ended())
     run.leave(1, e.Ended())
     run.commit()
@@ -487,31 +487,31 @@ def test_a_save_that_becomes_complete_while_the_attempt_is_ending_counts() -> No
     assert run.entries[1].checkpoint == uri_of(1)
 
 
-# -- older attempts ----------------------------------------------------------------------------------------------------
+# -- events of previous attempts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", [reports(0), saved(), part(), RETURNED, failed(), e.Ended(), e.Warned("late")])
-def test_events_of_an_older_attempt_are_refused(event: e.WorkerEvent) -> None:
+def test_events_of_previous_attempt_are_ignored(event: e.WorkerEvent) -> None:
     run = running()
     kill(run)
-    for _ in range(2):  # while workers are had again, and when they run
-        assert run.say(1, event, attempt=1) == []
-        assert run.gone(1, "late", attempt=1) == []
-        assert run.feed(c.TimeUp("grace", 1)) == []
+    for _ in range(2):  # while the next group is prepared, and while it runs
+        assert run.deliver(1, event, attempt=1) == []
+        assert run.end_stream(1, "late", attempt=1) == []
+        assert run.feed(c.TimerFired("grace", 1)) == []
         run.ready()
-    assert isinstance(run.machine.state, Running) and run.machine.state.inside == {0, 1}
+    assert isinstance(run.machine.state, Running) and run.machine.state.active == {0, 1}
 
 
-def test_a_rank_that_died_before_cannot_make_a_checkpoint_of_the_next_attempt_complete() -> None:
+def test_part_of_previous_attempt_does_not_complete_a_checkpoint() -> None:
     run = running()
     kill(run)
     run.ready()
-    run.say(0, saved(), part())
-    run.say(1, saved(), part(), attempt=1)
-    assert run.all_of(c.Commit) == []
+    run.deliver(0, saved(), part())
+    run.deliver(1, saved(), part(), attempt=1)
+    assert run.all_of(c.CommitCheckpoint) == []
 
 
-# -- workers that hang -------------------------------------------------------------------------------------------------
+# -- hung workers ------------------------------------------------------------------------------------------------------
 
 
 def hung(rank: int, kind: str = "silent", attempt: int = 1) -> c.WorkerHung:
@@ -519,70 +519,70 @@ def hung(rank: int, kind: str = "silent", attempt: int = 1) -> c.WorkerHung:
 
 
 @pytest.mark.parametrize("kind", ["silent", "stuck", "lost"])
-def test_a_worker_that_hangs_is_ended_and_its_place_is_taken(kind: str) -> None:
+def test_hung_worker_is_killed_and_replaced(kind: str) -> None:
     run = running(2)
     run.feed(hung(1, kind))
-    assert run.all_of(c.KillRanks) == [c.KillRanks((1,), is_lost=kind == "lost")]
-    (note,) = run.notes("hang")
+    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,), is_lost=kind == "lost")]
+    (note,) = run.events("hang")
     assert (note["rank"], note["kind"], note["stacks"]) == (1, kind, {"0": "line 1", "1": "line 2"})
-    run.gone(1, "it was ended")
+    run.end_stream(1, "it was killed")
     run.leave(0, e.Ended())
     run.advance(GATHER_S)
-    (failure,) = run.notes("failure")
+    (failure,) = run.events("failure")
     assert failure["ranks"] == [1] and "hung: it gave no sign of life" in failure["error"]
     assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(2)]
 
 
-def test_a_hang_of_an_attempt_that_is_over_is_none() -> None:
+def test_hang_of_previous_attempt_is_ignored() -> None:
     run = running(2)
     run.feed(hung(1, attempt=0))
-    assert run.all_of(c.KillRanks) == [] and run.notes("hang") == []
+    assert run.all_of(c.KillWorkers) == [] and run.events("hang") == []
 
 
-def test_a_worker_that_hangs_after_it_returned_fails_nothing() -> None:
+def test_hang_after_return_is_not_a_failure() -> None:
     run = running(2)
     run.leave(1)
     run.feed(hung(1))
-    assert run.all_of(c.KillRanks) == [c.KillRanks((1,))]
+    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
     run.leave(0)
     assert run.outcome is not None and run.outcome.kind == "done"
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(is_late: bool) -> None:
+def test_run_resumes_from_previous_checkpoint_when_newest_is_damaged(is_late: bool) -> None:
     run = running()
     for call in (0, 1):
         for rank in range(2):
-            run.say(rank, reports(call))
+            run.deliver(rank, reports(call))
         run.save(call, call + 1)
     run.commit()
     kill(run)
     run.ready()
     assert run.entries[-1].checkpoint == uri_of(2)
-    if is_late:  # rank 1 learns of it by its broken collective
-        run.say(1, broken())
+    if is_late:  # rank 1 only sees its broken collective
+        run.deliver(1, broken())
     else:
-        run.say(1, e.StartUnusable("its bytes are wrong"))  # each rank reads it
-    run.say(0, e.StartUnusable("its bytes are wrong"))
+        run.deliver(1, e.StartUnusable("its bytes are wrong"))  # every rank reads the checkpoint
+    run.deliver(0, e.StartUnusable("its bytes are wrong"))
     for rank in range(2):
         run.leave(rank, failed("CheckpointCorruptError: its bytes are wrong"))
     run.ready()
     entered = run.entries[-1]
     assert (entered.checkpoint, entered.iterations_before, entered.first_number) == (uri_of(1), 1, 3)
-    assert [note["message"] for note in run.notes("warning")] == ["checkpoint 2 passed over: its bytes are wrong"]
-    assert len(run.notes("failure")) == 1, "it is no failure of a worker"
+    assert [note["message"] for note in run.events("warning")] == ["checkpoint 2 skipped: its bytes are wrong"]
+    assert len(run.events("failure")) == 1, "a damaged checkpoint is not a worker failure"
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
     assert find_violations(history_of(run)) == []
 
 
-def test_the_only_checkpoint_is_not_passed_over_for_nothing() -> None:
+def test_only_checkpoint_is_not_skipped_when_damaged() -> None:
     run = running()
     run.save()
     run.commit()
     kill(run)
     run.ready()
-    run.say(0, e.StartUnusable("its bytes are wrong"))
+    run.deliver(0, e.StartUnusable("its bytes are wrong"))
     for rank in range(2):
         run.leave(rank, failed("its bytes are wrong"))
     run.advance(1)

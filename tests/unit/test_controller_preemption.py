@@ -1,4 +1,4 @@
-"""What becomes of a run whose workers are told to end, or whose nodes will be taken away."""
+"""A run whose workers get SIGTERM, or whose nodes are draining."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.moves import GATHER_S
-from raysgd.controller.preemption import LEAVE_S
-from raysgd.controller.savepoint import AGAIN_S
-from raysgd.controller.scaling_policy import SETTLE_S
+from raysgd.controller.machine.lifecycle import GATHER_S
+from raysgd.controller.machine.regrouping import AGAIN_S, LEAVE_S, SETTLE_S
 from raysgd.session import events as e
 from raysgd.testing.simulation import SimulatedRun, broken, failed, finish, running, saved, uri_of
 
@@ -21,33 +19,33 @@ WHY = "rank 1 is preempted: SIGTERM"
 
 
 def preempted(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
-    """A run in which nothing may fail, and rank 1 is preempted."""
-    run = running(num_ranks, failure=FailureConfig(max_failures=0), **settings)
-    run.say(1, e.Preempted("SIGTERM"))
+    """Return a run that allows no failure and whose rank 1 is preempted."""
+    run = running(num_ranks, failure_config=FailureConfig(max_failures=0), **settings)
+    run.deliver(1, e.Preempted("SIGTERM"))
     return run
 
 
 def killed(run: SimulatedRun) -> list[tuple[int, ...]]:
-    return [command.ranks for command in run.all_of(c.KillRanks)]
+    return [command.ranks for command in run.all_of(c.KillWorkers)]
 
 
-def goes_on(run: SimulatedRun, checkpoint: str | None) -> bool:
-    """Whether the preempted worker was ended and the next attempt begins there, without a failure."""
-    assert killed(run) == [(1,)] and run.notes("failure") == []
+def has_regrouped(run: SimulatedRun, checkpoint: str | None) -> bool:
+    """Whether the preempted worker was killed and the next attempt starts from `checkpoint`, without a failure."""
+    assert killed(run) == [(1,)] and run.events("failure") == []
     assert run.all_of(c.PrepareGroup)[1:] == [c.PrepareGroup(2)]
     run.ready()
-    (regroup,) = run.notes("regroup")
+    (regroup,) = run.events("regroup")
     return run.entries[-1].checkpoint == checkpoint and regroup["attempt"] == 1
 
 
-def test_all_ranks_are_asked_both_ways() -> None:
+def test_preemption_requests_stop_and_save_point_on_all_ranks() -> None:
     run = preempted()
-    assert run.all_of(c.AskToStop) == [c.AskToStop(1, ends_reports=False)]
-    assert run.all_of(c.AgreeOnSave) == [c.AgreeOnSave(1)]
-    assert run.notes("preemption") == [{"attempt": 1, "rank": 1, "node": "node1", "why": "SIGTERM"}]
+    assert run.all_of(c.RequestStop) == [c.RequestStop(1, ends_reports=False)]
+    assert run.all_of(c.AgreeOnSavePoint) == [c.AgreeOnSavePoint(1)]
+    assert run.events("preemption") == [{"attempt": 1, "rank": 1, "node": "node1", "why": "SIGTERM"}]
 
 
-def test_ranks_that_saw_the_stop_are_entered_again() -> None:
+def test_train_func_is_called_again_after_ranks_returned_because_of_preemption() -> None:
     run = preempted()
     run.save()
     run.leave(0, SAW_STOP)
@@ -55,120 +53,120 @@ def test_ranks_that_saw_the_stop_are_entered_again() -> None:
     assert killed(run) == []  # the checkpoint is still being written
     run.commit()
     assert run.all_of(c.LeaveGroup) == [c.LeaveGroup(1)]
-    assert goes_on(run, uri_of(1))
-    assert run.notes("regroup")[0]["why"] == WHY
+    assert has_regrouped(run, uri_of(1))
+    assert run.events("regroup")[0]["why"] == WHY
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done" and killed(run) == [(1,)]
 
 
-def test_one_rank_that_saw_it_is_enough() -> None:
-    """Such as where rank 0 looks and tells the others."""
+def test_one_rank_that_saw_the_stop_is_enough_for_next_attempt() -> None:
+    """Rank 0 may check should_stop and broadcast the answer to the others."""
     run = preempted()
     run.leave(0, SAW_STOP)
     run.leave(1)
-    assert goes_on(run, None)
+    assert has_regrouped(run, None)
 
 
-def test_ranks_that_did_not_look_leave_out_of_a_save() -> None:
+def test_ranks_that_do_not_check_should_stop_leave_after_a_save() -> None:
     run = preempted()
     run.save()
     run.commit()
     for rank in (0, 1):
-        run.say(rank, e.AtSavePoint(0))
-    assert [command.why for command in run.all_of(c.EndRanks)] == [WHY]
+        run.deliver(rank, e.AtSavePoint(0))
+    assert [command.why for command in run.all_of(c.EndAttempt)] == [WHY]
     for rank in (0, 1):
         run.leave(rank, e.Ended())
-    assert goes_on(run, uri_of(1))
+    assert has_regrouped(run, uri_of(1))
 
 
-def test_checkpoints_that_bind_the_group_to_its_size_do_not_keep_it() -> None:
+def test_preemption_leaves_attempt_though_checkpoint_is_bound_to_size() -> None:
     run = preempted()
     run.save(all_ranks=True)
     run.commit()
     for rank in (0, 1):
-        run.say(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0))
         run.leave(rank, e.Ended())
     assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2, keep_size=True)
-    assert run.notes("warning") == []
+    assert run.events("warning") == []
 
 
-def test_a_save_that_fails_is_followed_by_the_next() -> None:
-    run = preempted(checkpoint=CheckpointConfig(on_write_error="warn"))
-    run.say(0, saved(), e.PartFailed(0, "disk full"))
-    run.say(0, e.AtSavePoint(0))
+def test_ranks_agree_on_another_save_point_after_failed_write() -> None:
+    run = preempted(checkpoint_config=CheckpointConfig(on_write_error="warn"))
+    run.deliver(0, saved(), e.PartFailed(0, "disk full"))
+    run.deliver(0, e.AtSavePoint(0))
     run.advance(AGAIN_S)
-    assert len(run.all_of(c.AgreeOnSave)) == 2 and len(run.all_of(c.AskToStop)) == 1
+    assert len(run.all_of(c.AgreeOnSavePoint)) == 2 and len(run.all_of(c.RequestStop)) == 1
 
 
-def test_a_group_about_to_grow_leaves_out_of_the_same_save() -> None:
+def test_growing_group_uses_the_same_save_point_for_preemption() -> None:
     run = running()
-    run.feed(c.NewcomerUp())
+    run.feed(c.JoiningWorkerReady())
     run.advance(SETTLE_S)
-    run.say(1, e.Preempted("SIGTERM"))
-    assert len(run.all_of(c.AgreeOnSave)) == 1
+    run.deliver(1, e.Preempted("SIGTERM"))
+    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
 
 
-def test_a_run_that_did_not_see_the_stop_is_done() -> None:
+def test_run_is_done_when_ranks_returned_without_seeing_the_stop() -> None:
     run = preempted()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
     assert killed(run) == [(1,)] and run.is_closed
-    assert run.notes("regroup") == []
+    assert run.events("regroup") == []
 
 
-def test_what_is_done_to_its_end_is_not_done_again() -> None:
+def test_preemption_after_a_rank_returned_starts_no_regroup() -> None:
     run = running()
     run.leave(0)
-    run.say(1, e.Preempted("SIGTERM"))
-    assert run.all_of(c.AskToStop) == [] and run.all_of(c.AgreeOnSave) == []
+    run.deliver(1, e.Preempted("SIGTERM"))
+    assert run.all_of(c.RequestStop) == [] and run.all_of(c.AgreeOnSavePoint) == []
     run.leave(1)
     assert run.outcome is not None and run.outcome.kind == "done"
 
 
-def test_a_second_one_joins_the_first() -> None:
+def test_second_preemption_joins_the_first() -> None:
     run = preempted(3)
-    run.say(2, e.Preempted("SIGTERM"))
-    run.say(1, e.Preempted("SIGTERM"))
-    assert len(run.all_of(c.AskToStop)) == len(run.all_of(c.AgreeOnSave)) == 1
-    assert [note["rank"] for note in run.notes("preemption")] == [1, 2]
+    run.deliver(2, e.Preempted("SIGTERM"))
+    run.deliver(1, e.Preempted("SIGTERM"))
+    assert len(run.all_of(c.RequestStop)) == len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert [note["rank"] for note in run.events("preemption")] == [1, 2]
     for rank in range(3):
         run.leave(rank, SAW_STOP)
     assert killed(run) == [(1, 2)]
 
 
-# -- when there is not enough time -------------------------------------------------------------------------------------
+# -- workers that do not leave in time ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", [e.Ended(), broken()], ids=["left", "in a collective"])
-def test_a_death_that_was_announced_is_no_failure(other: e.WorkerEvent) -> None:
+def test_announced_death_is_not_a_failure(other: e.WorkerEvent) -> None:
     run = preempted()
-    run.gone(1, "killed")
+    run.end_stream(1, "killed")
     run.leave(0, other)
     run.advance(GATHER_S)
-    assert goes_on(run, None)
-    assert run.notes("regroup")[0]["why"] == "the worker process of rank 1 on node1 died: killed"
+    assert has_regrouped(run, None)
+    assert run.events("regroup")[0]["why"] == "the worker process of rank 1 on node1 died: killed"
 
 
-def test_a_death_beside_it_is_one() -> None:
+def test_death_of_another_rank_during_preemption_is_a_failure() -> None:
     run = preempted()
-    run.gone(0, "killed")
+    run.end_stream(0, "killed")
     run.leave(1, e.Ended())
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.error_type == "WorkerDiedError"
     assert killed(run) == [(1,)]
 
 
-def test_a_death_that_is_counted_ends_the_preempted_too() -> None:
+def test_preempted_workers_are_killed_after_a_counted_failure() -> None:
     run = running()
-    run.say(1, e.Preempted("SIGTERM"))
-    run.gone(0, "killed")
+    run.deliver(1, e.Preempted("SIGTERM"))
+    run.end_stream(0, "killed")
     run.leave(1, e.Ended())
     run.advance(GATHER_S)
-    assert [note["action"] for note in run.notes("failure")] == ["retry 1"]
+    assert [note["action"] for note in run.events("failure")] == ["retry 1"]
     assert killed(run) == [(1,)] and len(run.all_of(c.PrepareGroup)) == 2
 
 
-def test_an_exception_of_the_users_own_is_raised() -> None:
+def test_exception_of_user_is_raised_during_preemption() -> None:
     run = preempted()
     run.leave(0, failed())
     run.leave(1, e.Ended())
@@ -176,42 +174,42 @@ def test_an_exception_of_the_users_own_is_raised() -> None:
     assert run.outcome is not None and run.outcome.failed == failed()
 
 
-def test_who_does_not_leave_in_time_is_made_to() -> None:
+def test_attempt_is_ended_when_ranks_do_not_leave_in_time() -> None:
     run = preempted()
     run.advance(GRACE_S - 0.1)
-    assert run.all_of(c.EndRanks) == []
+    assert run.all_of(c.EndAttempt) == []
     run.advance(0.1)
-    assert [command.ranks for command in run.all_of(c.EndRanks)] == [(0, 1)]
+    assert [command.ranks for command in run.all_of(c.EndAttempt)] == [(0, 1)]
     for rank in (0, 1):
         run.leave(rank, e.Ended())
-    assert goes_on(run, None)
+    assert has_regrouped(run, None)
 
 
-def test_the_time_of_an_older_group_does_not_count() -> None:
+def test_timer_of_an_older_group_is_ignored() -> None:
     run = preempted()
-    run.gone(1, "killed")
+    run.end_stream(1, "killed")
     run.leave(0, e.Ended())
     run.advance(GATHER_S)
     run.ready()
     run.advance(GRACE_S)
-    assert len(run.all_of(c.EndRanks)) == 1
+    assert len(run.all_of(c.EndAttempt)) == 1
 
 
 @pytest.mark.parametrize(("within_s", "after"), [(None, GRACE_S), (60.0, 60.0 - LEAVE_S), (2.0, 0.0)])
-def test_a_node_that_drains_says_how_long_it_has(within_s: float | None, after: float) -> None:
+def test_draining_node_sets_the_time_to_leave(within_s: float | None, after: float) -> None:
     run = running(3)
-    run.feed(c.NodeDrains(1, (1, 2), within_s))
-    assert [note["rank"] for note in run.notes("preemption")] == [1, 2]
-    assert len(run.all_of(c.AskToStop)) == 1
+    run.feed(c.NodeDraining(1, (1, 2), within_s))
+    assert [note["rank"] for note in run.events("preemption")] == [1, 2]
+    assert len(run.all_of(c.RequestStop)) == 1
     run.advance(after)
-    assert [command.ranks for command in run.all_of(c.EndRanks)] == [(0, 1, 2)]
+    assert [command.ranks for command in run.all_of(c.EndAttempt)] == [(0, 1, 2)]
     for rank in range(3):
         run.leave(rank, e.Ended())
     assert killed(run) == [(1, 2)]
 
 
-def test_a_group_whose_workers_obeyed_before_it_formed_is_had_again() -> None:
-    run = SimulatedRun(2, failure=FailureConfig(max_failures=0))
+def test_group_is_prepared_again_when_workers_were_preempted_before_it_formed() -> None:
+    run = SimulatedRun(2, failure_config=FailureConfig(max_failures=0))
     for _ in range(3):
         run.feed(c.GroupFailed("WorkerDiedError", "SIGTERM", True, (1,), is_announced=True))
         run.advance(5)
@@ -221,36 +219,39 @@ def test_a_group_whose_workers_obeyed_before_it_formed_is_had_again() -> None:
     assert run.outcome is not None and run.outcome.kind == "done"
 
 
-# -- and a stop --------------------------------------------------------------------------------------------------------
+# -- preemption and stop -----------------------------------------------------------------------------------------------
 
 
-def test_a_stop_wins() -> None:
+def test_stop_has_priority_over_preemption() -> None:
     run = preempted()
-    told = run.stop()
-    assert [command for command in told if not isinstance(command, c.Note)] == [c.CallOffSave(1), c.AskToStop(1)]
+    commands = run.stop()
+    assert [command for command in commands if not isinstance(command, c.RecordEvent)] == [
+        c.CancelSavePoint(1),
+        c.RequestStop(1),
+    ]
     for rank in (0, 1):
         run.leave(rank, SAW_STOP)
     assert run.outcome is not None and run.outcome.kind == "stopped"
     assert killed(run) == [(1,)] and len(run.entries) == 1
 
 
-def test_a_preemption_during_a_stop_changes_nothing() -> None:
-    run = running(failure=FailureConfig(max_failures=0))
+def test_preemption_during_stop_has_no_effect() -> None:
+    run = running(failure_config=FailureConfig(max_failures=0))
     run.stop()
-    told = run.say(1, e.Preempted("SIGTERM"))
-    assert [type(command) for command in told] == [c.Note]
-    run.gone(1, "killed")
+    commands = run.deliver(1, e.Preempted("SIGTERM"))
+    assert [type(command) for command in commands] == [c.RecordEvent]
+    run.end_stream(1, "killed")
     run.leave(0, e.Ended())
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.kind == "stopped"
 
 
-def test_a_stop_while_the_group_leaves_ends_the_run() -> None:
+def test_stop_while_group_leaves_ends_the_run() -> None:
     run = preempted()
     run.save()
     run.commit()
     for rank in (0, 1):
-        run.say(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0))
     run.stop()
     for rank in (0, 1):
         run.leave(rank, e.Ended())

@@ -1,4 +1,4 @@
-"""Readers are told when a round is whole: not before, and not later than `RoundMerger` can make a result of it."""
+"""Readers get a round when it is complete, and no later than `RoundMerger` can make a result of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.round_count import RoundCount
+from raysgd.controller.journal.frame_log import RoundCount
 from raysgd.controller.rounds import RoundMerger
 
 
@@ -27,34 +27,40 @@ def done(rank: int, number: int = 1) -> Frame:
     return Frame(0, frames.RANK_DONE, number, rank)
 
 
-def told(*sequence: Frame) -> list[bool]:
+def released(*sequence: Frame) -> list[bool]:
     rounds = RoundCount()
     return [rounds.feed(frame) for frame in sequence]
 
 
-def test_a_round_is_told_with_its_last_report() -> None:
-    assert told(attempt(1, 3), reports(1), reports(0), reports(2)) == [True, False, False, True]
+def test_round_is_released_with_its_last_report() -> None:
+    assert released(attempt(1, 3), reports(1), reports(0), reports(2)) == [True, False, False, True]
 
 
-def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
-    assert told(attempt(1, 2), reports(0, 5), reports(1), reports(1), reports(0)) == [True, False, True, True, False]
+def test_rank_that_is_ahead_waits_for_the_others() -> None:
+    assert released(attempt(1, 2), reports(0, 5), reports(1), reports(1), reports(0)) == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
-def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    assert told(attempt(1, 2), done(1), reports(0), reports(0)) == [True, True, True, True]
+def test_rank_that_has_left_is_not_waited_for() -> None:
+    assert released(attempt(1, 2), done(1), reports(0), reports(0)) == [True, True, True, True]
 
 
-def test_everything_else_is_told_at_once() -> None:
+def test_other_frames_are_released_at_once() -> None:
     kinds = [frames.EVENT, frames.CHECKPOINT, frames.RUN_END, frames.RUN_CLOSED]
-    assert told(attempt(1, 2), *(Frame(0, kind, 1, data={"kind": "x"}) for kind in kinds)) == [True] * 5
+    assert released(attempt(1, 2), *(Frame(0, kind, 1, data={"kind": "x"}) for kind in kinds)) == [True] * 5
 
 
 def test_reports_of_an_older_attempt_do_not_count() -> None:
-    assert told(attempt(1, 1), attempt(2, 1), reports(0, number=1), reports(0, number=2))[2:] == [True, True]
+    assert released(attempt(1, 1), attempt(2, 1), reports(0, number=1), reports(0, number=2))[2:] == [True, True]
 
 
 @given(st.data())
-def test_no_result_is_ever_held_back(data: st.DataObject) -> None:
+def test_no_result_is_delayed(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 4))
     rounds, merger = RoundCount(), RoundMerger()
     running = set(range(world_size))
@@ -69,7 +75,7 @@ def test_no_result_is_ever_held_back(data: st.DataObject) -> None:
         frame = done(rank) if leaves else reports(rank, data.draw(st.integers(1, 3)))
         running -= {rank} if leaves else set()
         results = list(merger.feed(frame))
-        is_told = rounds.feed(frame)
-        assert is_told or not results
-        if frame.kind == frames.REPORTS and is_told:
+        is_released = rounds.feed(frame)
+        assert is_released or not results
+        if frame.kind == frames.REPORTS and is_released:
             assert results

@@ -1,4 +1,4 @@
-"""From reports of ranks to results: the same rounds however the reports arrive, through early ends and new attempts."""
+"""Merging reports of ranks into results: any order of arrival gives the same rounds, over returns and new attempts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.reducing import check_reduce, reduce_metrics
-from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.rounds import RoundMerger, check_reduce, reduce_metrics
 from raysgd.errors import ConfigError
 from raysgd.result import Result
 
@@ -33,7 +32,7 @@ def attempt(number: int = 1, world_size: int = 2, iterations_before: int = 0, ti
 
 
 def reports(rank: int, first: int, count: int = 1, number: int = 1) -> Frame:
-    """Reports of a rank; report n was made at n + 1 seconds of training, and tells who made it."""
+    """Return reports of a rank; report n was made after n + 1 seconds of training and holds `rank` and `n`."""
     rows = [[100.0 + n + rank, float(n + 1), {"rank": rank, "n": n}] for n in range(first, first + count)]
     return Frame(0, frames.REPORTS, number, rank, {"first": first, "count": count}, json.dumps(rows).encode())
 
@@ -52,14 +51,14 @@ def merge(given: Iterable[Frame], reduce: dict[str, str] | None = None) -> list[
 
 
 def rounds(results: list[Result]) -> list[tuple[int, tuple[int, ...], list[int]]]:
-    """Iteration, ranks, and the number of each rank's report, of each result."""
+    """Return the iteration, the ranks, and the number of each rank's report, for each result."""
     return [(r["training_iteration"], r.ranks, [worker["n"] for worker in r.workers]) for r in results]
 
 
 # -- one attempt -------------------------------------------------------------------------------------------------------
 
 
-def test_a_round_is_emitted_once_every_running_rank_has_made_it() -> None:
+def test_round_is_emitted_when_every_running_rank_reported() -> None:
     merger = RoundMerger()
     assert list(merger.feed(attempt())) == []
     assert list(merger.feed(reports(0, 0, 2))) == []
@@ -67,7 +66,7 @@ def test_a_round_is_emitted_once_every_running_rank_has_made_it() -> None:
     assert rounds(list(merger.feed(reports(1, 1)))) == [(2, (0, 1), [1, 1])]
 
 
-def test_a_result_is_rank_0s_metrics_and_the_automatic_keys() -> None:
+def test_result_has_metrics_of_rank_0_and_automatic_keys() -> None:
     (result,) = merge([attempt(), reports(1, 0), reports(0, 0)])
     assert result == {
         "rank": 0,
@@ -82,19 +81,19 @@ def test_a_result_is_rank_0s_metrics_and_the_automatic_keys() -> None:
     assert result.workers == [{"rank": 0, "n": 0}, {"rank": 1, "n": 0}]
 
 
-def test_a_rank_that_has_returned_is_not_waited_for_and_takes_part_as_far_as_it_got() -> None:
+def test_returned_rank_takes_part_up_to_its_last_report() -> None:
     given = [attempt(), reports(0, 0, 2), done(0), reports(1, 0, 4), done(1)]
     assert rounds(merge(given)) == [(1, (0, 1), [0, 0]), (2, (0, 1), [1, 1]), (3, (1,), [2]), (4, (1,), [3])]
 
 
-def test_rounds_that_only_a_returned_rank_was_missing_come_with_its_end() -> None:
+def test_rounds_without_a_rank_are_emitted_when_it_returns() -> None:
     merger = RoundMerger()
     for frame in (attempt(), reports(1, 0, 2)):
         assert list(merger.feed(frame)) == []
     assert rounds(list(merger.feed(done(0)))) == [(1, (1,), [0]), (2, (1,), [1])]
 
 
-def test_time_this_iter_is_since_the_report_before_of_the_same_rank() -> None:
+def test_time_this_iter_counts_from_previous_report_of_same_rank() -> None:
     given = [attempt(), reports(0, 0, 2), done(0), reports(1, 0, 4), done(1)]
     assert [result["time_this_iter_s"] for result in merge(given)] == [1.0, 1.0, 1.0, 1.0]
 
@@ -105,7 +104,7 @@ def test_ranks_need_not_report_at_all() -> None:
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[list[int], list[list[Frame]]]:
-    """How many reports each rank makes, and each rank's frames in their order."""
+    """Draw the number of reports of each rank, and the frames of each rank in order."""
     counts = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     streams: list[list[Frame]] = []
     for rank, count in enumerate(counts):
@@ -115,7 +114,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[int], list[list[Frame]]]:
 
 
 def interleaved(streams: list[list[Frame]], draw: Any) -> list[Frame]:
-    """The frames of all streams in one sequence; each stream keeps its own order."""
+    """Return the frames of all streams in one sequence that keeps the order of each stream."""
     left = [list(stream) for stream in streams]
     merged: list[Frame] = []
     while any(left):
@@ -141,7 +140,7 @@ def test_any_interleaving_of_batches_gives_the_same_rounds_in_order(
 
 
 @given(arrivals(), st.integers(0, 8), st.data())
-def test_an_attempt_that_ends_keeps_the_rounds_up_to_its_newest_checkpoint(
+def test_ended_attempt_keeps_rounds_up_to_newest_checkpoint(
     arrived: tuple[list[int], list[list[Frame]]], keep: int, data: st.DataObject
 ) -> None:
     counts, streams = arrived
@@ -155,7 +154,7 @@ def test_an_attempt_that_ends_keeps_the_rounds_up_to_its_newest_checkpoint(
 # -- several attempts --------------------------------------------------------------------------------------------------
 
 
-def test_iteration_and_time_go_on_from_the_checkpoint() -> None:
+def test_iteration_and_time_continue_from_the_checkpoint() -> None:
     first = [attempt(1, 1), reports(0, 0, 3), end(2)]
     second = [
         attempt(2, 1, iterations_before=2, time_before_s=2.0),
@@ -169,12 +168,12 @@ def test_iteration_and_time_go_on_from_the_checkpoint() -> None:
     assert [r["time_this_iter_s"] for r in results] == [1, 1, 1, 1, 1]
 
 
-def test_the_world_size_is_that_of_the_attempt() -> None:
+def test_result_has_world_size_of_its_attempt() -> None:
     results = merge([attempt(1, 2), reports(0, 0), reports(1, 0), end(1), attempt(2, 1, 1), reports(0, 0, number=2)])
     assert [(r["world_size"], r.ranks) for r in results] == [(2, (0, 1)), (1, (0,))]
 
 
-def test_what_an_ended_attempt_left_takes_no_part_in_the_next() -> None:
+def test_pending_reports_are_dropped_when_an_attempt_ends() -> None:
     given = [attempt(1), reports(0, 0, 5), end(0), attempt(2), reports(0, 0, number=2), reports(1, 0, number=2)]
     (result,) = merge(given)
     assert (result["attempt"], result.workers[0]["n"]) == (2, 0)
@@ -200,13 +199,13 @@ def test_results_do_not_share_their_values() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
-def test_a_result_that_is_copied_or_sent_keeps_its_workers(duplicate: Any) -> None:
+def test_copied_or_pickled_result_keeps_its_workers(duplicate: Any) -> None:
     (result,) = merge([attempt(), reports(0, 0), reports(1, 0)])
     other = duplicate(result)
     assert (other, other.workers, other.ranks) == (result, result.workers, result.ranks)
 
 
-def test_reduce_makes_one_metric_of_all_ranks() -> None:
+def test_reduce_combines_a_metric_over_ranks() -> None:
     (result,) = merge([attempt(), reports(0, 0), reports(1, 0)], {"rank": "mean"})
     assert (result["rank"], result["n"]) == (0.5, 0)
     assert result["training_iteration"] == 1
@@ -225,37 +224,37 @@ def test_reduce_makes_one_metric_of_all_ranks() -> None:
         ("last", ["a", "b"], "b"),
     ],
 )
-def test_each_reduction(name: str, values: list[Any], expected: Any) -> None:
+def test_reduction_gives_expected_value(name: str, values: list[Any], expected: Any) -> None:
     assert reduce_metrics([{"x": value} for value in values], {"x": name}) == {"x": expected}
 
 
 @pytest.mark.parametrize("name", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_nan_is_not_reduced_away(name: str, position: int) -> None:
+def test_nan_survives_reduction(name: str, position: int) -> None:
     values = [1.0, 2.0]
     values[position] = math.nan
     assert math.isnan(reduce_metrics([{"x": value} for value in values], {"x": name})["x"])
 
 
-def test_a_metric_that_rank_0_did_not_report_is_reduced_over_those_that_did() -> None:
+def test_metric_missing_on_rank_0_is_reduced_over_reporting_ranks() -> None:
     assert reduce_metrics([{"a": 1}, {"x": 2}, {"x": 4}], {"x": "mean"}) == {"a": 1, "x": 3}
 
 
-def test_values_that_are_no_numbers_are_passed_over() -> None:
+def test_values_that_are_not_numbers_are_skipped() -> None:
     assert reduce_metrics([{"x": None}, {"x": 2}], {"x": "mean"}) == {"x": 2}
     assert reduce_metrics([{"x": "a"}, {"x": "b"}], {"x": "mean"}) == {"x": "a"}
 
 
-def test_a_metric_nobody_reported_is_not_invented() -> None:
+def test_unreported_metric_is_not_reduced() -> None:
     assert reduce_metrics([{"a": 1}], {"x": "mean"}) == {"a": 1}
 
 
 @pytest.mark.parametrize("given", [None, {}])
-def test_no_reduction_is_none(given: Any) -> None:
+def test_missing_reduce_is_an_empty_dict(given: Any) -> None:
     assert check_reduce(given) == {}
 
 
 @pytest.mark.parametrize("given", [{"loss": "median"}, {"loss": None}, "mean", ["loss"], {"loss": ["mean"]}])
-def test_what_is_no_reduction_is_refused_with_those_there_are(given: Any) -> None:
+def test_invalid_reduction_is_refused_with_the_allowed_names(given: Any) -> None:
     with pytest.raises(ConfigError, match="mean, sum, min, max, last, first"):
         check_reduce(given)

@@ -1,4 +1,4 @@
-"""Which ranks are stragglers: what their time went into, window by window, in; who is told of, out."""
+"""Which ranks are reported as stragglers, given the time that each rank spent per phase and window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.controller.straggler_policy import (
+from raysgd.controller.policies.straggler import (
     ALIKE_SHARE,
     MAX_WINDOW_S,
     MIN_EXCESS_S,
@@ -20,7 +20,7 @@ from raysgd.controller.straggler_policy import (
     Straggler,
     StragglerPolicy,
 )
-from raysgd.session.progress import Pulse, Spent
+from raysgd.session.progress import Heartbeat, Spent
 
 PHASES = ("compute", "data", "checkpoint")
 
@@ -35,13 +35,13 @@ class Step(NamedTuple):
 
 
 def together(*steps: Step) -> list[Step]:
-    """The steps of ranks of which all wait for the slowest, and then exchange gradients."""
+    """Return the steps of ranks that wait for the slowest rank and then exchange gradients."""
     longest = max(map(sum, steps))
     return [step._replace(waiting=1.0005 * longest - sum(step)) for step in steps]
 
 
 class Ranks:
-    """The ranks of an attempt, which make a window's steps at a time."""
+    """The ranks of an attempt, stepped one window at a time."""
 
     def __init__(self, size: int, has_gpu: bool = False) -> None:
         self.now = 100.0
@@ -54,7 +54,7 @@ class Ranks:
     def answer(self) -> None:
         for rank, spent in enumerate(self.spent):
             if rank not in self.gone:
-                self.policy.answered(rank, Pulse(is_inside=True, spent=spent, has_gpu=self.has_gpu))
+                self.policy.on_heartbeat(rank, Heartbeat(is_inside=True, spent=spent, has_gpu=self.has_gpu))
 
     def window(self, steps: Sequence[Step], num_steps: int = WINDOW_STEPS) -> list[Straggler]:
         for rank, step in enumerate(steps):
@@ -62,10 +62,10 @@ class Ranks:
             self.spent[rank] = Spent._make(before + more for before, more in zip(self.spent[rank], spent, strict=True))
         self.now += num_steps * max(map(sum, steps))
         self.answer()
-        return self.policy.judge(self.now)
+        return self.policy.find_stragglers(self.now)
 
     def windows(self, steps: Sequence[Step], count: int = 2 * NUM_WINDOWS) -> list[tuple[int, str]]:
-        return [(told.rank, told.phase) for _ in range(count) for told in self.window(steps)]
+        return [(found.rank, found.phase) for _ in range(count) for found in self.window(steps)]
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ SECONDS = st.floats(0.02, 5.0)
 
 
 def shares() -> st.SearchStrategy[Step]:
-    """How a step of one second divides."""
+    """Draw how a step of one second is divided into phases."""
     return st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3).map(
         lambda parts: Step(*(p / sum(parts) for p in parts))
     )
@@ -86,7 +86,7 @@ def times(step: Step, factor: float) -> Step:
 
 
 @given(st.data(), SIZES, SECONDS, shares(), st.booleans())
-def test_ranks_that_are_alike_but_for_noise_are_no_stragglers(
+def test_equal_ranks_with_noise_are_not_stragglers(
     data: st.DataObject, size: int, seconds: float, parts: Step, is_synchronous: bool
 ) -> None:
     ranks = Ranks(size)
@@ -97,7 +97,7 @@ def test_ranks_that_are_alike_but_for_noise_are_no_stragglers(
 
 
 @given(st.data(), SIZES, SECONDS, shares(), st.sampled_from(PHASES), st.floats(0.7, 20.0), st.booleans())
-def test_exactly_the_one_that_was_slowed_is_named(
+def test_slowed_rank_is_reported_with_phase_and_times(
     data: st.DataObject, size: int, seconds: float, parts: Step, phase: str, slowed: float, is_synchronous: bool
 ) -> None:
     slow = data.draw(st.integers(0, size - 1))
@@ -106,12 +106,12 @@ def test_exactly_the_one_that_was_slowed_is_named(
     ranks = Ranks(size)
     steps = together(*steps) if is_synchronous else steps
     assert ranks.windows(steps, NUM_WINDOWS - 1) == []
-    (told,) = ranks.window(steps)
-    assert (told.rank, told.phase) == (slow, phase)
-    assert told.own_s == pytest.approx((1 + slowed) * seconds)
-    assert told.others_s == pytest.approx(seconds)
-    assert told.step_s == pytest.approx(sum(steps[slow]))
-    assert told.since_s == pytest.approx(ranks.now - 100.0)
+    (straggler,) = ranks.window(steps)
+    assert (straggler.rank, straggler.phase) == (slow, phase)
+    assert straggler.own_s == pytest.approx((1 + slowed) * seconds)
+    assert straggler.others_s == pytest.approx(seconds)
+    assert straggler.step_s == pytest.approx(sum(steps[slow]))
+    assert straggler.since_s == pytest.approx(ranks.now - 100.0)
     assert ranks.windows(steps) == []
 
 
@@ -127,14 +127,14 @@ def test_exactly_the_one_that_was_slowed_is_named(
         )
     )
 )
-def test_it_does_not_matter_which_rank_it_is(given_steps: tuple[list[list[Step]], list[int]]) -> None:
+def test_detection_does_not_depend_on_rank_order(given_steps: tuple[list[list[Step]], list[int]]) -> None:
     windows, order = given_steps
     one, other = Ranks(len(order)), Ranks(len(order))
     for steps in windows:
-        told = {straggler.rank: straggler for straggler in one.window(steps)}
+        found = {straggler.rank: straggler for straggler in one.window(steps)}
         moved = {order[straggler.rank]: straggler for straggler in other.window([steps[rank] for rank in order])}
-        assert told.keys() == moved.keys()
-        for rank, straggler in told.items():
+        assert found.keys() == moved.keys()
+        for rank, straggler in found.items():
             assert (straggler.phase, straggler.own_s, straggler.others_s) == (
                 moved[rank].phase,
                 moved[rank].own_s,
@@ -143,9 +143,9 @@ def test_it_does_not_matter_which_rank_it_is(given_steps: tuple[list[list[Step]]
 
 
 @pytest.mark.parametrize("is_unseen_last", [True, False])
-def test_windows_in_which_waiting_is_seen_and_others_in_which_it_is_not_make_a_row(is_unseen_last: bool) -> None:
+def test_windows_with_and_without_visible_waiting_are_consecutive(is_unseen_last: bool) -> None:
     seen = [Step(0.1, 0.6), Step(0.1, 0.1)]
-    unseen = [Step(0.1, 0.3), Step(0.3, 0.1)]  # as long as each other: one may wait in a collective
+    unseen = [Step(0.1, 0.3), Step(0.3, 0.1)]  # equally long: one may wait in a collective
     ranks = Ranks(2)
     first, last = (seen, unseen) if is_unseen_last else (unseen, seen)
     assert ranks.windows(first, NUM_WINDOWS - 1) == []
@@ -158,20 +158,20 @@ HALF = together(Step(0.1), Step(0.14), Step(0.1))
 
 
 @given(st.lists(st.tuples(st.integers(1, 2 * NUM_WINDOWS), st.integers(1, 2 * NUM_WINDOWS)), max_size=6))
-def test_it_is_told_again_only_after_it_recovered(episodes: list[tuple[int, int]]) -> None:
-    ranks, is_told = Ranks(3), False
+def test_straggler_is_reported_again_only_after_recovery(episodes: list[tuple[int, int]]) -> None:
+    ranks, is_reported = Ranks(3), False
     for num_slow, num_fast in episodes:
-        expected = [] if is_told or num_slow < NUM_WINDOWS else [(1, "compute")]
+        expected = [] if is_reported or num_slow < NUM_WINDOWS else [(1, "compute")]
         assert ranks.windows(SLOW, num_slow) == expected
-        is_told = is_told or bool(expected)
+        is_reported = is_reported or bool(expected)
         assert ranks.windows(FAST, num_fast) == []
-        is_told = is_told and num_fast < NUM_WINDOWS
+        is_reported = is_reported and num_fast < NUM_WINDOWS
 
 
-# -- one by one --------------------------------------------------------------------------------------------------------
+# -- examples ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_a_little_slow_is_no_recovery() -> None:
+def test_slightly_slow_rank_has_not_recovered() -> None:
     ranks = Ranks(3)
     assert ranks.windows(SLOW) == [(1, "compute")]
     assert ranks.windows(HALF) == []
@@ -180,72 +180,72 @@ def test_what_is_a_little_slow_is_no_recovery() -> None:
     assert ranks.windows(SLOW) == [(1, "compute")]
 
 
-def test_windows_that_are_not_in_a_row_do_not_add_up() -> None:
+def test_slow_windows_must_be_consecutive() -> None:
     ranks = Ranks(3)
     for _ in range(5):
         assert ranks.windows(SLOW, NUM_WINDOWS - 1) == []
         assert ranks.windows(HALF, 1) == []
 
 
-def test_another_phase_is_told_too() -> None:
+def test_straggler_is_reported_again_for_another_phase() -> None:
     ranks = Ranks(3)
     assert ranks.windows(SLOW) == [(1, "compute")]
     assert ranks.windows(together(Step(0.1), Step(0.1, data=0.3), Step(0.1))) == [(1, "data")]
 
 
-def test_the_phase_is_the_one_that_makes_the_difference_not_the_longest() -> None:
+def test_reported_phase_has_the_largest_difference() -> None:
     ranks = Ranks(3)
     assert ranks.windows(together(Step(0.5), Step(0.5, data=0.4), Step(0.5))) == [(1, "data")]
     ranks = Ranks(2)
     assert ranks.windows(together(Step(0.2, 0.1, checkpoint=0.5), Step(0.2, 0.1))) == [(0, "checkpoint")]
 
 
-def test_two_slow_ones_of_five() -> None:
+def test_several_stragglers_are_reported() -> None:
     ranks = Ranks(5)
     steps = together(Step(0.1), Step(0.4), Step(0.1), Step(0.1), Step(0.1, data=0.25))
     assert ranks.windows(steps) == [(1, "compute"), (4, "data")]
 
 
-def test_a_rank_whose_data_is_slow_and_whose_computing_is_fast_is_not_slow() -> None:
+def test_slow_data_offset_by_fast_compute_is_not_a_straggler() -> None:
     assert Ranks(3).windows(together(Step(0.3, 0.01), Step(0.1, 0.2), Step(0.29, 0.01))) == []
 
 
-def test_a_world_of_one_has_nobody_to_compare_with() -> None:
+def test_single_rank_is_not_a_straggler() -> None:
     assert Ranks(1).windows([Step(1.0)]) == []
 
 
-def test_milliseconds_and_small_shares_are_nothing() -> None:
+def test_small_excess_is_not_a_straggler() -> None:
     below = 0.9 * MIN_EXCESS_S
     assert Ranks(3).windows(together(Step(0.001), Step(0.001 + below), Step(0.001))) == []
     assert Ranks(3).windows(together(Step(0.001), Step(0.001 + 1.2 * MIN_EXCESS_S), Step(0.001))) == [(1, "compute")]
-    # A step that consists of the exchange of gradients is not made longer by any rank.
+    # No rank makes a step longer that consists of the exchange of gradients.
     waiting = [Step(0.01, waiting=1.0), Step(0.02, waiting=0.99), Step(0.01, waiting=1.0)]
     assert Ranks(3).windows(waiting) == []
 
 
-# -- waiting that nobody saw -------------------------------------------------------------------------------------------
+# -- invisible waiting -------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_wait_unseen_are_compared_by_their_data() -> None:
-    """The user's own DistributedDataParallel: all steps take as long as those of the slowest."""
+def test_ranks_with_invisible_waiting_are_compared_by_data_time() -> None:
+    """All steps of the user's own DistributedDataParallel take as long as those of the slowest rank."""
     assert Ranks(3).windows([Step(0.3), Step(0.3), Step(0.3)]) == []
     assert Ranks(3).windows([Step(0.3), Step(0.1, data=0.2), Step(0.31)]) == [(1, "data")]
 
 
-def test_a_checkpoint_may_hold_waiting_too() -> None:
-    """Of a state that is gathered from all ranks, where the fast ones wait for the slow one."""
+def test_checkpoint_time_may_include_waiting() -> None:
+    """Fast ranks wait for the slow rank when a state is gathered from all ranks."""
     gathers = [Step(0.1, checkpoint=0.2), Step(0.3), Step(0.1, checkpoint=0.2)]
     assert Ranks(3).windows(gathers) == []
 
 
-def test_with_gpus_reading_may_hold_waiting_too() -> None:
-    """A copy to the GPU waits for what it does before, in the ranks that are fast."""
+def test_data_time_with_gpus_may_include_waiting() -> None:
+    """On a fast rank, a copy to the GPU waits for the kernels before it."""
     copies = [Step(0.1, data=0.2), Step(0.3), Step(0.1, data=0.2)]
     assert Ranks(3, has_gpu=True).windows(copies) == []
     assert Ranks(3, has_gpu=True).windows([Step(0.1), Step(0.3), Step(0.1)]) == [(1, "compute")]
 
 
-def test_ranks_that_do_not_wait_at_all_are_compared_by_their_steps() -> None:
+def test_independent_ranks_are_compared_by_step_time() -> None:
     assert Ranks(2).windows([Step(0.1), Step(0.1 * SLOW_FACTOR + 0.001)]) == [(1, "compute")]
     assert Ranks(2).windows([Step(0.1), Step(0.1 * (1 + ALIKE_SHARE) + 0.001)]) == []
 
@@ -253,48 +253,48 @@ def test_ranks_that_do_not_wait_at_all_are_compared_by_their_steps() -> None:
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-def test_long_steps_are_judged_by_the_clock() -> None:
+def test_window_of_long_steps_ends_by_time() -> None:
     ranks = Ranks(3)
     steps = together(Step(4.0), Step(10.0), Step(4.0))
     num_steps = round(WINDOW_S / 10) + 1
-    told = [straggler for _ in range(NUM_WINDOWS) for straggler in ranks.window(steps, num_steps)]
-    assert [(straggler.rank, straggler.phase) for straggler in told] == [(1, "compute")]
-    assert told[0].since_s == pytest.approx(ranks.now - 100.0)
+    found = [straggler for _ in range(NUM_WINDOWS) for straggler in ranks.window(steps, num_steps)]
+    assert [(straggler.rank, straggler.phase) for straggler in found] == [(1, "compute")]
+    assert found[0].since_s == pytest.approx(ranks.now - 100.0)
 
 
-def test_a_window_of_very_few_steps_goes_on() -> None:
+def test_window_with_too_few_steps_is_extended() -> None:
     ranks = Ranks(2)
     steps = together(Step(1.0), Step(20.0))
     assert [len(ranks.window(steps, 1)) for _ in range(9)] == [0] * 8 + [1]
 
 
-def test_who_makes_no_steps_for_long_holds_up_nobody() -> None:
-    """Rank 2 evaluates, say, and waits for nobody."""
+def test_rank_without_steps_does_not_delay_detection() -> None:
+    """Rank 2 evaluates, for example, and does not wait for other ranks."""
     ranks = Ranks(3)
-    told: list[Straggler] = []
-    while not told and ranks.now < 100 + (NUM_WINDOWS + 1) * (MAX_WINDOW_S + 2):
+    found: list[Straggler] = []
+    while not found and ranks.now < 100 + (NUM_WINDOWS + 1) * (MAX_WINDOW_S + 2):
         spent = ranks.spent[2]
-        told = ranks.window([Step(1.0), Step(2.0), Step(1.0)], 1)
+        found = ranks.window([Step(1.0), Step(2.0), Step(1.0)], 1)
         ranks.spent[2] = spent
-    # Its few steps are no pace: it is left out, not taken for the fastest or the slowest.
-    assert [(straggler.rank, straggler.others_s) for straggler in told] == [(1, pytest.approx(1.0))]
+    # Rank 2 made too few steps to have a pace: it is neither the fastest nor the slowest.
+    assert [(straggler.rank, straggler.others_s) for straggler in found] == [(1, pytest.approx(1.0))]
 
 
-def test_who_has_returned_or_not_begun_is_not_compared() -> None:
+def test_returned_dead_and_starting_ranks_are_not_compared() -> None:
     ranks = Ranks(4)
     assert ranks.windows([Step(0.1)] * 4, NUM_WINDOWS) == []
     ranks.gone = {2, 3}
-    ranks.policy.answered(2, Pulse(is_inside=False, spent=ranks.spent[2]))  # it has returned
-    ranks.policy.left(3)  # it is dead
+    ranks.policy.on_heartbeat(2, Heartbeat(is_inside=False, spent=ranks.spent[2]))  # it has returned
+    ranks.policy.remove(3)  # it is dead
     assert ranks.windows(SLOW, NUM_WINDOWS) == [(1, "compute")]
     late = Ranks(2)
     late.policy = StragglerPolicy(late.now)
     late.gone = {0}
-    late.policy.answered(0, Pulse(is_inside=True))  # it still gets ready
+    late.policy.on_heartbeat(0, Heartbeat(is_inside=True))  # it is still starting
     assert late.windows([Step(0.1), Step(0.3)]) == []
 
 
-def test_a_new_attempt_starts_afresh() -> None:
+def test_new_attempt_starts_with_empty_windows() -> None:
     ranks = Ranks(3)
     assert ranks.windows(SLOW, NUM_WINDOWS) == [(1, "compute")]
     again = Ranks(3)
@@ -302,26 +302,26 @@ def test_a_new_attempt_starts_afresh() -> None:
     assert again.windows(SLOW, 1) == [(1, "compute")]
 
 
-def test_the_time_before_the_first_step_counts_for_nothing() -> None:
+def test_time_before_first_step_is_not_counted() -> None:
     ranks = Ranks(2)
     ranks.spent = [Spent(), Spent()]
     ranks.policy = StragglerPolicy(ranks.now)
     ranks.answer()
-    ranks.spent = [Spent(1, 1.0), Spent(1, 500.0)]  # it downloaded the data
+    ranks.spent = [Spent(1, 1.0), Spent(1, 500.0)]  # rank 1 downloaded the data
     ranks.answer()
     assert ranks.windows([Step(0.1), Step(0.1)]) == []
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
-def test_the_user_reads_who_and_where_and_by_how_much() -> None:
+def test_message_names_rank_node_and_step_times() -> None:
     straggler = Straggler(2, "data", own_s=0.312, others_s=0.0987, step_s=0.32, since_s=12.3456789)
-    assert straggler.told("node-7 (10.0.0.7)") == (
+    assert straggler.describe("node-7 (10.0.0.7)") == (
         "rank 2 on node-7 (10.0.0.7) is slow: 0.31 s a step of its own, the others 98.7 ms; "
         "most of the difference in: data"
     )
-    assert straggler.event("node-7") == {
+    assert straggler.to_event("node-7") == {
         "rank": 2,
         "node": "node-7",
         "phase": "data",

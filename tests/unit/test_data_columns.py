@@ -1,4 +1,4 @@
-"""Column types: each comes out right, or is refused by name."""
+"""Column types: each is converted correctly, or refused by its name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raysgd.data import DataContext, Shard, blocks, resolve_datasets
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.shard import DatasetShard
+from raysgd.data.sources import memory
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import ConfigError
 
 
-def shard_of(column: Any) -> Shard:
+def shard_of(column: Any) -> DatasetShard:
     plan = resolve_datasets({"train": pa.table({"c": column})}, lambda value: value)
-    return DataContext(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
+    return WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
 
 
-def tensor_of(column: Any, **how: Any) -> torch.Tensor:
-    tensors = [batch["c"] for batch in shard_of(column).to_torch(2, **how)]
+def tensor_of(column: Any, **options: Any) -> torch.Tensor:
+    tensors = [batch["c"] for batch in shard_of(column).to_torch(2, **options)]
     return torch.cat(tensors)
 
 
@@ -49,7 +52,7 @@ GOOD = [
 def test_numbers_become_tensors(
     column: Any, values: Any, dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)  # 1: each row is a block
+    monkeypatch.setattr(memory, "BLOCK_BYTES", block_bytes)  # 1: each row is a block
     tensor = tensor_of(column)
     assert tensor.dtype == dtype
     assert tensor.tolist() == values
@@ -59,7 +62,7 @@ def test_numbers_become_tensors(
 
 
 REFUSED = [
-    (pa.array(["a", "b"]), "holds strings, which torch has no type for"),
+    (pa.array(["a", "b"]), "holds strings, for which torch has no type"),
     (pa.array(["a", None]), "holds strings"),
     (pa.array([b"a", b"b"]), "holds strings"),
     (pa.array(["a", "b"]).dictionary_encode(), "holds strings"),
@@ -67,7 +70,7 @@ REFUSED = [
     (pa.array([dt.datetime(2020, 1, 1)] * 2), r"holds datetime64\[us\]"),
     (pa.array([{"a": 1}, {"a": 2}]), "holds dict objects"),
     (pa.array([["a"], ["b"]]), "holds strings"),
-    (pa.array([[1], [2, 3]]), r"is ragged: one batch has rows of shape \(1,\) and of \(2,\)"),
+    (pa.array([[1], [2, 3]]), r"is ragged: one batch has rows of shape \(1,\) and of shape \(2,\)"),
     (pa.array([1, None, 3]), "has 1 nulls among 3 values of int64"),
     (pa.array([1.0, None]), "has 1 nulls among 2 values of double"),
     (pa.array([True, None]), "has 1 nulls"),
@@ -81,14 +84,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("column", "says"), REFUSED, ids=[f"{column.type} {column.null_count}" for column, _ in REFUSED]
+    ("column", "message"), REFUSED, ids=[f"{column.type} {column.null_count}" for column, _ in REFUSED]
 )
-def test_what_torch_cannot_hold_is_refused_with_dataset_and_column(column: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {says}"):
+def test_unsupported_column_is_refused_with_dataset_and_column(column: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {message}"):
         tensor_of(column)
 
 
-def test_nulls_are_read_as_pandas_or_pyarrow_have_them() -> None:
+def test_pandas_and_pyarrow_batches_keep_nulls() -> None:
     shard = shard_of(pa.array([1, None, 3]))
     (table,) = shard.iter_batches(3, format="pyarrow")
     assert table.column("c").to_pylist() == [1, None, 3]
@@ -106,23 +109,23 @@ def test_nulls_are_read_as_pandas_or_pyarrow_have_them() -> None:
         (pa.array([{"a": 1}, {"a": 2}, {"a": 3}]), [{"a": 1}, {"a": 2}, {"a": 3}]),
     ],
 )
-def test_other_types_are_read_as_numpy(column: Any, values: list[Any]) -> None:
+def test_other_types_become_numpy_arrays(column: Any, values: list[Any]) -> None:
     assert [row["c"] for row in shard_of(column).iter_rows()] == values
 
 
-def test_lists_are_an_array_for_each_row() -> None:
+def test_lists_become_one_array_per_row() -> None:
     for column in (pa.array([[1], [2, 3], []]), pa.array([[1, 2], [3, 4], [5, 6]])):
         (batch,) = shard_of(column).iter_batches(3)
         assert batch["c"].shape == (3,)
         assert [row.tolist() for row in batch["c"]] == column.to_pylist()
 
 
-def test_blocks_of_different_types_are_told() -> None:
+def test_blocks_of_different_types_are_refused() -> None:
     plan = resolve_datasets({"train": {"c": np.arange(4)}}, lambda value: value)
     source = plan.sources["train"]
     other = type(source)("arrays", ({"c": np.arange(2)}, {"c": np.zeros((2, 3))}), (2, 2))
     plan.sources["train"] = other
-    shard = DataContext(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
+    shard = WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
     with pytest.raises(
         ConfigError, match=r"column 'c' .* rows of float64 of shape \(3,\) and int64 of shape \(\) in one"
     ):

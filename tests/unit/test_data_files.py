@@ -1,4 +1,4 @@
-"""Datasets that are files: which rows they have, who reads what of them, and what is said of files that cannot be read."""
+"""Datasets of files: which rows they have, which worker reads which parts, and how unreadable files are reported."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from raysgd.data import DataContext, DatasetPlan, file_blocks, files, loading, resolve_datasets
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.plan import DatasetPlan
+from raysgd.data.reading import block_cache
+from raysgd.data.reading import files as file_blocks
+from raysgd.data.sources import files
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import ConfigError, DataError
 
 
-def contexts(dataset: Any, world_size: int = 1, *, positions: Any = None) -> list[DataContext]:
-    """What the workers have of a plan that travelled to them; nothing is put anywhere."""
+def contexts(dataset: Any, world_size: int = 1, *, positions: Any = None) -> list[WorkerDatasets]:
+    """Return the datasets of all workers, from a pickled plan; nothing is stored."""
 
     def put(block: Any) -> Any:
         raise AssertionError("rows of files do not travel")
 
     plan: DatasetPlan = pickle.loads(pickle.dumps(resolve_datasets(dataset, put)))
-    return [DataContext(plan, rank, world_size, 0, positions, fetch=lambda ref: ref) for rank in range(world_size)]
+    return [WorkerDatasets(plan, rank, world_size, 0, positions, fetch=lambda ref: ref) for rank in range(world_size)]
 
 
 def rows(dataset: Any) -> list[Any]:
@@ -52,7 +57,7 @@ def write(folder: Path, num_files: int = 4, rows_each: int = 100, row_group: int
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row group is a block of its own."""
+    """Make each row group a block."""
     monkeypatch.setattr(files, "PART_BYTES", 1)
 
 
@@ -92,7 +97,7 @@ def as_json_gz(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [as_parquet, as_ipc, as_feather, as_csv, as_json, as_json_gz])
-def test_a_file_of_each_format(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_files_of_each_format_are_read(make: Callable[[Path], Path], tmp_path: Path) -> None:
     expected = [{**row, "s": f"-{row['x']}"} for row in EXPECTED] if make is as_csv else EXPECTED
     path = make(tmp_path)
     for given_ in (path, str(path), path.as_uri(), [path], ds.dataset(path, format=files._format_of("", str(path)))):
@@ -102,7 +107,7 @@ def test_a_file_of_each_format(make: Callable[[Path], Path], tmp_path: Path) -> 
             assert found == expected
 
 
-def test_a_folder_is_all_files_below_it_but_hidden_ones(tmp_path: Path) -> None:
+def test_folder_means_all_files_below_it_except_hidden_ones(tmp_path: Path) -> None:
     write(tmp_path / "a")
     write(tmp_path / "a" / "more", 1)
     (tmp_path / "a" / "_SUCCESS").touch()
@@ -112,39 +117,39 @@ def test_a_folder_is_all_files_below_it_but_hidden_ones(tmp_path: Path) -> None:
     assert [row["x"] for row in rows(sorted((tmp_path / "a").glob("*.parquet"))[1:3])] == list(range(100, 300))
 
 
-def test_folders_named_by_a_value_are_a_column(tmp_path: Path) -> None:
+def test_hive_partitioned_folders_become_a_column(tmp_path: Path) -> None:
     for year in (2024, 2025):
         write(tmp_path / f"year={year}", 1, 10)
     found = rows(tmp_path)
     assert Counter(int(row["year"]) for row in found) == {2024: 10, 2025: 10}
 
 
-def test_a_filter_may_be_on_what_paths_say(tmp_path: Path) -> None:
+def test_filter_on_a_partition_column(tmp_path: Path) -> None:
     for year in (2024, 2025):
         write(tmp_path / f"year={year}", 1, 10)
     dataset = ds.dataset(tmp_path, partitioning="hive").filter(ds.field("year") == 2025)
     assert [int(row["year"]) for row in rows(dataset)] == [2025] * 10
 
 
-def test_folders_above_the_one_that_is_given_say_nothing(tmp_path: Path) -> None:
+def test_folders_above_the_given_one_are_not_columns(tmp_path: Path) -> None:
     (tmp_path / "run=5").mkdir()
     (context,) = contexts(write(tmp_path / "run=5" / "train", 1))
     assert context.get().schema.names == ["x", "y"]
 
 
-def test_a_filter_of_a_pyarrow_dataset_is_applied_where_files_are_read(tmp_path: Path, small_parts: None) -> None:
+def test_filter_of_a_pyarrow_dataset_is_applied_when_files_are_read(tmp_path: Path, small_parts: None) -> None:
     dataset = ds.dataset(write(tmp_path / "a")).filter((ds.field("x") >= 90) & (ds.field("y") < 105))
     (context,) = contexts(dataset)
     assert context.get().num_rows == 120
     assert [int(row["x"]) for row in context.get().get_split().iter_rows()] == list(range(90, 210))
 
 
-def test_a_pyarrow_dataset_in_memory_is_a_table() -> None:
+def test_pyarrow_dataset_in_memory_is_read_as_a_table() -> None:
     plan = resolve_datasets(ds.dataset(TABLE), lambda block: block)
     assert plan.sources["dataset"].kind == "arrow" and plan.sources["dataset"].num_rows == 7
 
 
-def test_a_filesystem_that_is_not_local(tmp_path: Path) -> None:
+def test_files_on_a_filesystem_that_is_not_local(tmp_path: Path) -> None:
     write(tmp_path / "a", 2)
     below = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     assert len(rows(ds.dataset("a", filesystem=below, format="parquet"))) == 200
@@ -153,7 +158,7 @@ def test_a_filesystem_that_is_not_local(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("shuffle", [False, "window", "full"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_row_once_in_each_epoch_for_any_number_of_workers(tmp_path: Path, shuffle: Any, world_size: int) -> None:
+def test_each_row_comes_once_per_epoch_for_any_number_of_workers(tmp_path: Path, shuffle: Any, world_size: int) -> None:
     group = contexts(write(tmp_path / "a"), world_size)
     splits = [context.get().get_split() for context in group]
     orders = []
@@ -168,7 +173,7 @@ def test_each_row_once_in_each_epoch_for_any_number_of_workers(tmp_path: Path, s
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_without_shuffling_one_worker_reads_them_as_they_come(tmp_path: Path) -> None:
+def test_single_worker_reads_unshuffled_files_in_order(tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a"))
     x = np.concatenate([batch["x"] for batch in context.get().get_split().iter_batches(33)])
     assert x.tolist() == list(range(400))
@@ -194,7 +199,7 @@ def test_global_batches_are_the_same_for_any_number_of_workers(tmp_path: Path, s
     st.sampled_from([False, "window", "full"]),
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=5),
 )
-def test_another_group_goes_on_at_exactly_the_same_row(
+def test_another_number_of_workers_resumes_at_exactly_the_same_row(
     tmp_path_factory: pytest.TempPathFactory, shuffle: Any, attempts: list[tuple[int, int, int]]
 ) -> None:
     folder = write(tmp_path_factory.getbasetemp() / "shared", 2)
@@ -211,8 +216,8 @@ def test_another_group_goes_on_at_exactly_the_same_row(
     assert sorted(seen) == list(range(200))
 
 
-def loads_of(group: list[DataContext], monkeypatch: pytest.MonkeyPatch) -> list[Counter[int]]:
-    """How often each worker will have read each block."""
+def loads_of(group: list[WorkerDatasets], monkeypatch: pytest.MonkeyPatch) -> list[Counter[int]]:
+    """Return counters, one per worker, of how often it reads each block."""
     counts: list[Counter[int]] = []
     for context in group:
         count: Counter[int] = Counter()
@@ -230,7 +235,7 @@ def loads_of(group: list[DataContext], monkeypatch: pytest.MonkeyPatch) -> list[
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("shuffle", [False, "window"])
-def test_each_block_is_read_once_and_by_the_worker_that_needs_it(
+def test_each_block_is_read_once_by_the_worker_that_needs_it(
     tmp_path: Path, shuffle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = contexts(write(tmp_path / "a"), 2)
@@ -240,16 +245,16 @@ def test_each_block_is_read_once_and_by_the_worker_that_needs_it(
         pass
     assert [sorted(count.values()) for count in counts] == [[1] * 8, [1] * 8]
     assert not set(counts[0]) & set(counts[1])
-    for _ in zip(*read, strict=True):  # they fit into memory
+    for _ in zip(*read, strict=True):  # all blocks fit into memory
         pass
     assert shuffle or sum(map(Counter.total, counts)) == 16
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_is_larger_than_memory_is_let_go_and_read_once_each_epoch(
+def test_blocks_beyond_the_memory_limit_are_released_and_read_once_per_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "AHEAD_BYTES", 3 * 25 * 16)
+    monkeypatch.setattr(block_cache, "MAX_HELD_BYTES", 3 * 25 * 16)
     (context,) = contexts(write(tmp_path / "a"))
     (count,) = loads_of([context], monkeypatch)
     shard = context.get().get_split()
@@ -262,7 +267,7 @@ def test_what_is_larger_than_memory_is_let_go_and_read_once_each_epoch(
     assert set(count.values()) == {1} and len(count) == 16
 
 
-def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_requested_columns_are_read(tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a"))
     dataset = context.get()
     batch = next(iter(dataset.get_split().to_torch(10, columns=["y"])))
@@ -272,13 +277,13 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
     assert dataset.schema.names == ["x", "y"]
 
 
-def test_row_groups_that_are_small_are_read_together(tmp_path: Path) -> None:
+def test_small_row_groups_are_read_together(tmp_path: Path) -> None:
     write(tmp_path / "a", 2, 100, row_group=1)
     source = resolve_datasets(tmp_path / "a", lambda block: block).sources["dataset"]
     assert source.block_rows == (100, 100)
 
 
-def test_row_groups_that_are_small_on_disk_alone_are_not(tmp_path: Path) -> None:
+def test_row_groups_that_decode_to_much_memory_are_read_apart(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"x": np.zeros(4_000_000, np.int64)}), path, row_group_size=1_000_000)
     assert path.stat().st_size < 100_000
@@ -288,7 +293,7 @@ def test_row_groups_that_are_small_on_disk_alone_are_not(tmp_path: Path) -> None
     assert resolve_datasets(path, lambda block: block).sources["dataset"].block_rows == (4_000_000, 4_000_000)
 
 
-def test_a_window_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_of_large_rows_has_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve_datasets(write(tmp_path / "a"), lambda block: block).sources["dataset"]
     assert source.window_rows == 65_536
     monkeypatch.setattr(files, "WINDOW_BYTES", 16 * 1000)
@@ -296,10 +301,10 @@ def test_a_window_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.Monk
     assert 256 <= source.window_rows <= 1000
 
 
-def test_what_is_held_stays_within_bounds_from_epoch_to_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_blocks_stay_within_the_limit_in_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 1)
     monkeypatch.setattr(files, "WINDOW_BYTES", 1)
-    monkeypatch.setattr(loading, "AHEAD_BYTES", 8 * 25 * 16)
+    monkeypatch.setattr(block_cache, "MAX_HELD_BYTES", 8 * 25 * 16)
     group = contexts(write(tmp_path / "a", 10), 2)
     batches = [context.get().get_split().to_torch(5, shuffle="window") for context in group]
     readers = [context.get()._reader.select(["x", "y"]) for context in group]  # type: ignore[union-attr]
@@ -307,22 +312,22 @@ def test_what_is_held_stays_within_bounds_from_epoch_to_epoch(tmp_path: Path, mo
     for _ in range(4):
         for _ in zip(*batches, strict=True):
             held += [len(reader._blocks.held) for reader in readers]
-    assert max(held) <= 8 + 256 // 25 + 2  # a window is of 256 rows at least
+    assert max(held) <= 8 + 256 // 25 + 2  # a window has at least 256 rows
 
 
-def test_an_empty_share_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_shard_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         pq.write_table(pa.table({"x": np.arange(5)}), tmp_path / f"{number}.parquet")
     group = contexts(tmp_path, 2)
     counts = loads_of(group, monkeypatch)
-    for how in ("to_torch", "iter_batches"):
-        read = [getattr(context.get().get_split(), how)(4) for context in group]
+    for options in ("to_torch", "iter_batches"):
+        read = [getattr(context.get().get_split(), options)(4) for context in group]
         sizes = [[len(batch["x"]) for batch in batches] for batches in zip(*read, strict=True)]
         assert sizes == [[4, 4], [4, 4], [4, 0]]
     assert set(counts[1]) == {2, 3}
 
 
-def test_many_small_files_begin_at_once(tmp_path: Path) -> None:
+def test_first_batch_does_not_wait_for_many_small_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(3)}), tmp_path / "0.parquet")
     for number in range(1, 1000):
         (tmp_path / f"{number}.parquet").hardlink_to(tmp_path / "0.parquet")
@@ -330,10 +335,10 @@ def test_many_small_files_begin_at_once(tmp_path: Path) -> None:
     batches = iter(context.get().get_split().iter_batches(3))
     next(batches)
     blocks = context.get()._reader.select(["x"])._blocks  # type: ignore[union-attr]
-    assert blocks.num_coming <= 8
+    assert blocks.num_loading <= 8
 
 
-def test_files_without_rows_and_no_rows_at_all(tmp_path: Path) -> None:
+def test_files_without_rows(tmp_path: Path) -> None:
     empty = TABLE.slice(0, 0)
     for number, table in enumerate([empty, TABLE, empty]):
         pq.write_table(table, tmp_path / f"{number}.parquet")
@@ -368,17 +373,17 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_columns_of_files_are_as_those_of_tables(name: str, tmp_path: Path) -> None:
+def test_columns_of_files_equal_those_of_tables(name: str, tmp_path: Path) -> None:
     table = pa.table({"c": COLUMNS[name]})
     pq.write_table(table, tmp_path / "a.parquet")
 
     def outcomes(dataset: Any) -> list[str]:
         plan = resolve_datasets(dataset, lambda block: block)
         found = []
-        for how in ("to_torch", "iter_batches"):
-            context = DataContext(plan, 0, 1, 0, fetch=lambda ref: ref)
+        for options in ("to_torch", "iter_batches"):
+            context = WorkerDatasets(plan, 0, 1, 0, fetch=lambda ref: ref)
             try:
-                found.append(str([batch["c"] for batch in getattr(context.get().get_split(), how)(2)]))
+                found.append(str([batch["c"] for batch in getattr(context.get().get_split(), options)(2)]))
             except ConfigError as error:
                 found.append(str(error))
         return found
@@ -386,7 +391,7 @@ def test_columns_of_files_are_as_those_of_tables(name: str, tmp_path: Path) -> N
     assert outcomes(tmp_path / "a.parquet") == outcomes(table)
 
 
-# -- what cannot be read ---------------------------------------------------------------------------------------------
+# -- unreadable files ------------------------------------------------------------------------------------------------
 
 
 def no_path(path: Path) -> Any:
@@ -436,24 +441,24 @@ def partly_in_memory(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (no_path, r"no file or folder .*nowhere"),
         (empty_folder, r"the folder .*empty has no files"),
-        (unknown_ending, r"what format .*a\.txt has cannot be told.*\.parquet"),
+        (unknown_ending, r"a\.txt does not say its format.*\.parquet"),
         (several_formats, r"several formats, .*a\.parquet and .*a\.csv"),
         (corrupt, r"b\.parquet cannot be read"),
         (lacks_a_column, r"b\.parquet has no column 's'"),
         (lacks_one_in_a_csv, r"b\.csv has no column 'b'"),
-        (another_type, r"column 'x' of .*b\.parquet is of type string, in other files of int64"),
+        (another_type, r"column 'x' has type string in .*b\.parquet and int64 in other files"),
         (partly_in_memory, r"union of files and of tables"),
         (lambda path: "", r"empty path"),
         (lambda path: "/dev/null", r"/dev/null is neither a file nor a folder"),
         (lambda path: "nosuch://bucket/key", r"nosuch://bucket/key cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_said_before_the_run(make: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unreadable_files_are_refused_before_the_run(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         resolve_datasets(make(tmp_path), lambda block: block)
 
 
@@ -481,27 +486,27 @@ def rename(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (vanish, "cannot be read"),
         (shrink, "has changed"),
-        (rewrite, r"had \d+ bytes and has \d+ now"),
+        (rewrite, r"had \d+ bytes and now has \d+"),
         (damage, "read"),
-        (rename, "no column 'x' any more"),
+        (rename, "its column 'x' is gone"),
     ],
 )
-def test_a_file_that_changes_after_the_run_began_is_named(change: Any, said: str, tmp_path: Path) -> None:
+def test_file_that_changes_during_the_run_is_named(change: Any, message: str, tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a", 2, 100, row_group=100))
     change(tmp_path / "a" / "001.parquet")
     x: list[int] = []
     batches = context.get().get_split().to_torch(50)
-    with pytest.raises(DataError, match=rf"001\.parquet.*{said}"):
+    with pytest.raises(DataError, match=rf"001\.parquet.*{message}"):
         x.extend(chain.from_iterable(batch["x"].tolist() for batch in batches))
     assert x == list(range(100))
     assert context.get().position.consumed == 100
 
 
-def test_a_file_that_changes_between_two_of_its_parts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_between_two_parts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 1)  # each row group is a block
     source = resolve_datasets(write(tmp_path / "a", 1, 200, row_group=100), lambda block: block).sources["dataset"]
     blocks = file_blocks.FileBlocks("dataset", source)
@@ -511,13 +516,13 @@ def test_a_file_that_changes_between_two_of_its_parts_is_named(tmp_path: Path, m
         blocks.load(1, ["x"])
 
 
-def test_a_column_that_is_not_there(tmp_path: Path) -> None:
+def test_unknown_column_of_files_is_refused(tmp_path: Path) -> None:
     (context,) = contexts(write(tmp_path / "a"))
     with pytest.raises(ConfigError, match=r"no column 'z'; it has 'x', 'y'"):
         context.get().get_split().to_torch(2, columns=["x", "z"])
 
 
-def test_threads_that_read_end_with_the_session(tmp_path: Path) -> None:
+def test_reading_threads_end_with_the_session(tmp_path: Path) -> None:
     import threading
 
     (context,) = contexts(write(tmp_path / "a"))
@@ -531,7 +536,7 @@ def test_threads_that_read_end_with_the_session(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
-def test_a_plan_of_many_files_is_small(tmp_path: Path) -> None:
+def test_plan_of_many_files_is_small(tmp_path: Path) -> None:
     source = resolve_datasets(write(tmp_path / "a", 20), lambda block: block)
     assert len(pickle.dumps(source)) < 20 * 200 + 4000
-    assert file_blocks.Opening is not None
+    assert file_blocks.FileReadOptions is not None

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: their columns, what was selected of them, and transforms of their own."""
+"""Hugging Face datasets: columns, selected rows, and transforms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import datasets
 import numpy as np
 import pytest
 
-from raysgd.data import DataContext, Shard, resolve_datasets
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.shard import DatasetShard
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import ConfigError
 
 datasets.disable_progress_bars()
@@ -18,28 +20,28 @@ ROWS = {"x": list(range(10)), "text": [f"row {n}" for n in range(10)], "pair": [
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Any:
-    """On disk, as one that was loaded."""
+    """Return a dataset on disk, as `load_dataset` does."""
     datasets.Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "saved"))
     return datasets.load_from_disk(str(tmp_path / "saved"))
 
 
-def shard(given: Any, name: str | None = None) -> Shard:
+def shard(given: Any, name: str | None = None) -> DatasetShard:
     plan = resolve_datasets(given, _same)
-    return DataContext(plan, 0, 1, 0, fetch=_same).get(name).get_split()
+    return WorkerDatasets(plan, 0, 1, 0, fetch=_same).get(name).get_split()
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def test_columns_as_they_are(dataset: Any) -> None:
+def test_hugging_face_columns_are_read(dataset: Any) -> None:
     (batch,) = shard(dataset).iter_batches(10)
     assert batch["x"].tolist() == ROWS["x"] and batch["text"].tolist() == ROWS["text"]
     (tensors,) = shard(dataset).to_torch(10, columns=["x", "pair"])
     assert tensors["pair"].tolist() == ROWS["pair"]
 
 
-def test_what_was_selected_shuffled_and_split(dataset: Any) -> None:
+def test_selected_shuffled_and_split_rows_are_read(dataset: Any) -> None:
     chosen = dataset.shuffle(seed=0).select(range(4))
     assert [row["x"] for row in shard(chosen).iter_rows()] == chosen["x"][:]
     parts = dataset.train_test_split(test_size=3, seed=1)
@@ -47,7 +49,7 @@ def test_what_was_selected_shuffled_and_split(dataset: Any) -> None:
     assert sorted(found) == ROWS["x"]
 
 
-def test_array_types_of_its_own() -> None:
+def test_hugging_face_array_types_become_arrays() -> None:
     features = datasets.Features({"image": datasets.Array2D((2, 3), "float32"), "label": datasets.ClassLabel(2)})
     images = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
     dataset = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 0, 1]}, features)
@@ -56,12 +58,12 @@ def test_array_types_of_its_own() -> None:
     assert batch["label"].tolist() == [0, 1, 0, 1]
 
 
-def test_a_transform_of_its_own_makes_it_a_map_style_dataset(dataset: Any) -> None:
+def test_dataset_with_a_transform_is_a_map_style_dataset(dataset: Any) -> None:
     doubled = dataset.with_transform(lambda rows: {"twice": [2 * x for x in rows["x"]]})
     assert [row["twice"] for row in shard(doubled).iter_rows()] == [2 * x for x in ROWS["x"]]
 
 
-def test_images_are_decoded_where_they_are_read() -> None:
+def test_images_are_decoded_on_the_worker() -> None:
     from PIL import Image
 
     images = [Image.new("RGB", (3, 2), (number, 0, 0)) for number in range(4)]
@@ -70,12 +72,12 @@ def test_images_are_decoded_where_they_are_read() -> None:
     assert [row["image"].size for row in shard(dataset).iter_rows()] == [(3, 2)] * 4
 
 
-def test_columns_that_were_chosen(dataset: Any) -> None:
+def test_columns_of_the_format_are_read(dataset: Any) -> None:
     (batch,) = shard(dataset.with_format("numpy", columns=["x"])).iter_batches(10)
     assert list(batch) == ["x"]
 
 
-def test_a_stream_is_refused() -> None:
+def test_iterable_dataset_is_refused() -> None:
     stream = datasets.Dataset.from_dict(ROWS).to_iterable_dataset()
-    with pytest.raises(ConfigError, match="a stream that cannot be split"):
+    with pytest.raises(ConfigError, match="which cannot be split among workers"):
         resolve_datasets(stream, _same)

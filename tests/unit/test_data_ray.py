@@ -1,4 +1,4 @@
-"""Datasets through Ray's object store: `ray.data.Dataset`s, and the plan as an argument of a task."""
+"""Datasets in Ray's object store: `ray.data.Dataset`s, and a plan that is passed to a task."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from raysgd.data import DataContext, DatasetPlan, resolve_datasets, to_cv
-
-pytestmark = pytest.mark.slow
+from raysgd.data.cross_validation import to_cv
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.plan import DatasetPlan
+from raysgd.data.sources.resolve import resolve_datasets
 
 RAY_INIT = {"num_cpus": 2}
 
 
 @pytest.fixture(autouse=True)
 def _cluster(ray_cluster: Any) -> None:
-    """All tests need one."""
+    """Start a cluster for all tests of this module."""
 
 
 def read(given: Any) -> dict[str, list[Any]]:
-    """All rows of all batches, as a task sees them that gets the plan."""
+    """Return all rows as a task reads them from the plan."""
     import ray
 
     @ray.remote
     def batches(plan: DatasetPlan) -> list[Any]:
-        shard = DataContext(plan, 0, 1, 0, fetch=ray.get).get().get_split()
+        shard = WorkerDatasets(plan, 0, 1, 0, fetch=ray.get).get().get_split()
         return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shard.to_torch(7)]
 
     found: list[dict[str, list[Any]]] = ray.get(batches.remote(resolve_datasets(given, ray.put)))
@@ -34,7 +35,7 @@ def read(given: Any) -> dict[str, list[Any]]:
 
 
 def _in_order(dataset: Any) -> Any:
-    """In memory; Ray Data keeps the order of rows only where it is told to."""
+    """Materialize a dataset with its rows in order, which Ray Data keeps only on request."""
     options = dataset.context.execution_options
     options.preserve_order = True
     try:
@@ -56,10 +57,10 @@ def test_a_transformed_dataset_keeps_its_order(is_lazy: bool) -> None:
     assert rows["id"] == list(range(33))
     assert rows["square"] == [n**2 for n in range(33)]
     assert rows["pair"] == [[n, -n] for n in range(33)]
-    assert dataset.context.execution_options.preserve_order is False  # as it was
+    assert dataset.context.execution_options.preserve_order is False  # restored
 
 
-def test_blocks_are_referred_to_and_their_sizes_known() -> None:
+def test_blocks_of_a_materialized_dataset_are_referenced_with_their_sizes() -> None:
     import ray
 
     frames = [pd.DataFrame({"x": [1, 2]}), pd.DataFrame({"x": [3]})]
@@ -69,15 +70,15 @@ def test_blocks_are_referred_to_and_their_sizes_known() -> None:
     nobody = ray.data.range(9).filter(lambda row: False)
     (nothing,) = resolve_datasets(nobody.materialize(), ray.put).sources.values()
     assert nothing.num_rows == 0
-    empty = DataContext(DatasetPlan({"train": nothing}), 0, 1, 0, fetch=ray.get).get()
+    empty = WorkerDatasets(DatasetPlan({"train": nothing}), 0, 1, 0, fetch=ray.get).get()
     assert list(empty.get_split().to_torch(2)) == [] and empty.schema.names == []
 
 
-def test_arrays_travel_through_the_store() -> None:
+def test_arrays_are_fetched_from_the_object_store() -> None:
     assert read({"x": np.arange(20.0)}) == {"x": [float(n) for n in range(20)]}
 
 
-def test_folds_of_a_dataset_in_the_store_by_a_column_of_it() -> None:
+def test_stratified_folds_of_a_ray_dataset() -> None:
     import ray
 
     dataset = ray.data.range(40, override_num_blocks=3).map_batches(add_columns).materialize()

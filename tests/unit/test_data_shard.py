@@ -1,4 +1,4 @@
-"""Shares, positions and batches: what a training loop sees, with two ranks in one process that step together."""
+"""Shards, positions and batches as a training loop sees them, with two ranks that step together in one process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from raysgd.data import Batches, DataContext, blocks, check_agreement, resolve_datasets
+from raysgd.data.batches.batches import Batches
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.order.position import check_agreement
+from raysgd.data.sources import memory
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import AttemptEnded, CheckpointError, ConfigError, UsageError
 
-Read = Callable[[DataContext], Batches[Any]]
+Read = Callable[[WorkerDatasets], Batches[Any]]
 
 
-def group(dataset: Any, world_size: int = 2, *, seed: int | None = 0, positions: Any = None) -> list[DataContext]:
-    """The data contexts of all ranks, as after a checkpoint at ``positions`` was loaded."""
+def group(dataset: Any, world_size: int = 2, *, seed: int | None = 0, positions: Any = None) -> list[WorkerDatasets]:
+    """Return the datasets of all ranks, as after loading a checkpoint at ``positions``."""
     plan = resolve_datasets(dataset, lambda value: value)
     positions = json.loads(json.dumps(positions))
     return [
-        DataContext(plan, rank, world_size, seed, positions, fetch=lambda value: value) for rank in range(world_size)
+        WorkerDatasets(plan, rank, world_size, seed, positions, fetch=lambda value: value) for rank in range(world_size)
     ]
 
 
-def alone(dataset: Any, **given: Any) -> DataContext:
+def single_worker(dataset: Any, **given: Any) -> WorkerDatasets:
     return group(dataset, 1, **given)[0]
 
 
@@ -42,16 +46,16 @@ def numbers(num_rows: int = 10) -> dict[str, Any]:
     return {"x": np.arange(num_rows)}
 
 
-def torch_batches(**how: Any) -> Read:
-    return lambda context: context.get().get_split().to_torch(**how)
+def torch_batches(**options: Any) -> Read:
+    return lambda context: context.get().get_split().to_torch(**options)
 
 
 def values(batch: Any) -> list[int]:
     return [int(x) for x in batch["x"]]
 
 
-def lockstep(contexts: list[DataContext], read: Read) -> Iterator[list[list[int]]]:
-    """An epoch as all ranks walk through it, a step at a time; all have equally many."""
+def lockstep(contexts: list[WorkerDatasets], read: Read) -> Iterator[list[list[int]]]:
+    """Yield the steps of one epoch as lists of each rank's rows; all ranks have equally many."""
     for batches in zip(*[read(context) for context in contexts], strict=True):
         check_agreement({rank: context.positions() for rank, context in enumerate(contexts)})
         yield [values(batch) for batch in batches]
@@ -61,20 +65,20 @@ def flat(parts: list[list[int]]) -> list[int]:
     return list(chain(*parts))
 
 
-def at(context: DataContext, name: str = "dataset") -> tuple[int, int]:
+def at(context: WorkerDatasets, name: str = "dataset") -> tuple[int, int]:
     position = context.positions()[name]
     return position["epoch"], position["consumed"]
 
 
-# -- who reads what ----------------------------------------------------------------------------------------------
+# -- rows of each rank --------------------------------------------------------------------------------------------
 
 
-def test_ranks_take_the_slices_of_each_step_and_the_last_may_be_empty() -> None:
+def test_each_rank_takes_its_slice_of_each_step_and_the_last_may_be_empty() -> None:
     steps = list(lockstep(group(numbers(10)), torch_batches(batch_size=4)))
     assert steps == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9], []]]
 
 
-def test_drop_last_leaves_the_short_step_out() -> None:
+def test_drop_last_leaves_out_the_short_step() -> None:
     read = torch_batches(batch_size=4, drop_last=True)
     contexts = group(numbers(10))
     assert list(lockstep(contexts, read)) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
@@ -86,7 +90,7 @@ def test_fewer_rows_than_workers() -> None:
     assert list(lockstep(group(numbers(1), 3), torch_batches(batch_size=4))) == [[[0], [], []]]
 
 
-def test_rows_are_dealt_one_by_one() -> None:
+def test_iter_rows_assigns_rows_one_by_one() -> None:
     first, second = (context.get().get_split() for context in group(numbers(5)))
     assert [row["x"] for row in first.iter_rows()] == [0, 2, 4]
     assert [row["x"] for row in second.iter_rows()] == [1, 3]
@@ -95,7 +99,7 @@ def test_rows_are_dealt_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["full", "window"])
-def test_shuffled_epochs_are_all_rows_in_other_orders_and_the_same_on_any_number_of_workers(shuffle: Any) -> None:
+def test_shuffled_order_differs_by_epoch_and_not_by_number_of_workers(shuffle: Any) -> None:
     epochs = []
     for world_size in (1, 2, 4):
         contexts = group(numbers(20), world_size, seed=5)
@@ -105,11 +109,13 @@ def test_shuffled_epochs_are_all_rows_in_other_orders_and_the_same_on_any_number
     rows = [flat(epoch) for epoch in epochs[0]]
     assert all(sorted(epoch) == list(range(20)) for epoch in rows)
     assert len({tuple(epoch) for epoch in rows}) == 3
-    (other_seed,) = islice(lockstep([alone(numbers(20), seed=6)], torch_batches(batch_size=20, shuffle=shuffle)), 1)
+    (other_seed,) = islice(
+        lockstep([single_worker(numbers(20), seed=6)], torch_batches(batch_size=20, shuffle=shuffle)), 1
+    )
     assert other_seed[0] != rows[0]
 
 
-def test_another_ranks_share_has_a_position_of_its_own() -> None:
+def test_shard_of_another_rank_has_its_own_position() -> None:
     contexts = group(numbers(8))
     dataset = contexts[0].get()
     next(iter(dataset.get_split().to_torch(2)))
@@ -117,23 +123,23 @@ def test_another_ranks_share_has_a_position_of_its_own() -> None:
     assert at(contexts[0]) == (1, 0)  # its iterator was dropped
     assert dataset.get_shard(1).epoch == 1
     assert dataset.get_shard(0).epoch == dataset.get_split().epoch == 1
-    with pytest.raises(ConfigError, match=r"get_shard\(2\): there are 2 workers"):
+    with pytest.raises(ConfigError, match=r"get_shard\(2\) has no such rank: give one below 2"):
         dataset.get_shard(2)
 
 
-# -- where training stands ---------------------------------------------------------------------------------------
+# -- positions ------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_consumed_when_it_is_handed_out() -> None:
-    context = alone(numbers(10))
+def test_batch_is_consumed_when_it_is_handed_out() -> None:
+    context = single_worker(numbers(10))
     assert context.positions() == {"dataset": {"epoch": 0, "consumed": 0}}
     seen = [at(context) for _ in context.get().get_split().to_torch(4)]
     assert seen == [(0, 4), (0, 8), (0, 10)]
     assert at(context) == (1, 0)
 
 
-def test_iterating_again_is_the_next_epoch_through_whatever_reader() -> None:
-    context = alone(numbers(4))
+def test_each_iteration_is_the_next_epoch_whichever_reader_is_used() -> None:
+    context = single_worker(numbers(4))
     loader = context.get().get_split().to_torch(2)
     assert [loader.epoch for _ in range(2) for _ in loader] == [0, 0, 1, 1]
     assert context.get().get_split().epoch == 2
@@ -141,7 +147,7 @@ def test_iterating_again_is_the_next_epoch_through_whatever_reader() -> None:
 
 
 def test_break_ends_the_epoch() -> None:
-    context = alone(numbers(10))
+    context = single_worker(numbers(10))
     loader = context.get().get_split().to_torch(4)
     for _ in loader:
         break
@@ -151,27 +157,27 @@ def test_break_ends_the_epoch() -> None:
 
 
 def test_an_iterator_that_was_never_advanced_consumes_nothing() -> None:
-    context = alone(numbers(4))
+    context = single_worker(numbers(4))
     iter(context.get().get_split().to_torch(2))
     gc.collect()
     assert at(context) == (0, 0)
 
 
-def test_a_new_iteration_ends_the_one_under_way() -> None:
-    context = alone(numbers(10))
+def test_new_iteration_ends_the_one_in_progress() -> None:
+    context = single_worker(numbers(10))
     loader = context.get().get_split().to_torch(4)
     first = iter(loader)
     next(first)
     second = iter(context.get().get_split().iter_rows())
     assert next(second)["x"] == 0
     assert at(context) == (1, 1)
-    with pytest.raises(UsageError, match="another iteration over dataset 'dataset' began"):
+    with pytest.raises(UsageError, match="this iteration over dataset 'dataset' ended because another one began"):
         next(first)
     assert at(context) == (1, 1) and next(second)["x"] == 1
 
 
-def test_a_peek_consumes_nothing_and_is_what_the_epoch_begins_with() -> None:
-    context = alone(numbers(10), seed=1)
+def test_first_batch_consumes_nothing_and_is_the_first_of_the_epoch() -> None:
+    context = single_worker(numbers(10), seed=1)
     shard = context.get().get_split()
     loader = shard.to_torch(4, shuffle="full")
     peeked = values(loader.first_batch())
@@ -182,33 +188,33 @@ def test_a_peek_consumes_nothing_and_is_what_the_epoch_begins_with() -> None:
     assert at(context) == (0, 8)
     assert shard.first_batch()["x"].tolist() == [0]
     assert shard.first_batch(3, format="pandas").x.tolist() == [0, 1, 2]
-    with pytest.raises(ConfigError, match="has no rows, and so no first batch"):
-        alone(numbers(0)).get().get_split().first_batch()
+    with pytest.raises(ConfigError, match="has no rows, so it has no first batch"):
+        single_worker(numbers(0)).get().get_split().first_batch()
 
 
-def test_a_dataset_without_rows_has_empty_epochs() -> None:
-    context = alone(numbers(0))
+def test_dataset_without_rows_has_empty_epochs() -> None:
+    context = single_worker(numbers(0))
     assert list(context.get().get_split().to_torch(4)) == []
     assert at(context) == (1, 0)
 
 
-# -- going on from a checkpoint ----------------------------------------------------------------------------------
+# -- resuming from a checkpoint ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [False, "window", "full"])
-def test_a_resumed_epoch_goes_on_at_the_next_row_with_another_number_of_workers(shuffle: Any) -> None:
-    def training(contexts: list[DataContext]) -> list[int]:
+def test_another_number_of_workers_resumes_at_the_next_row(shuffle: Any) -> None:
+    def training(contexts: list[WorkerDatasets]) -> list[int]:
         """What is left of this epoch, and the next one."""
         read = torch_batches(batch_size=2, shuffle=shuffle)
         return [row for _ in range(2) for step in lockstep(contexts, read) for row in flat(step)]
 
-    undisturbed = training(group(numbers(14)))
+    fault_free = training(group(numbers(14)))
     saved = checkpoint_after(numbers(14), torch_batches(batch_size=2, shuffle=shuffle), 2)
-    assert training(group(numbers(14), 3, positions=saved)) == undisturbed[8:]
+    assert training(group(numbers(14), 3, positions=saved)) == fault_free[8:]
 
 
 def checkpoint_after(dataset: Any, read: Read, num_steps: int) -> dict[str, Any]:
-    """What a checkpoint carries that is saved in the body of that step."""
+    """Return the positions in a checkpoint that is saved in the loop body of step ``num_steps``."""
     contexts = group(dataset)
     for step, _ in enumerate(lockstep(contexts, read), 1):
         if step == num_steps:
@@ -216,7 +222,7 @@ def checkpoint_after(dataset: Any, read: Read, num_steps: int) -> dict[str, Any]
     raise AssertionError("no such step")
 
 
-def test_a_save_in_the_last_step_finds_an_empty_rest_and_one_after_it_none() -> None:
+def test_checkpoint_in_the_last_step_resumes_with_an_empty_remainder() -> None:
     read = torch_batches(batch_size=4)
     inside = checkpoint_after(numbers(10), read, 2)
     assert (inside["dataset"]["epoch"], inside["dataset"]["consumed"]) == (0, 10)
@@ -231,24 +237,24 @@ def test_a_save_in_the_last_step_finds_an_empty_rest_and_one_after_it_none() -> 
     assert len(list(lockstep(group(numbers(10), positions=after), read))) == 2
 
 
-def test_an_epoch_keeps_the_seed_it_was_begun_with() -> None:
+def test_resumed_epoch_keeps_its_seed() -> None:
     read = torch_batches(batch_size=2, shuffle="full")
-    undisturbed = [flat(step) for step in lockstep(group(numbers(12), seed=1), read)]
+    fault_free = [flat(step) for step in lockstep(group(numbers(12), seed=1), read)]
     contexts = group(numbers(12), seed=1)
     iterators = [iter(read(context)) for context in contexts]
     first = [values(next(iterator)) for iterator in iterators]
     resumed = group(numbers(12), seed=2, positions=contexts[0].positions())
     rest = [flat(step) for step in lockstep(resumed, read)]
-    assert [flat(first), *rest] == undisturbed
+    assert [flat(first), *rest] == fault_free
     new_epoch = [flat(step) for step in lockstep(resumed, read)]
     other = group(numbers(12), seed=2)
     list(lockstep(other, read))
     assert new_epoch == [flat(step) for step in lockstep(other, read)]
 
 
-def test_an_epoch_does_not_go_on_in_another_order() -> None:
+def test_resuming_an_epoch_in_another_order_is_refused() -> None:
     saved = checkpoint_after(numbers(10), torch_batches(batch_size=1, shuffle="full"), 2)
-    context = alone(numbers(10), positions=saved)
+    context = single_worker(numbers(10), positions=saved)
     with pytest.raises(
         ConfigError, match=r"epoch 0, 4 rows consumed\) whose order is that of shuffle='full', not of shuffle=False"
     ):
@@ -256,33 +262,33 @@ def test_an_epoch_does_not_go_on_in_another_order() -> None:
     assert at(context) == (0, 4)
 
 
-def test_an_epoch_does_not_go_on_in_another_dataset() -> None:
+def test_resuming_an_epoch_of_another_dataset_is_refused() -> None:
     saved = checkpoint_after({"train": numbers(10)}, torch_batches(batch_size=1), 2)
     with pytest.raises(
         CheckpointError, match=r"dataset 'train' \(epoch 0, 4 rows consumed of 10\), which has 11 rows now"
     ):
-        alone({"train": numbers(11)}, positions=saved)
-    with pytest.raises(CheckpointError, match="is 3, which is no position"):
-        alone({"train": numbers(11)}).check({"train": 3})
+        single_worker({"train": numbers(11)}, positions=saved)
+    with pytest.raises(CheckpointError, match="is 3, which is not a position"):
+        single_worker({"train": numbers(11)}).check({"train": 3})
     with pytest.raises(CheckpointError, match="has 9 rows now"):
-        alone({"train": numbers(9)}).check(saved)
-    alone({"train": numbers(10)}).check(saved)
-    alone({"validation": numbers(11)}, positions=saved)  # a name that is not given any more
+        single_worker({"train": numbers(9)}).check(saved)
+    single_worker({"train": numbers(10)}).check(saved)
+    single_worker({"validation": numbers(11)}, positions=saved)  # a name that is not given any more
 
 
-def test_an_epoch_does_not_go_on_over_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_a_window_epoch_over_other_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     read = torch_batches(batch_size=1, shuffle="window")
     saved = checkpoint_after(numbers(10), read, 2)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(memory, "BLOCK_BYTES", 16)
     with pytest.raises(ConfigError, match="shuffle='window' over other blocks of rows: some rows would come twice"):
-        next(iter(read(alone(numbers(10), positions=saved))))
+        next(iter(read(single_worker(numbers(10), positions=saved))))
     plain = checkpoint_after(numbers(10), torch_batches(batch_size=1, shuffle="full"), 2)
-    assert len(list(torch_batches(batch_size=1, shuffle="full")(alone(numbers(10), positions=plain)))) == 6
+    assert len(list(torch_batches(batch_size=1, shuffle="full")(single_worker(numbers(10), positions=plain)))) == 6
 
 
-def test_a_loader_made_before_a_checkpoint_was_loaded_goes_on_where_that_stands() -> None:
+def test_loading_a_checkpoint_moves_loaders_made_before() -> None:
     saved = checkpoint_after(numbers(10), torch_batches(batch_size=2), 1)
-    context = alone(numbers(10))
+    context = single_worker(numbers(10))
     loader = context.get().get_split().to_torch(2)
     under_way = iter(loader)
     next(under_way)
@@ -290,41 +296,41 @@ def test_a_loader_made_before_a_checkpoint_was_loaded_goes_on_where_that_stands(
     with pytest.raises(UsageError, match="or a checkpoint was loaded"):
         next(under_way)
     assert [values(batch) for batch in loader] == [[4, 5], [6, 7], [8, 9]]
-    two = alone({"a": numbers(10), "b": numbers(10)})
+    two = single_worker({"a": numbers(10), "b": numbers(10)})
     list(two.get("a").get_split().to_torch(10))
     with pytest.raises(CheckpointError, match="dataset 'b'"):
         two.restore({"a": saved["dataset"], "b": saved["dataset"] | {"num_rows": 11}})
     assert at(two, "a") == (1, 0)
 
 
-def test_each_dataset_has_a_position() -> None:
-    context = alone({"train": numbers(4), "validation": numbers(3)})
+def test_each_dataset_has_its_own_position() -> None:
+    context = single_worker({"train": numbers(4), "validation": numbers(3)})
     for _ in context.get("train").get_split().to_torch(2):
         list(context.get("validation").get_split().to_torch(2))
     assert (at(context, "train"), at(context, "validation")) == ((1, 0), (2, 0))
 
 
-def test_what_could_not_be_read_is_not_consumed() -> None:
+def test_batch_that_cannot_be_read_is_not_consumed() -> None:
     rows: list[Any] = [1, 2, None, 4]
-    context = alone({"train": rows})
-    with pytest.raises(ConfigError, match="rows of dataset 'train' do not make a batch"):
+    context = single_worker({"train": rows})
+    with pytest.raises(ConfigError, match="rows of dataset 'train' cannot be collated"):
         for _ in context.get().get_split().to_torch(2):
             pass
     assert at(context, "train") == (0, 2)
     assert list(context.get().get_split().iter_rows()) == [None, 4]
 
 
-def test_what_is_raised_before_a_batch_ends_the_loop_and_consumes_nothing() -> None:
+def test_exception_of_the_read_context_ends_the_loop_and_consumes_nothing() -> None:
     calls: list[int] = []
 
-    def reading() -> AbstractContextManager[None]:
+    def read_context() -> AbstractContextManager[None]:
         calls.append(1)
         if len(calls) == 3:
             raise AttemptEnded("the group grows")
         return nullcontext()
 
     plan = resolve_datasets(numbers(10), lambda value: value)
-    context = DataContext(plan, 0, 1, 0, fetch=lambda value: value, reading=reading)
+    context = WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value, read_context=read_context)
     with pytest.raises(AttemptEnded):
         list(context.get().get_split().to_torch(2))
     assert at(context) == (0, 4)
@@ -338,7 +344,7 @@ def test_what_is_raised_before_a_batch_ends_the_loop_and_consumes_nothing() -> N
     st.sampled_from([False, "window", "full"]),
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9), st.integers(0, 3)), max_size=6),
 )
-def test_every_row_once_through_crashes_and_resizes(num_rows: int, shuffle: Any, attempts: list[Any]) -> None:
+def test_every_row_comes_once_through_crashes_and_resizes(num_rows: int, shuffle: Any, attempts: list[Any]) -> None:
     saved: Any = None
     trained: Counter[tuple[int, int]] = Counter()
     for world_size, batch, kept, lost in [*attempts, (2, 3, num_rows, 0)]:
@@ -354,8 +360,8 @@ def test_every_row_once_through_crashes_and_resizes(num_rows: int, shuffle: Any,
     assert counts[full_epochs] == consumed
 
 
-def training(contexts: list[DataContext], batch: int, shuffle: Any) -> Iterator[tuple[int, list[int]]]:
-    """Epoch after epoch, what all ranks together get in each step."""
+def training(contexts: list[WorkerDatasets], batch: int, shuffle: Any) -> Iterator[tuple[int, list[int]]]:
+    """Yield for each step of every epoch the epoch and the rows of all ranks together."""
     while True:
         epoch = contexts[0].get().get_split().epoch
         for step in lockstep(contexts, torch_batches(batch_size=batch, shuffle=shuffle)):
@@ -365,49 +371,51 @@ def training(contexts: list[DataContext], batch: int, shuffle: Any) -> Iterator[
 # -- names -------------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_is_found_by_its_name() -> None:
-    context = alone({"train": numbers(4), "validation": numbers(3)})
+def test_dataset_is_found_by_its_name() -> None:
+    context = single_worker({"train": numbers(4), "validation": numbers(3)})
     assert context.get("validation").num_rows == 3
     assert list(context.all()) == ["train", "validation"]
     with pytest.raises(
-        ConfigError, match=r"no dataset 'trian' \(did you mean 'train'\?\); there are 'train', 'validation'"
+        ConfigError, match=r"no dataset 'trian' \(did you mean 'train'\?\): the run has 'train', 'validation'"
     ):
         context.get("trian")
-    with pytest.raises(ConfigError, match=r"get_dataset\(\) without a name, but there are 'train', 'validation'"):
+    with pytest.raises(
+        ConfigError, match=r"get_dataset\(\) needs the name of a dataset: the run has 'train', 'validation'"
+    ):
         context.get()
-    with pytest.raises(ConfigError, match="no dataset 'train'; one was given without a name"):
-        alone(numbers()).get("train")
-    assert alone({"train": numbers(4)}).get().name == "train"
+    with pytest.raises(ConfigError, match="no dataset 'train': the run's dataset has no name"):
+        single_worker(numbers()).get("train")
+    assert single_worker({"train": numbers(4)}).get().name == "train"
 
 
-def test_folds_come_in_the_form_they_were_given() -> None:
-    context = alone(((numbers(4), numbers(2)), (numbers(3), numbers(3))))
+def test_folds_are_returned_in_the_structure_given() -> None:
+    context = single_worker(((numbers(4), numbers(2)), (numbers(3), numbers(3))))
     pairs = context.all()
     assert [(train.num_rows, validation.num_rows) for train, validation in pairs] == [(4, 2), (3, 3)]
     list(pairs[1][0].get_split().to_torch(2))
     assert [at(context, name)[0] for name in ("0/train", "1/train", "1/validation")] == [0, 1, 0]
-    assert [dataset.num_rows for dataset in alone((numbers(4), numbers(2))).all()] == [4, 2]
-    with pytest.raises(ConfigError, match=r"get_datasets\(\) gives them in the order of the tuple"):
+    assert [dataset.num_rows for dataset in single_worker((numbers(4), numbers(2))).all()] == [4, 2]
+    with pytest.raises(ConfigError, match=r"get_datasets\(\) returns them in the order of the tuple"):
         context.get("train")
 
 
-def test_the_schema_tells_columns_and_types() -> None:
+def test_schema_has_columns_and_types() -> None:
     schema = pa.schema({"x": pa.int64(), "y": pa.float32()})
-    assert alone(numbers(2) | {"y": np.zeros(2, np.float32)}).get().schema == schema
-    assert alone(pa.table({"x": [1], "y": pa.array([1.0], pa.float32())})).get().schema == schema
-    assert alone([1, 2]).get().schema is None
+    assert single_worker(numbers(2) | {"y": np.zeros(2, np.float32)}).get().schema == schema
+    assert single_worker(pa.table({"x": [1], "y": pa.array([1.0], pa.float32())})).get().schema == schema
+    assert single_worker([1, 2]).get().schema is None
 
 
 # -- batches -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["numpy", "pandas", "pyarrow"])
-def test_batches_of_every_format_are_the_same(kind: Any) -> None:
+def test_batches_of_every_format_have_equal_rows(kind: Any) -> None:
     arrays = {"x": np.arange(5), "y": np.arange(10.0).reshape(5, 2), "s": np.array(list("abcde"), object)}
     table = pa.table({"x": arrays["x"], "y": pa.FixedSizeListArray.from_arrays(np.arange(10.0), 2), "s": arrays["s"]})
     for dataset in (arrays, table):
         for shuffle in (False, "full"):
-            batches = alone(dataset).get().get_split().iter_batches(2, format=kind, shuffle=shuffle)
+            batches = single_worker(dataset).get().get_split().iter_batches(2, format=kind, shuffle=shuffle)
             frames = [batch if kind == "pandas" else table_frame(batch) for batch in batches]
             frame = pd.concat(frames)
             assert [len(batch) for batch in frames] == [2, 2, 1]
@@ -427,10 +435,10 @@ def table_frame(batch: Any) -> pd.DataFrame:
     return pd.DataFrame({name: list(column) for name, column in batch.items()})
 
 
-def test_unshuffled_arrays_are_views_and_tensors_are_the_loops_own() -> None:
+def test_unshuffled_arrays_are_views_and_tensors_are_writeable() -> None:
     array, frame = np.arange(8.0), pd.DataFrame({"x": np.arange(8.0)})
     for dataset, x in (({"x": array}, array), (pa.table({"x": array}), array), (frame, frame.x.to_numpy())):
-        shard = alone(dataset).get().get_split()
+        shard = single_worker(dataset).get().get_split()
         (batch,) = shard.iter_batches(8)
         assert np.shares_memory(batch["x"], x) and not batch["x"].flags.writeable
         (tensors,) = shard.to_torch(8)
@@ -440,8 +448,10 @@ def test_unshuffled_arrays_are_views_and_tensors_are_the_loops_own() -> None:
         assert x.tolist() == list(range(8))
 
 
-def test_columns_and_dtypes_are_chosen() -> None:
-    shard = alone({"x": np.arange(4), "y": np.ones((4, 2), np.float32), "z": np.zeros(4, bool)}).get().get_split()
+def test_columns_and_dtypes_arguments() -> None:
+    shard = (
+        single_worker({"x": np.arange(4), "y": np.ones((4, 2), np.float32), "z": np.zeros(4, bool)}).get().get_split()
+    )
     (batch,) = shard.to_torch(4, columns=["y", "x"], dtypes={"x": torch.float16}, device="cpu")
     assert list(batch) == ["y", "x"]
     assert (batch["y"].dtype, batch["x"].dtype, batch["y"].shape) == (torch.float32, torch.float16, (4, 2))
@@ -451,7 +461,7 @@ def test_columns_and_dtypes_are_chosen() -> None:
 
 
 def test_collate_fn_makes_the_batch() -> None:
-    shard = alone({"x": np.arange(4), "s": np.array(["a", "bc", "d", ""])}).get().get_split()
+    shard = single_worker({"x": np.arange(4), "s": np.array(["a", "bc", "d", ""])}).get().get_split()
     collate = lambda arrays: (torch.from_numpy(arrays["x"]), [len(s) for s in arrays["s"]])  # noqa: E731
     assert [(x.tolist(), lengths) for x, lengths in shard.to_torch(3, collate_fn=collate)] == [
         ([0, 1, 2], [1, 2, 1]),
@@ -482,7 +492,7 @@ ITEMS = Items()
     ],
     ids=["arrays", "lists", "items", "list of items", "rows on another axis", "rows laid end to end"],
 )  # fmt: skip
-def test_an_empty_share_is_a_batch_of_the_same_make(dataset: Any, collate_fn: Any, empty: Any) -> None:
+def test_empty_batch_has_the_structure_of_the_others(dataset: Any, collate_fn: Any, empty: Any) -> None:
     first, second = (context.get().get_split().to_torch(1, collate_fn=collate_fn) for context in group(dataset))
     assert len(list(first)) == 1
     (batch,) = second
@@ -490,34 +500,34 @@ def test_an_empty_share_is_a_batch_of_the_same_make(dataset: Any, collate_fn: An
     torch.testing.assert_close(second.first_batch(), empty)
 
 
-def test_what_cannot_be_emptied_is_named() -> None:
+def test_batch_that_cannot_be_emptied_is_refused() -> None:
     _, second = group(ITEMS)
-    with pytest.raises(ConfigError, match="no rows of dataset 'dataset' in the last step, and the set that collate_fn"):
+    with pytest.raises(ConfigError, match=r"no rows of dataset 'dataset' in the last step, .*the set that collate_fn"):
         list(second.get().get_split().to_torch(1, collate_fn=lambda items: {1, 2}))
     assert list(second.get().get_split().to_torch(1, collate_fn=lambda items: {1, 2}, drop_last=True)) == []
 
 
 @pytest.mark.parametrize(
-    ("dataset", "how", "says"),
+    ("dataset", "options", "message"),
     [
         (numbers(), {"columns": ["xx"]}, r"no column 'xx' \(did you mean 'x'\?\); it has 'x'"),
         (numbers(), {"columns": "x"}, r"give a list: columns=\['x'\]"),
         (numbers(), {"dtypes": {"y": torch.float32}}, "no column 'y'"),
-        (numbers(), {"dtypes": "float32"}, "give a torch dtype"),
-        (numbers(), {"dtypes": torch.float32, "collate_fn": list}, "set their types there"),
+        (numbers(), {"dtypes": "float32"}, "is not a torch dtype"),
+        (numbers(), {"dtypes": torch.float32, "collate_fn": list}, "set its types there"),
         (numbers(), {"batch_size": 0}, "batch_size=0 is too small"),
         (numbers(), {"shuffle": True}, "shuffle=True is not known; give 'full', 'window' or False"),
-        ([1, 2], {"columns": ["x"]}, r"to_torch\(columns=\.\.\.\).*whose rows have no columns"),
+        ([1, 2], {"columns": ["x"]}, r"to_torch\(columns=\.\.\.\).*have no columns"),
     ],
 )
-def test_wrong_arguments_are_named_at_the_call(dataset: Any, how: dict[str, Any], says: str) -> None:
-    shard = alone(dataset).get().get_split()
-    with pytest.raises(ConfigError, match=says):
-        shard.to_torch(**{"batch_size": 2, **how})
+def test_wrong_arguments_are_refused_at_the_call(dataset: Any, options: dict[str, Any], message: str) -> None:
+    shard = single_worker(dataset).get().get_split()
+    with pytest.raises(ConfigError, match=message):
+        shard.to_torch(**{"batch_size": 2, **options})
 
 
-def test_formats_are_checked() -> None:
+def test_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"format='nump' is not known.*did you mean 'numpy'"):
-        alone(numbers()).get().get_split().iter_batches(2, format="nump")  # type: ignore[arg-type]
+        single_worker(numbers()).get().get_split().iter_batches(2, format="nump")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"map-style dataset, whose rows have no columns: read it with to_torch"):
-        alone([1]).get().get_split().iter_batches(2)
+        single_worker([1]).get().get_split().iter_batches(2)

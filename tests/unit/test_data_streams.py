@@ -1,5 +1,4 @@
-"""Lazy datasets: rows of which nobody knows how many there are, exactly once, in blocks that change from one execution to
-the next."""
+"""Lazy datasets: every row exactly once, although their number is unknown and each execution cuts other blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.data import DataContext, DatasetPlan, Shard, check_agreement, stream_host, stream_order
-from raysgd.data.lazy import execute
-from raysgd.data.ledger import Deal, Shuffle
-from raysgd.data.plan import LONE, Source
-from raysgd.data.stream import Have, InlineStream, Stream, StreamLostError, told
-from raysgd.data.stream_order import StreamOrder
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.order import stream_order
+from raysgd.data.order.epoch_order import Shuffle
+from raysgd.data.order.position import check_agreement
+from raysgd.data.order.rank_assignment import RankAssignment
+from raysgd.data.order.stream_order import StreamOrder
+from raysgd.data.plan import UNNAMED, DatasetPlan, Source
+from raysgd.data.shard import DatasetShard
+from raysgd.data.streams import host as stream_host
+from raysgd.data.streams.stream import InlineStream, ReaderState, Stream, StreamLostError, execute, summarize_error
 from raysgd.errors import CheckpointError, ConfigError, DataError
 from support.streams import LazyRows, hosted
 
@@ -30,22 +33,23 @@ counts = st.lists(st.integers(0, 12), max_size=12)
 
 @pytest.fixture(autouse=True)
 def _small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a handful of rows of 8 bytes, so that a test has many groups."""
+    """Make stretches of a few rows of 8 bytes, so that a test has many groups."""
     monkeypatch.setattr(stream_order, "MIN_STRETCH_BYTES", 16)
     monkeypatch.setattr(stream_order, "MAX_STRETCH_BYTES", 40)
 
 
 def contexts(
     stream: Stream, world_size: int, positions: dict[str, Any] | None = None, *, attempt: int = 0, seed: int = 0
-) -> list[DataContext]:
-    plan = DatasetPlan({LONE: Source("stream", (stream,), ())})
+) -> list[WorkerDatasets]:
+    plan = DatasetPlan({UNNAMED: Source("stream", (stream,), ())})
     return [
-        DataContext(plan, rank, world_size, seed, positions, fetch=_same, attempt=attempt) for rank in range(world_size)
+        WorkerDatasets(plan, rank, world_size, seed, positions, fetch=_same, attempt=attempt)
+        for rank in range(world_size)
     ]
 
 
-#: Blocks of four groups of four: the slower rank's, the faster one's, the next, and, where the thread in which a rank asks
-#: is held up, one that it does not need any more and has not said so yet.
+#: Blocks of four groups of four: the slower rank's, the faster rank's, the next one, and one that a rank no longer needs but
+#: has not yet reported, if the thread that sends its requests is late.
 MOST_HELD = 16
 
 
@@ -69,8 +73,8 @@ def epoch_of(batches: Any) -> list[list[int]]:
     return [batch["x"].tolist() for batch in batches]
 
 
-def in_step(group: Sequence[DataContext], make: Callable[[Shard], Any]) -> Iterator[list[list[int]]]:
-    """The batches of all ranks, step by step, of one epoch."""
+def lockstep(group: Sequence[WorkerDatasets], make: Callable[[DatasetShard], Any]) -> Iterator[list[list[int]]]:
+    """Yield the batches of all ranks for each step of one epoch."""
     loops = [iter(make(context.get().get_split())) for context in group]
     try:
         yield from ([batch["x"].tolist() for batch in step] for step in zip(*loops, strict=True))
@@ -84,12 +88,12 @@ def in_step(group: Sequence[DataContext], make: Callable[[Shard], Any]) -> Itera
 
 def order_of(num_rows: int, stretch: int, lanes: int, shuffle: Shuffle, seed: int = 1, epoch: int = 0) -> StreamOrder:
     order = StreamOrder(seed=seed, epoch=epoch, shuffle=shuffle, lanes=lanes, stretch_rows=stretch)
-    order.know(num_rows, is_all=True)
+    order.set_known_rows(num_rows, is_all=True)
     return order
 
 
 @given(st.integers(0, 90), st.integers(1, 9), st.integers(1, 5), shuffles)
-def test_an_order_has_every_row_once_and_each_group_its_own(
+def test_stream_order_has_every_row_once_within_its_group(
     num_rows: int, stretch: int, lanes: int, shuffle: Shuffle
 ) -> None:
     order = order_of(num_rows, stretch, lanes, shuffle)
@@ -103,39 +107,40 @@ def test_an_order_has_every_row_once_and_each_group_its_own(
 
 
 @given(st.integers(0, 90), st.integers(1, 9), st.integers(1, 5), shuffles)
-def test_the_rows_of_a_group_do_not_depend_on_how_many_come_after(
+def test_order_of_a_group_does_not_depend_on_later_rows(
     num_rows: int, stretch: int, lanes: int, shuffle: Shuffle
 ) -> None:
     whole = order_of(num_rows, stretch, lanes, shuffle)
     partly = StreamOrder(seed=1, epoch=0, shuffle=shuffle, lanes=lanes, stretch_rows=stretch)
-    partly.know(num_rows, is_all=False)
+    partly.set_known_rows(num_rows, is_all=False)
     assert partly.num_rows % partly.group_rows == 0 and num_rows - partly.num_rows < partly.group_rows
     known = range(partly.num_rows)
     assert list(partly.rows(known)) == list(whole.rows(known))
 
 
 @given(st.integers(1, 90), st.integers(1, 9), st.integers(1, 5), shuffles, st.integers(1, 40), st.integers(1, 5))
-def test_steps_of_any_world_are_those_of_a_world_of_one(
+def test_steps_do_not_depend_on_the_number_of_workers(
     num_rows: int, stretch: int, lanes: int, shuffle: Shuffle, batch: int, world_size: int
 ) -> None:
     order = order_of(num_rows, stretch, lanes, shuffle)
 
     def steps(world_size: int) -> list[tuple[list[int], int]]:
-        deals = [
-            Deal(num_rows=num_rows, global_batch=batch, rank=rank, world_size=world_size) for rank in range(world_size)
+        assignments = [
+            RankAssignment(num_rows=num_rows, global_batch=batch, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         ]
-        by_rank = [list(chain.from_iterable(deal.steps(order, 0))) for deal in deals]
+        by_rank = [list(chain.from_iterable(assignment.steps(order, 0))) for assignment in assignments]
         return [([int(row) for rows, _ in step for row in rows], step[0][1]) for step in zip(*by_rank, strict=True)]
 
     assert steps(world_size) == steps(1)
     assert sorted(chain.from_iterable(rows for rows, _ in steps(1))) == list(range(num_rows))
 
 
-def test_with_a_lane_for_each_worker_each_goes_through_stretches_of_its_own() -> None:
+def test_with_one_lane_per_worker_each_reads_its_own_stretches() -> None:
     order = order_of(80, 10, 2, "window")
     for rank in range(2):
-        deal = Deal(num_rows=80, global_batch=4, rank=rank, world_size=2)
-        rows = [int(row) for step in chain.from_iterable(deal.steps(order, 0)) for row in step[0]]
+        assignment = RankAssignment(num_rows=80, global_batch=4, rank=rank, world_size=2)
+        rows = [int(row) for step in chain.from_iterable(assignment.steps(order, 0)) for row in step[0]]
         assert {row // 10 % 2 for row in rows} == {rank}
         assert rows != sorted(rows)
 
@@ -145,17 +150,17 @@ def test_with_a_lane_for_each_worker_each_goes_through_stretches_of_its_own() ->
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(counts.filter(lambda cut: sum(cut) <= 60), min_size=1, max_size=4),
+    st.lists(counts.filter(lambda sizes: sum(sizes) <= 60), min_size=1, max_size=4),
     shuffles,
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 4)), max_size=5),
     st.booleans(),
 )
-def test_every_row_once_through_crashes_and_resizes_in_whatever_blocks_they_come(
-    cuts: list[list[int]], shuffle: Shuffle, attempts: list[tuple[int, int, int, int]], is_global: bool
+def test_every_row_comes_once_through_crashes_and_resizes_whatever_the_blocks(
+    block_sizes: list[list[int]], shuffle: Shuffle, attempts: list[tuple[int, int, int, int]], is_global: bool
 ) -> None:
-    """Each attempt has another world and is executed anew, in other blocks; it saves after some steps and crashes later."""
-    num_rows = sum(cuts[0])
-    dataset = LazyRows(lambda execution: _recut(cuts[execution % len(cuts)], num_rows))
+    """Each attempt has another number of workers and other blocks; it saves after some steps and crashes later."""
+    num_rows = sum(block_sizes[0])
+    dataset = LazyRows(lambda execution: _recut(block_sizes[execution % len(block_sizes)], num_rows))
     with hosted(dataset) as stream:
         saved: dict[str, Any] = {}
         trained: Counter[tuple[int, int]] = Counter()
@@ -163,9 +168,9 @@ def test_every_row_once_through_crashes_and_resizes_in_whatever_blocks_they_come
             group = contexts(stream, world_size, json.loads(json.dumps(saved)), attempt=attempt, seed=7)
             size = {"global_batch_size": batch * 2} if is_global else {"batch_size": batch}
             done = 0
-            while done < kept + lost and (not saved or saved[LONE]["epoch"] < 2):
+            while done < kept + lost and (not saved or saved[UNNAMED]["epoch"] < 2):
                 before = group[0].get().position.epoch
-                for step in in_step(group, lambda shard, size=size: shard.iter_batches(**size, shuffle=shuffle)):
+                for step in lockstep(group, lambda shard, size=size: shard.iter_batches(**size, shuffle=shuffle)):
                     done += 1
                     if done <= kept:
                         trained.update((before, row) for row in chain.from_iterable(step))
@@ -175,23 +180,23 @@ def test_every_row_once_through_crashes_and_resizes_in_whatever_blocks_they_come
                 else:
                     if done <= kept:
                         saved = group[0].positions()
-                    done += 1  # an epoch without rows ends too
+                    done += 1  # an epoch without rows counts as a step
             for context in group:
                 context.close()
         assert trained == Counter((epoch, row) for epoch in range(2) for row in range(num_rows))
-    assert _comes_true(lambda: dataset.num_closed == dataset.num_executions)
+    assert _wait_until(lambda: dataset.num_closed == dataset.num_executions)
 
 
-def _recut(cut: Sequence[int], num_rows: int) -> list[int]:
-    """The same number of rows in other blocks."""
+def _recut(sizes: Sequence[int], num_rows: int) -> list[int]:
+    """Cut the same number of rows into other blocks."""
     found, left = [], num_rows
-    for count in cut:
+    for count in sizes:
         found.append(min(count, left))
         left -= found[-1]
     return [*found, left]
 
 
-def _comes_true(condition: Callable[[], bool]) -> bool:
+def _wait_until(condition: Callable[[], bool]) -> bool:
     until = time.monotonic() + 10
     while not condition() and time.monotonic() < until:
         time.sleep(0.005)
@@ -199,12 +204,12 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("shuffle", [False, "window"])
-def test_global_batches_are_the_same_for_every_world(shuffle: Shuffle) -> None:
+def test_global_batches_of_a_lazy_dataset_do_not_depend_on_the_number_of_workers(shuffle: Shuffle) -> None:
     found = []
     for world_size in (1, 2, 3):
         with hosted(rows_of(101)) as stream:
             group = contexts(stream, world_size)
-            steps = in_step(group, lambda shard: shard.iter_batches(global_batch_size=6, shuffle=shuffle))
+            steps = lockstep(group, lambda shard: shard.iter_batches(global_batch_size=6, shuffle=shuffle))
             found.append([list(chain.from_iterable(step)) for step in steps])
     assert found[0] == found[1] == found[2]
     assert sorted(chain.from_iterable(found[0])) == list(range(101))
@@ -212,7 +217,7 @@ def test_global_batches_are_the_same_for_every_world(shuffle: Shuffle) -> None:
         assert list(chain.from_iterable(found[0])) == list(range(101))
 
 
-def test_epochs_follow_each_other_and_break_ends_one() -> None:
+def test_break_ends_the_epoch_of_a_lazy_dataset() -> None:
     (context,) = contexts(inline(rows_of(23)), 1)
     batches = context.get().get_split().iter_batches(4)
     for _ in batches:
@@ -222,35 +227,35 @@ def test_epochs_follow_each_other_and_break_ends_one() -> None:
     assert batches.epoch == 2
 
 
-def test_the_last_short_step_gives_what_there_is_and_shares_of_no_rows() -> None:
+def test_short_last_step_gives_remaining_rows_and_empty_batches() -> None:
     with hosted(rows_of(10)) as stream:
-        steps = list(in_step(contexts(stream, 3), lambda shard: shard.iter_batches(3)))
-    assert [[len(share) for share in step] for step in steps] == [[3, 3, 3], [1, 0, 0]]
+        steps = list(lockstep(contexts(stream, 3), lambda shard: shard.iter_batches(3)))
+    assert [[len(rows) for rows in step] for step in steps] == [[3, 3, 3], [1, 0, 0]]
     with hosted(rows_of(10)) as stream:
-        kept = list(in_step(contexts(stream, 3), lambda shard: shard.iter_batches(3, drop_last=True)))
+        kept = list(lockstep(contexts(stream, 3), lambda shard: shard.iter_batches(3, drop_last=True)))
     assert kept == steps[:1]
 
 
-def test_fewer_rows_than_workers_and_none_at_all() -> None:
+def test_lazy_dataset_with_fewer_rows_than_workers() -> None:
     with hosted(rows_of(1)) as stream:
-        steps = list(in_step(contexts(stream, 3), lambda shard: shard.to_torch(2)))
+        steps = list(lockstep(contexts(stream, 3), lambda shard: shard.to_torch(2)))
     assert steps == [[[0], [], []]]
     with hosted(rows_of(0)) as stream:
         group = contexts(stream, 2)
-        assert list(in_step(group, lambda shard: shard.iter_batches(2))) == []
+        assert list(lockstep(group, lambda shard: shard.iter_batches(2))) == []
         assert group[0].get().schema.names == []
         with pytest.raises(ConfigError, match="has no rows"):
             group[1].get().get_split().iter_batches(2).first_batch()
 
 
-def test_rows_come_one_by_one() -> None:
+def test_iter_rows_of_a_lazy_dataset() -> None:
     with hosted(rows_of(11)) as stream:
         group = contexts(stream, 2)
         found = [[row["x"] for row in context.get().get_split().iter_rows()] for context in group]
     assert sorted(chain(*found)) == list(range(11)) and [len(rows) for rows in found] == [6, 5]
 
 
-def test_a_look_at_columns_and_first_rows_costs_one_execution_and_no_rows() -> None:
+def test_schema_and_first_batch_use_the_execution_of_the_next_loop() -> None:
     dataset = rows_of(40)
     (context,) = contexts(inline(dataset), 1)
     data = context.get()
@@ -262,55 +267,55 @@ def test_a_look_at_columns_and_first_rows_costs_one_execution_and_no_rows() -> N
     assert sum(len(batch) for batch in epoch_of(data.get_split().to_torch(7))) == 40
     assert dataset.num_executions == 1
     for sized in (data.get_split(), data.get_split().to_torch(2), data.get_split().iter_rows()):
-        with pytest.raises(TypeError, match="is not known before"):
+        with pytest.raises(TypeError, match="is unknown"):
             len(sized)
 
 
-def test_mixing_all_rows_is_refused_with_what_to_do_instead() -> None:
+def test_full_shuffle_of_a_lazy_dataset_is_refused() -> None:
     (context,) = contexts(inline(rows_of(4)), 1)
     with pytest.raises(ConfigError, match=r"'window'.*random_shuffle.*materialize"):
         context.get().get_split().to_torch(2, shuffle="full")
 
 
-def test_only_what_lies_between_the_slowest_and_the_fastest_reader_is_held() -> None:
+def test_only_blocks_between_the_slowest_and_the_fastest_reader_are_held() -> None:
     dataset = rows_of(2_000)
     with hosted(dataset) as stream:
-        most = 0
-        for _ in in_step(contexts(stream, 2), lambda shard: shard.iter_batches(5, shuffle="window")):
-            most = max(most, stream.num_held())
+        max_held = 0
+        for _ in lockstep(contexts(stream, 2), lambda shard: shard.iter_batches(5, shuffle="window")):
+            max_held = max(max_held, stream.num_held())
         assert dataset.num_executions == 1
-        assert most <= MOST_HELD
-        assert _comes_true(lambda: stream.num_passes() == 0)
+        assert max_held <= MOST_HELD
+        assert _wait_until(lambda: stream.num_passes() == 0)
 
 
-def test_a_worker_that_comes_late_gets_an_execution_of_its_own() -> None:
+def test_late_worker_gets_its_own_execution() -> None:
     dataset = rows_of(200)
     with hosted(dataset) as stream:
         fast, late = contexts(stream, 2)
         loop = iter(fast.get().get_split().iter_batches(5))
         first = [next(loop)["x"].tolist() for _ in range(15)]
-        behind = epoch_of(late.get().get_split().iter_batches(5))
+        late_batches = epoch_of(late.get().get_split().iter_batches(5))
         assert dataset.num_executions == 2
         rest = [batch["x"].tolist() for batch in loop]
-        assert sorted(chain(*first, *rest, *behind)) == list(range(200))
+        assert sorted(chain(*first, *rest, *late_batches)) == list(range(200))
 
 
-def test_another_share_can_be_read_beside_ones_own() -> None:
+def test_shard_of_another_rank_can_be_read_during_a_loop() -> None:
     with hosted(rows_of(60)) as stream:
-        mine, _ = contexts(stream, 2)
-        own, other = (iter(mine.get().get_shard(rank).iter_batches(3)) for rank in (0, 1))
+        datasets, _ = contexts(stream, 2)
+        own, other = (iter(datasets.get().get_shard(rank).iter_batches(3)) for rank in (0, 1))
         found = [batch["x"].tolist() for pair in zip(own, other, strict=True) for batch in pair]
     assert sorted(chain(*found)) == list(range(60))
 
 
 @pytest.mark.parametrize("shuffle", [False, "window"])
-def test_a_process_that_executes_and_is_lost_starts_again_where_the_loops_are(shuffle: Shuffle) -> None:
-    """It comes back in other blocks."""
+def test_lost_execution_restarts_and_loops_continue(shuffle: Shuffle) -> None:
+    """The restarted execution cuts other blocks."""
     dataset = LazyRows(lambda execution: [5] * 40 if execution % 2 == 0 else [7] * 28 + [4])
     with hosted(dataset) as stream:
         found = []
         for number, step in enumerate(
-            in_step(contexts(stream, 2), lambda shard: shard.iter_batches(3, shuffle=shuffle))
+            lockstep(contexts(stream, 2), lambda shard: shard.iter_batches(3, shuffle=shuffle))
         ):
             found += step
             if number in (5, 6, 20):
@@ -331,32 +336,32 @@ def test_a_process_that_executes_and_is_lost_starts_again_where_the_loops_are(sh
 def test_rows_come_once_whenever_the_execution_is_lost(
     world_size: int, batch: int, shuffle: Shuffle, losses: list[int], start: int, is_global: bool
 ) -> None:
-    """Each execution comes in other blocks; steps may be longer than groups, and the epoch be gone on with in its middle."""
+    """Each execution cuts other blocks; steps may be longer than groups, and the epoch may be resumed in its middle."""
     dataset = LazyRows(lambda execution: [5] * 40 if execution % 2 == 0 else [7] * 28 + [4])
     sizes = {"global_batch_size": batch} if is_global else {"batch_size": batch}
 
-    def make(shard: Shard) -> Any:
+    def make(shard: DatasetShard) -> Any:
         return shard.iter_batches(**sizes, shuffle=shuffle)
 
     with hosted(dataset) as stream:
         found: list[list[int]] = []
         first = contexts(stream, 1)
-        for step in in_step(first, make):
+        for step in lockstep(first, make):
             found += step
             if len(list(chain(*found))) >= start:
                 break
         else:
-            return  # nothing is left
+            return  # no row is left
         saved = _position_after(make, len(found))
-        for number, step in enumerate(in_step(contexts(stream, world_size, saved, attempt=1), make)):
+        for number, step in enumerate(lockstep(contexts(stream, world_size, saved, attempt=1), make)):
             found += step
             if number in losses:
                 stream.restart()
         assert sorted(chain(*found)) == list(range(200))
 
 
-def _position_after(make: Callable[[Shard], Any], steps: int) -> dict[str, Any]:
-    """Where a loop stands after so many steps, of the execution that a first one has."""
+def _position_after(make: Callable[[DatasetShard], Any], steps: int) -> dict[str, Any]:
+    """Return the positions after ``steps`` steps of a loop."""
     same = LazyRows(lambda _: [5] * 40)
     (context,) = contexts(inline(same), 1)
     loop = iter(make(context.get().get_split()))
@@ -367,7 +372,7 @@ def _position_after(make: Callable[[Shard], Any], steps: int) -> dict[str, Any]:
     return position
 
 
-def test_an_epoch_that_is_gone_on_with_is_executed_once_for_all() -> None:
+def test_resumed_epoch_is_executed_once_for_all_workers() -> None:
     dataset = rows_of(500)
     with hosted(dataset) as stream:
         group = contexts(stream, 2)
@@ -375,19 +380,19 @@ def test_an_epoch_that_is_gone_on_with_is_executed_once_for_all() -> None:
         seen = [batch["x"].tolist() for _ in range(31) for batch in map(next, loops)]
         saved = group[0].positions()
         before = dataset.num_executions
-        assert saved[LONE]["consumed"] == 310
+        assert saved[UNNAMED]["consumed"] == 310
         rest = []
-        for step in in_step(contexts(stream, 2, saved, attempt=1), lambda shard: shard.iter_batches(5)):
+        for step in lockstep(contexts(stream, 2, saved, attempt=1), lambda shard: shard.iter_batches(5)):
             rest += step
             assert stream.num_held() <= MOST_HELD
         assert sorted(chain(*seen, *rest)) == list(range(500))
         assert dataset.num_executions == before + 1
         for loop in loops:
             loop.close()
-        assert _comes_true(lambda: stream.num_passes() == 0)
+        assert _wait_until(lambda: stream.num_passes() == 0)
 
 
-def test_looks_leave_nothing_open_and_do_not_disturb_a_loop() -> None:
+def test_first_batches_leave_no_pass_open_and_do_not_disturb_a_loop() -> None:
     dataset = rows_of(300)
     with hosted(dataset) as stream:
         (context,) = contexts(stream, 1)
@@ -400,14 +405,14 @@ def test_looks_leave_nothing_open_and_do_not_disturb_a_loop() -> None:
             if number in (0, 1, 7, 20, 50):
                 assert batches.first_batch()["x"].tolist() == [0, 1, 2, 3]
         assert sorted(seen) == list(range(300))
-        assert _comes_true(lambda: stream.num_passes() == 0)
+        assert _wait_until(lambda: stream.num_passes() == 0)
         assert batches.first_batch()["x"].tolist() == [0, 1, 2, 3]
         context.close()
-        assert _comes_true(lambda: stream.num_passes() == 0)
+        assert _wait_until(lambda: stream.num_passes() == 0)
 
 
-def test_late_ranks_and_lost_executions_keep_the_stretches_of_the_first() -> None:
-    """However the first block of a later execution is cut."""
+def test_late_ranks_and_lost_executions_keep_the_first_stretch_length() -> None:
+    """Later executions cut their first block elsewhere."""
     dataset = LazyRows(lambda execution: [4] * 50 if execution == 0 else [1] * 10 + [19] * 10)
     with hosted(dataset) as stream:
         early, late = contexts(stream, 2)
@@ -419,11 +424,11 @@ def test_late_ranks_and_lost_executions_keep_the_stretches_of_the_first() -> Non
         assert sorted(chain(*seen)) == list(range(200))
 
 
-def test_one_dataset_under_two_names_is_two() -> None:
+def test_dataset_under_two_names_has_two_positions() -> None:
     dataset = rows_of(100)
     with hosted(dataset) as stream:
         source = Source("stream", (stream,), ())
-        context = DataContext(DatasetPlan({"a": source, "b": source}), 0, 1, 0, fetch=_same)
+        context = WorkerDatasets(DatasetPlan({"a": source, "b": source}), 0, 1, 0, fetch=_same)
         seen = []
         for batch in context.get("a").get_split().iter_batches(4):
             seen += batch["x"].tolist()
@@ -439,7 +444,7 @@ def test_ranks_whose_orders_differ_do_not_agree() -> None:
         check_agreement({0: {"x": at}, 1: {"x": at | {"layout": 5}}})
 
 
-def test_transformations_that_are_not_deterministic_are_told_where_rows_are_missing() -> None:
+def test_missing_rows_after_a_loss_are_reported_as_not_deterministic() -> None:
     dataset = LazyRows(lambda execution: [5] * 40 if execution == 0 else [5] * 2)
     with hosted(dataset) as stream:
         (context,) = contexts(stream, 1)
@@ -452,7 +457,7 @@ def test_transformations_that_are_not_deterministic_are_told_where_rows_are_miss
         context.close()
 
 
-def test_what_fails_in_the_execution_ends_the_loop_and_keeps_the_position() -> None:
+def test_failed_execution_ends_the_loop_and_keeps_the_position() -> None:
     with hosted(LazyRows(lambda _: [5] * 10, fails_at=32)) as stream:
         (context,) = contexts(stream, 1)
         seen: list[int] = []
@@ -467,7 +472,7 @@ def test_what_fails_in_the_execution_ends_the_loop_and_keeps_the_position() -> N
         assert context.get().position.epoch == 0
 
 
-def test_a_position_in_a_lazy_dataset_is_of_no_use_for_another() -> None:
+def test_position_in_a_lazy_dataset_is_refused_for_another_kind() -> None:
     (context,) = contexts(inline(rows_of(40)), 1)
     loop = iter(context.get().get_split().iter_batches(4))
     for _ in range(6):
@@ -481,46 +486,48 @@ def test_a_position_in_a_lazy_dataset_is_of_no_use_for_another() -> None:
     (same,) = contexts(inline(rows_of(40)), 1, saved)
     with pytest.raises(ConfigError, match="order is that of shuffle=False"):
         next(iter(same.get().get_split().iter_batches(4, shuffle="window")))
-    table = DatasetPlan({LONE: Source("arrays", ({"x": np.arange(40)},), (40,))})
+    table = DatasetPlan({UNNAMED: Source("arrays", ({"x": np.arange(40)},), (40,))})
     with pytest.raises(CheckpointError, match=r"24 rows consumed\), which has 40 rows now"):
-        DataContext(table, 0, 1, 0, saved, fetch=_same)
-    with pytest.raises(CheckpointError, match="is executed while it is read now"):
-        contexts(inline(rows_of(40)), 1, {LONE: {"epoch": 0, "consumed": 3, "num_rows": 40}})
+        WorkerDatasets(table, 0, 1, 0, saved, fetch=_same)
+    with pytest.raises(CheckpointError, match="is a lazy dataset now"):
+        contexts(inline(rows_of(40)), 1, {UNNAMED: {"epoch": 0, "consumed": 3, "num_rows": 40}})
 
 
-def test_readers_that_were_told_of_another_execution_are_told_that_it_is_lost() -> None:
+def test_reader_of_another_execution_gets_stream_lost() -> None:
     with hosted(rows_of(20)) as stream:
-        known = stream.extend((0, "a"), 0, 0, 10, Have(), _never)
+        known = stream.wait_for_rows((0, "a"), 0, 0, 10, ReaderState(), _never)
         assert sum(known.block_rows) >= 10 and known.columns == ("x",)
-        again = stream.extend((0, "a"), 0, 0, 20, Have(len(known.block_rows), known.execution), _never)
+        again = stream.wait_for_rows((0, "a"), 0, 0, 20, ReaderState(len(known.block_rows), known.execution), _never)
         assert sum(known.block_rows) + sum(again.block_rows) == 20
         with pytest.raises(StreamLostError):
-            stream.extend((0, "a"), 0, 0, 20, Have(1, "another"), _never)
-        assert stream.extend((1, "a"), 0, 0, 1, Have(), _never).error is None
-        assert "another attempt" in (stream.extend((0, "a"), 0, 0, 1, Have(), _never).error or "")
+            stream.wait_for_rows((0, "a"), 0, 0, 20, ReaderState(1, "another"), _never)
+        assert stream.wait_for_rows((1, "a"), 0, 0, 1, ReaderState(), _never).error is None
+        assert "a later attempt" in (stream.wait_for_rows((0, "a"), 0, 0, 1, ReaderState(), _never).error or "")
 
 
-def test_an_execution_that_gives_nothing_for_long_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_host, "SAY_S", 0.02)
+def test_long_wait_for_a_block_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_host, "WAIT_WARNING_S", 0.02)
     waited: list[int] = []
-    monkeypatch.setattr(stream_host.StreamHost, "waits_long", lambda self: waited.append(1))
+    monkeypatch.setattr(stream_host.StreamHost, "on_long_wait", lambda self: waited.append(1))
 
-    def cuts(execution: int) -> Iterator[int]:
+    def block_sizes(execution: int) -> Iterator[int]:
         while len(waited) < 3:
             time.sleep(0.01)
         yield 5
 
-    with hosted(LazyRows(cuts)) as stream:
+    with hosted(LazyRows(block_sizes)) as stream:
         (context,) = contexts(stream, 1)
         assert epoch_of(context.get().get_split().iter_batches(5)) == [[0, 1, 2, 3, 4]]
     assert len(waited) >= 3
 
 
-def test_what_is_told_of_an_error_is_its_last_line() -> None:
-    assert told(ValueError("bad")) == "ValueError: bad"
-    assert told(RuntimeError("ray::map()\n  File x\nValueError: row 3 is bad\n")) == "ValueError: row 3 is bad"
-    assert told(KeyError()) == "KeyError"
+def test_error_summary_is_the_last_line_of_the_cause() -> None:
+    assert summarize_error(ValueError("bad")) == "ValueError: bad"
+    assert (
+        summarize_error(RuntimeError("ray::map()\n  File x\nValueError: row 3 is bad\n")) == "ValueError: row 3 is bad"
+    )
+    assert summarize_error(KeyError()) == "KeyError"
     wrapped = (
         "ray::f()\n  File x\nValueError: row 3\n\nThe above exception was the direct cause of it:\n\nHow to retry: ..."
     )
-    assert told(RuntimeError(wrapped)) == "ValueError: row 3"
+    assert summarize_error(RuntimeError(wrapped)) == "ValueError: row 3"

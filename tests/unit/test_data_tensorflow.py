@@ -1,4 +1,4 @@
-"""`to_tf`: batches in a `tf.data.Dataset`, and where the position stands while TensorFlow takes them."""
+"""`to_tf`: batches in a `tf.data.Dataset`, and the position while TensorFlow reads them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raysgd.data import DataContext, Shard, resolve_datasets
+from raysgd.data.dataset import WorkerDatasets
+from raysgd.data.shard import DatasetShard
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import ConfigError
 from support.items import Listed, aligned_buffer
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tensorflow
 
 
-def contexts(dataset: Any, world_size: int = 1, positions: Any = None) -> list[DataContext]:
+def contexts(dataset: Any, world_size: int = 1, positions: Any = None) -> list[WorkerDatasets]:
     plan = resolve_datasets({"train": dataset}, lambda value: value)
     same = {"seed": 0, "positions": positions, "fetch": lambda value: value}
-    return [DataContext(plan, rank, world_size, **same) for rank in range(world_size)]
+    return [WorkerDatasets(plan, rank, world_size, **same) for rank in range(world_size)]
 
 
-def shards(dataset: Any, world_size: int = 1) -> list[Shard]:
+def shards(dataset: Any, world_size: int = 1) -> list[DatasetShard]:
     return [context.get().get_split() for context in contexts(dataset, world_size)]
 
 
@@ -32,7 +35,7 @@ def numbers(num_rows: int = 10) -> dict[str, Any]:
     return {"x": np.arange(num_rows, dtype=np.float32)}
 
 
-def consumed(context: DataContext) -> tuple[int, int]:
+def consumed(context: WorkerDatasets) -> tuple[int, int]:
     position = context.positions()["train"]
     return position["epoch"], position["consumed"]
 
@@ -54,7 +57,7 @@ def test_columns_are_tensors_of_all_rows_and_each_iteration_is_an_epoch() -> Non
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_buffer_that_collate_fn_fills_anew_is_copied(prefetch: int) -> None:
+def test_buffer_that_collate_fn_reuses_is_copied(prefetch: int) -> None:
     (shard,) = shards(numbers(64))
     buffer = aligned_buffer(16)
 
@@ -66,7 +69,7 @@ def test_a_buffer_that_collate_fn_fills_anew_is_copied(prefetch: int) -> None:
     assert [int(batch["x"][0]) for batch in firsts] == [0, 16, 32, 48]
 
 
-def test_the_position_is_that_of_the_loop_and_leaving_it_ends_the_epoch() -> None:
+def test_position_follows_the_loop_and_leaving_it_ends_the_epoch() -> None:
     (context,) = contexts(numbers())
     dataset = context.get().get_split().to_tf(2).map(lambda batch: batch["x"] * 2)
     seen = []
@@ -80,7 +83,7 @@ def test_the_position_is_that_of_the_loop_and_leaving_it_ends_the_epoch() -> Non
     assert len(list(dataset)) == 5 and consumed(context) == (2, 0)
 
 
-def test_it_goes_on_inside_an_epoch() -> None:
+def test_tf_dataset_resumes_inside_an_epoch() -> None:
     (before,) = contexts(numbers())
     for batch in before.get().get_split().to_tf(2):
         if batch["x"].numpy()[0] == 4:
@@ -90,13 +93,13 @@ def test_it_goes_on_inside_an_epoch() -> None:
     assert [batch["x"].numpy().tolist() for batch in after.get().get_split().to_tf(2)] == [[4, 5], [6, 7], [8, 9]]
 
 
-def test_a_rank_without_rows_gets_tensors_of_none() -> None:
+def test_rank_without_rows_gets_empty_tensors() -> None:
     batches = [[batch["x"].numpy().tolist() for batch in shard.to_tf(4)] for shard in shards(numbers(), 2)]
     assert batches == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], []]]
     assert [len(list(shard.to_tf(4, drop_last=True))) for shard in shards(numbers(), 2)] == [1, 1]
 
 
-def test_keras_fits_what_collate_fn_makes() -> None:
+def test_keras_fits_pairs_of_collate_fn() -> None:
     (context,) = contexts({"x": np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)})
     pairs = (
         context.get()
@@ -110,7 +113,7 @@ def test_keras_fits_what_collate_fn_makes() -> None:
     assert consumed(context) == (20, 0)
 
 
-def test_types_are_chosen_for_all_or_by_column() -> None:
+def test_dtypes_for_all_columns_or_by_column() -> None:
     (shard,) = shards({"x": np.arange(4.0), "y": np.arange(4)})
     assert shard.to_tf(4, dtypes=tf.float16).element_spec["x"].dtype == tf.float16
     spec = shard.to_tf(4, dtypes={"y": tf.uint8}).element_spec
@@ -118,31 +121,31 @@ def test_types_are_chosen_for_all_or_by_column() -> None:
     with pytest.raises(ConfigError, match=r"no column 'z'"):
         shard.to_tf(4, dtypes={"z": tf.uint8})
     for given in ("foo", tf.string):
-        with pytest.raises(ConfigError, match="give a type of numbers"):
+        with pytest.raises(ConfigError, match="is not a type of numbers"):
             shard.to_tf(4, dtypes=given)
     with pytest.raises(ConfigError, match="give at least one column"):
         shard.to_tf(4, columns=[])
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
-        ([dt.datetime(2020, 1, 1)], r"holds datetime64\[us\], which TensorFlow has no type for"),
-        ([{"a": 1}], "holds dict objects, which TensorFlow has no type for"),
+        ([dt.datetime(2020, 1, 1)], r"holds datetime64\[us\], for which TensorFlow has no type"),
+        ([{"a": 1}], "holds dict objects, for which TensorFlow has no type"),
         (["a", None], "has nulls among its strings"),
         ([None, None], "holds NoneType objects"),
-        ([[[1], [2, 3]], [[4], [5]]], "is ragged: its rows have lists of different lengths inside"),
+        ([[[1], [2, 3]], [[4], [5]]], "is ragged: lists within a row have different lengths"),
         ([[1], [2, 3]], "is ragged"),
     ],
 )
-def test_what_tensorflow_has_no_type_for_is_named(values: list[Any], says: str) -> None:
+def test_unsupported_tensorflow_type_is_refused_with_its_column(values: list[Any], message: str) -> None:
     (shard,) = shards(pa.table({"c": values}))
-    with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {says}"):
+    with pytest.raises(ConfigError, match=f"column 'c' of dataset 'train' {message}"):
         shard.to_tf(2)
 
 
 @pytest.mark.parametrize(
-    ("items", "collate_fn", "says"),
+    ("items", "collate_fn", "message"),
     [
         ([1, 2, 3.5, 4], None, "item of dataset 'train' holds float64 of shape"),
         ([0, 1, 2, 3], lambda items: np.array(items) / (1 if items[0] == 0 else 2), None),
@@ -152,18 +155,18 @@ def test_what_tensorflow_has_no_type_for_is_named(values: list[Any], says: str) 
         ([0, 1, 2, 3], lambda items: {"n": items[0] * 2**40, "x": np.zeros(2)}, None),
     ],
 )
-def test_a_batch_of_another_type_is_refused_and_does_not_count(items: list[Any], collate_fn: Any, says: Any) -> None:
+def test_batch_of_another_type_is_refused_and_not_consumed(items: list[Any], collate_fn: Any, message: Any) -> None:
     (context,) = contexts(Listed(items))
     batches = context.get().get_split().to_tf(2, collate_fn=collate_fn)
-    if says is None:
+    if message is None:
         assert len(list(batches)) == 2
         return
-    with pytest.raises(tf.errors.OpError, match=says):
+    with pytest.raises(tf.errors.OpError, match=message):
         list(batches)
     assert consumed(context) == (0, 2)
 
 
-def test_plain_values_keep_their_bits_and_lists_of_them_are_arrays() -> None:
+def test_python_numbers_keep_64_bits_and_lists_of_them_become_arrays() -> None:
     (shard,) = shards(Listed([0, 1, 2]))
 
     def collate(items: list[int]) -> Any:
@@ -175,7 +178,7 @@ def test_plain_values_keep_their_bits_and_lists_of_them_are_arrays() -> None:
     assert second["s"].numpy().tolist() == [b"2"]
 
 
-def test_ragged_and_sparse_tensors_of_a_collate_fn() -> None:
+def test_collate_fn_may_return_ragged_and_sparse_tensors() -> None:
     column = pa.table({"c": [[1], [2, 3], [4, 5, 6]]})
     batches = [
         list(shard.to_tf(2, collate_fn=lambda batch: tf.ragged.constant([list(row) for row in batch["c"]])))
@@ -184,11 +187,11 @@ def test_ragged_and_sparse_tensors_of_a_collate_fn() -> None:
     assert [[batch.to_list() for batch in of_rank] for of_rank in batches] == [[[[1], [2, 3]]], [[[4, 5, 6]]]]
     first, second = shards(numbers(2), 2)
     assert len(list(first.to_tf(2, collate_fn=lambda batch: tf.sparse.from_dense(batch["x"])))) == 1
-    with pytest.raises(ConfigError, match=r"this rank has no rows.*cannot be emptied"):
+    with pytest.raises(ConfigError, match=r"this rank has no rows.*cannot make an empty batch"):
         second.to_tf(2, collate_fn=lambda batch: tf.sparse.from_dense(batch["x"]))
 
 
-def test_the_look_at_the_first_batch_draws_no_random_numbers() -> None:
+def test_reading_the_signature_restores_random_generators() -> None:
     def collate(batch: dict[str, Any]) -> Any:
         return batch["x"] + np.random.random(len(batch["x"])).astype(np.float32)
 
@@ -202,12 +205,12 @@ def test_the_look_at_the_first_batch_draws_no_random_numbers() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_strings_in_lists_keep_the_zeros_at_their_ends() -> None:
+def test_strings_keep_trailing_zeros() -> None:
     (shard,) = shards(pa.table({"c": [[b"ab\0\0", b"cdef"], [b"", b"x"]]}))
     assert shard.to_tf(2).get_single_element()["c"].numpy().tolist() == [[b"ab\0\0", b"cdef"], [b"", b"x"]]
 
 
-def test_batches_of_other_shapes_need_a_signature() -> None:
+def test_batches_of_varying_shapes_need_a_signature() -> None:
     (shard,) = shards(pa.table({"c": [[1], [2, 3], [4, 5, 6]]}))
 
     def padded(batch: dict[str, Any]) -> Any:
@@ -221,13 +224,13 @@ def test_batches_of_other_shapes_need_a_signature() -> None:
     assert [batch.numpy().tolist() for batch in dataset] == [[[1, 0], [2, 3]], [[4, 5, 6]]]
 
 
-def test_no_rows_have_no_types() -> None:
+def test_signature_of_an_empty_dataset_is_refused() -> None:
     (shard,) = shards(numbers(0))
-    with pytest.raises(ConfigError, match="has no rows, and so no first batch"):
+    with pytest.raises(ConfigError, match="has no rows, so it has no first batch"):
         shard.to_tf(2)
 
 
-def test_what_goes_wrong_while_reading_is_told_in_tensorflows_error() -> None:
+def test_error_while_reading_is_in_tensorflows_error() -> None:
     def collate(batch: dict[str, Any]) -> Any:
         if batch["x"][0] == 4:
             raise ValueError("row 4 is broken")

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from raysgd import errors
-from raysgd.controller.outcome import outcome_data, outcome_error
+from raysgd.controller.journal.outcome import outcome_data, outcome_error
 from raysgd.controller.states import Outcome
 from raysgd.errors import AttemptEnded, RaySGDError, WorkerTraceback
 from raysgd.testing.simulation import failed
@@ -34,7 +34,7 @@ def _is_error(kind: Any) -> bool:
 
 
 def drawn() -> dict[str, tuple[str | None, set[str]]]:
-    """The tree in the module's docstring: each error's parent, and the built-ins named beside it."""
+    """The tree in the module's docstring: each error's parent, and the built-ins named next to it."""
     tree: dict[str, tuple[str | None, set[str]]] = {}
     path: list[tuple[int, str]] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -50,7 +50,7 @@ def drawn() -> dict[str, tuple[str | None, set[str]]]:
     return tree
 
 
-def test_the_tree_is_as_it_is_drawn() -> None:
+def test_error_tree_matches_its_docstring() -> None:
     tree = drawn()
     assert set(tree) == {name for name, kind in vars(errors).items() if _is_error(kind)}
     for name, (parent, also) in tree.items():
@@ -59,12 +59,12 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_says_what_it_is(kind: type[RaySGDError]) -> None:
+def test_every_error_has_a_docstring_and_keeps_its_message(kind: type[RaySGDError]) -> None:
     assert (kind.__doc__ or "").strip()
     assert str(kind("what happened")) == "what happened"
 
 
-def test_an_ended_attempt_is_not_caught_by_accident() -> None:
+def test_attempt_ended_is_not_an_exception() -> None:
     assert not issubclass(AttemptEnded, Exception)
 
 
@@ -73,7 +73,7 @@ def test_an_ended_attempt_is_not_caught_by_accident() -> None:
 
 @pytest.mark.parametrize("duplicate", COPIES)
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_travels_with_its_message_and_its_fields(kind: type[RaySGDError], duplicate: Any) -> None:
+def test_errors_keep_message_and_fields_when_pickled(kind: type[RaySGDError], duplicate: Any) -> None:
     error = kind("what happened", path="config['x']", ranks=(1, 2), key="loss")
     error.more = 5  # type: ignore[attr-defined]
     error.add_note("seen at night") if hasattr(error, "add_note") else None
@@ -83,7 +83,7 @@ def test_every_error_travels_with_its_message_and_its_fields(kind: type[RaySGDEr
     assert (back.path, back.ranks, back.key, back.more) == ("config['x']", (1, 2), "loss", 5)
 
 
-def test_fields_have_defaults_so_that_they_can_be_asked_for() -> None:
+def test_error_fields_have_defaults() -> None:
     assert errors.SerializationError("x").path == ""
     assert errors.MetricError("x").key == ""
     assert errors.UnsafeStateError("x").path == ""
@@ -92,7 +92,7 @@ def test_fields_have_defaults_so_that_they_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("duplicate", COPIES)
-def test_a_workers_traceback_travels_too(duplicate: Any) -> None:
+def test_worker_traceback_can_be_pickled(duplicate: Any) -> None:
     error = WorkerTraceback("Traceback ...\nValueError: boom\n", 1, "node-1 (10.0.0.1)", ((0, "RuntimeError: gone"),))
     back = duplicate(error)
     assert (back.traceback, back.rank, back.node, back.followed) == (
@@ -104,7 +104,7 @@ def test_a_workers_traceback_travels_too(duplicate: Any) -> None:
     assert str(back) == str(error)
 
 
-def test_a_workers_traceback_tells_where_and_what_followed() -> None:
+def test_worker_traceback_names_rank_node_and_later_errors() -> None:
     text = str(WorkerTraceback("ValueError: boom\n", 1, "node-1 (10.0.0.1)", ((0, "RuntimeError: gone"),)))
     assert text.splitlines() == [
         "in the worker of rank 1 on node-1 (10.0.0.1):",
@@ -116,7 +116,7 @@ def test_a_workers_traceback_tells_where_and_what_followed() -> None:
 
 
 @pytest.mark.parametrize("duplicate", COPIES)
-def test_the_end_of_an_attempt_travels(duplicate: Any) -> None:
+def test_attempt_ended_can_be_pickled(duplicate: Any) -> None:
     assert str(duplicate(AttemptEnded("rank 1 died"))) == "rank 1 died"
 
 
@@ -137,16 +137,16 @@ def raised_for(outcome: Outcome) -> BaseException | None:
 
 
 @pytest.mark.parametrize("kind", ["done", "stopped"])
-def test_a_run_that_ended_well_raises_nothing(kind: str) -> None:
+def test_successful_run_raises_nothing(kind: str) -> None:
     assert raised_for(Outcome(kind)) is None
 
 
-def test_a_cancelled_run_says_why() -> None:
+def test_cancelled_run_raises_with_the_reason() -> None:
     error = raised_for(Outcome("cancelled", message="Ctrl-C"))
     assert isinstance(error, errors.RunCancelledError) and "Ctrl-C" in str(error)
 
 
-def test_an_error_of_ours_is_raised_as_its_type_with_its_fields() -> None:
+def test_raysgd_error_is_raised_with_its_type_and_fields() -> None:
     error = raised_for(Outcome("error", error_type="WorkerDiedError", message="rank 1 died", ranks=(1,), failures=4))
     assert isinstance(error, errors.WorkerDiedError)
     assert (str(error), error.ranks, error.failures) == ("rank 1 died", (1,), 4)
@@ -154,10 +154,12 @@ def test_an_error_of_ours_is_raised_as_its_type_with_its_fields() -> None:
     assert isinstance(other, errors.StorageError) and isinstance(other, OSError) and str(other) == "disk full"
 
 
-def test_an_exception_of_train_func_is_raised_as_its_own_type_with_the_workers_traceback() -> None:
-    said = failed("code 7")
-    said = type(said)(**{**vars(said), "exception": cloudpickle.dumps(UsersError(7)), "traceback": "the trace"})
-    error = raised_for(Outcome("error", failed=said, rank=1, node="node-1", followed=((0, "gone"),)))
+def test_exception_of_train_func_is_raised_with_its_type_and_worker_traceback() -> None:
+    failure = failed("code 7")
+    failure = type(failure)(
+        **{**vars(failure), "exception": cloudpickle.dumps(UsersError(7)), "traceback": "the trace"}
+    )
+    error = raised_for(Outcome("error", failed=failure, rank=1, node="node-1", followed=((0, "gone"),)))
     assert isinstance(error, UsersError) and error.code == 7
     cause = error.__cause__
     assert isinstance(cause, WorkerTraceback)
@@ -168,10 +170,10 @@ def test_an_exception_of_train_func_is_raised_as_its_own_type_with_the_workers_t
     ("pickled", "why"),
     [(None, "does not pickle"), (b"no pickle at all", "could not be rebuilt"), (pickle.dumps("text"), "boom")],
 )
-def test_an_exception_that_cannot_be_brought_here_is_told_in_words(pickled: bytes | None, why: str) -> None:
-    said = failed("ValueError: boom", type_name="users.module.ValueError")
-    said = type(said)(**{**vars(said), "exception": pickled})
-    error = raised_for(Outcome("error", failed=said, rank=2, node="node-2"))
+def test_exception_that_cannot_be_unpickled_is_raised_as_train_func_error(pickled: bytes | None, why: str) -> None:
+    failure = failed("ValueError: boom", type_name="users.module.ValueError")
+    failure = type(failure)(**{**vars(failure), "exception": pickled})
+    error = raised_for(Outcome("error", failed=failure, rank=2, node="node-2"))
     assert isinstance(error, errors.TrainFuncError)
     assert error.type_name == "users.module.ValueError"
     assert "ValueError: boom" in str(error) and "rank 2" in str(error) and why in str(error)

@@ -1,4 +1,4 @@
-"""`raysgd.jax.restore` in one process: what fits a tree, and what is told where it does not."""
+"""`raysgd.jax.restore` in one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import raysgd
 from raysgd.errors import CheckpointError
 
 jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.jax
 
 
 @pytest.fixture
@@ -19,19 +20,19 @@ def sharding() -> Any:
     return jax.sharding.NamedSharding(raysgd.jax.mesh(), jax.sharding.PartitionSpec())
 
 
-def test_a_state_goes_through_a_checkpoint_of_one_process(tmp_path: Path, sharding: Any) -> None:
+def test_state_is_saved_and_restored_in_one_process(tmp_path: Path, sharding: Any) -> None:
     state = {"w": jax.device_put(np.arange(6.0, dtype=np.float32), sharding), "n": jax.numpy.int32(3), "step": 1}
     with raysgd.local(dir=tmp_path):
         for all_ranks in (False, True):
             raysgd.save_checkpoint(state, all_ranks=all_ranks)
             saved = raysgd.load_checkpoint()
-            assert type(saved["w"]) is np.ndarray  # one process has all of it anyway
+            assert type(saved["w"]) is np.ndarray  # one process holds the whole array
             restored = raysgd.jax.restore(saved, like=state)
             assert restored["w"].sharding == sharding and restored["w"].tolist() == list(range(6))
             assert not restored["n"].committed and int(restored["n"]) == 3 and restored["step"] == 1
 
 
-def test_like_may_be_shapes_or_shardings_or_other_values(sharding: Any) -> None:
+def test_like_takes_shapes_shardings_and_other_values(sharding: Any) -> None:
     values = np.ones((2, 3), np.float32)
     shape = jax.ShapeDtypeStruct((2, 3), np.float32, sharding=sharding)
     by_shape = raysgd.jax.restore([values, 5, values], like=[shape, 0, sharding])
@@ -42,29 +43,29 @@ def test_like_may_be_shapes_or_shardings_or_other_values(sharding: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "told"),
+    ("saved", "message"),
     [
         (
             {"w": np.ones((2, 4), np.float32)},
             r"state\['w'\] was saved as float32 of shape \(2, 4\); .* of shape \(2, 3\)",
         ),
         ({"w": np.ones((2, 3))}, r"state\['w'\] was saved as float64 of shape \(2, 3\); .* has float32"),
-        ({}, r"state\['w'\] is in restore\(..., like=...\), and was not saved"),
-        ({"w": np.ones((2, 3), np.float32), "b": [1]}, r"state\['b'\]\[0\] was saved, and is not in"),
-        ({"w": {"x": 1}}, r"state\['w'\]\['x'\] was saved, and is not in"),
+        ({}, r"state\['w'\] is in restore\(..., like=...\) but was not saved"),
+        ({"w": np.ones((2, 3), np.float32), "b": [1]}, r"state\['b'\]\[0\] was saved but is not in"),
+        ({"w": {"x": 1}}, r"state\['w'\]\['x'\] was saved but is not in"),
     ],
 )
-def test_what_does_not_fit_is_told(sharding: Any, saved: Any, told: str) -> None:
+def test_state_that_does_not_match_like_is_refused(sharding: Any, saved: Any, message: str) -> None:
     like = {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=sharding)}
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         raysgd.jax.restore(saved, like=like)
 
 
-def test_arrays_that_cannot_be_saved_are_told(tmp_path: Path) -> None:
+def test_arrays_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     donated = jax.numpy.ones(3)
     donated.delete()
     with raysgd.local(dir=tmp_path):
-        with pytest.raises(CheckpointError, match=r"state\['x'\] was deleted, as an array is that was donated"):
+        with pytest.raises(CheckpointError, match=r"state\['x'\] was deleted, as JAX deletes donated arrays"):
             raysgd.save_checkpoint({"x": donated})
         with pytest.raises(CheckpointError, match=r"state\[0\] is an array of key<fry>: save jax.random.key_data"):
             raysgd.save_checkpoint([jax.random.key(0)])

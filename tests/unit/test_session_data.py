@@ -1,4 +1,4 @@
-"""Data in a session: who gets it and when, and its positions in the small state that goes with each checkpoint."""
+"""Data in a session: which rank gets which rows, and positions in the rank state of each checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import raysgd
-from raysgd.data import resolve_datasets
+from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import AttemptEnded, CheckpointError, ConfigError, SessionError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity
-from raysgd.session.outbox import Outbox
+from raysgd.session.event_queue import EventQueue
 from raysgd.session.worker import Codec, WorkerSession
 
 
@@ -34,42 +34,44 @@ def batches(dataset: Any, size: int = 2) -> list[list[int]]:
 
 
 def take(dataset: Any, steps: int, size: int = 2) -> Any:
-    """An iterator over batches that has taken so many steps, and stands inside its epoch as long as it is held."""
+    """Return an iterator that has taken ``steps`` batches; its epoch stays in progress while the iterator is referenced."""
     iterator = iter(dataset.get_split().iter_batches(size))
     for _ in range(steps):
         next(iterator)
     return iterator
 
 
-class Written:
-    """A writer that keeps what it is given."""
+class RecordingWriter:
+    """A writer that records what it is given."""
 
     def __init__(self) -> None:
         self.small: list[dict[str, Any]] = []
 
-    def save(self, call: int, state: Any, small: dict[str, Any], *, trusted: bool, shared_by: int | None) -> None:
+    def save(self, call: int, state: Any, small: dict[str, Any], *, allow_pickle: bool, shared_by: int | None) -> None:
         self.small.append(json.loads(json.dumps(small)))
 
     def save_nothing(self, call: int, small: dict[str, Any]) -> None:
         self.small.append(json.loads(json.dumps(small)))
 
 
-class From:
-    """A checkpoint with this small state."""
+class CheckpointOf:
+    """A checkpoint with this rank state."""
 
     def __init__(self, small: dict[str, Any]) -> None:
         self.small = small
 
-    def load(self, rank: int, world_size: int, *, trusted: bool, on_unusable: Any) -> tuple[Any, dict[str, Any]]:
+    def load(self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Any) -> tuple[Any, dict[str, Any]]:
         return "state", self.small
 
 
-def session(given: Any = None, start: Any = None, rank: int = 0, world_size: int = 1) -> tuple[WorkerSession, Written]:
-    written = Written()
-    made = WorkerSession(
+def session(
+    given: Any = None, start: Any = None, rank: int = 0, world_size: int = 1
+) -> tuple[WorkerSession, RecordingWriter]:
+    writer = RecordingWriter()
+    session_in_run = WorkerSession(
         Identity(rank, world_size),
-        outbox=Outbox(0),
-        writer=written,  # type: ignore[arg-type]
+        event_queue=EventQueue(0),
+        writer=writer,  # type: ignore[arg-type]
         link=None,  # type: ignore[arg-type]
         codec=Codec(same, same),
         start=start,
@@ -79,112 +81,114 @@ def session(given: Any = None, start: Any = None, rank: int = 0, world_size: int
         deterministic=False,
         plan=resolve_datasets(given, same),
     )
-    return made, written
+    return session_in_run, writer
 
 
-def save(made: WorkerSession) -> None:
-    made.save_checkpoint("state", files=False, metrics=None, all_ranks=False, trusted=False)
+def save(session_in_run: WorkerSession) -> None:
+    session_in_run.save_checkpoint("state", files=False, metrics=None, all_ranks=False, allow_pickle=False)
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_share() -> None:
+def test_each_rank_gets_its_shard() -> None:
     first, second = (session(numbers(), rank=rank, world_size=2)[0] for rank in range(2))
-    shares = [batches(one.get_dataset(None)) for one in (first, second)]
-    assert shares == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], []]]
+    rows_by_rank = [batches(session_of_rank.get_dataset(None)) for session_of_rank in (first, second)]
+    assert rows_by_rank == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], []]]
 
 
-def test_the_position_is_saved_beside_the_generators() -> None:
-    made, written = session({"train": numbers(), "validation": numbers(4)})
-    held = take(made.get_dataset("train"), 3)
-    save(made)
+def test_position_is_saved_with_the_generators() -> None:
+    session_in_run, writer = session({"train": numbers(), "validation": numbers(4)})
+    held = take(session_in_run.get_dataset("train"), 3)
+    save(session_in_run)
     next(held)
-    (small,) = written.small
+    (small,) = writer.small
     assert small["data"]["train"]["consumed"] == 6
     assert small["data"]["validation"] == {"epoch": 0, "consumed": 0}
     assert set(small["generators"]) >= {"python", "numpy"}
 
 
-def test_a_run_without_data_saves_no_position() -> None:
-    made, written = session()
-    save(made)
-    assert set(written.small[0]) == {"generators"}
+def test_run_without_data_saves_no_position() -> None:
+    session_in_run, writer = session()
+    save(session_in_run)
+    assert set(writer.small[0]) == {"generators"}
 
 
-def test_a_loaded_checkpoint_goes_on_where_it_was_saved_with_other_ranks_too() -> None:
-    made, written = session(numbers(12))
-    held = take(made.get_dataset(None), 2)
-    save(made)
+def test_loaded_checkpoint_resumes_at_its_position_on_any_rank() -> None:
+    session_in_run, writer = session(numbers(12))
+    held = take(session_in_run.get_dataset(None), 2)
+    save(session_in_run)
     del held
-    shares = []
+    rows_by_rank = []
     for rank in range(2):
-        small = rank_state.inherit({0: written.small[0]}, rank, is_same_size=False)
+        small = rank_state.inherit({0: writer.small[0]}, rank, is_same_size=False)
         assert set(small) == {"data"}, "generators of another number of ranks"
-        again, _ = session(numbers(12), From(small), rank, 2)
-        assert again.load_checkpoint(None, trusted=False) == "state"
-        shares.append(batches(again.get_dataset(None)))
-    assert shares == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
+        again, _ = session(numbers(12), CheckpointOf(small), rank, 2)
+        assert again.load_checkpoint(None, allow_pickle=False) == "state"
+        rows_by_rank.append(batches(again.get_dataset(None)))
+    assert rows_by_rank == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
 
 
-def test_a_state_without_a_position_moves_nothing() -> None:
-    made, _ = session(numbers(), From({}))
-    held = take(made.get_dataset(None), 2)
-    made.load_checkpoint(None, trusted=False)
+def test_checkpoint_without_position_leaves_the_position() -> None:
+    session_in_run, _ = session(numbers(), CheckpointOf({}))
+    held = take(session_in_run.get_dataset(None), 2)
+    session_in_run.load_checkpoint(None, allow_pickle=False)
     assert [batch["x"].tolist() for batch in held] == [[4, 5], [6, 7], [8, 9]]
 
 
-def test_a_position_in_other_data_is_refused_and_nothing_is_restored() -> None:
-    made, written = session(numbers(10))
-    held = take(made.get_dataset(None), 2)
-    save(made)
+def test_position_in_another_dataset_is_refused_and_nothing_is_restored() -> None:
+    session_in_run, writer = session(numbers(10))
+    held = take(session_in_run.get_dataset(None), 2)
+    save(session_in_run)
     del held
-    other, _ = session(numbers(11), From(written.small[0]))
+    other, _ = session(numbers(11), CheckpointOf(writer.small[0]))
     random.random()
     before = random.getstate()
     with pytest.raises(CheckpointError, match=r"of 10\), which has 11 rows now"):
-        other.load_checkpoint(None, trusted=False)
+        other.load_checkpoint(None, allow_pickle=False)
     assert random.getstate() == before
 
 
-def test_the_next_batch_raises_once_the_attempt_is_over() -> None:
-    made, _ = session(numbers())
-    held = take(made.get_dataset(None), 1)
-    made.end("rank 1 died")
+def test_next_batch_raises_after_the_attempt_ended() -> None:
+    session_in_run, _ = session(numbers())
+    held = take(session_in_run.get_dataset(None), 1)
+    session_in_run.end("rank 1 died")
     with pytest.raises(AttemptEnded, match="rank 1 died"):
         next(held)
-    for call in (lambda: made.get_dataset(None), made.get_datasets):
+    for call in (lambda: session_in_run.get_dataset(None), session_in_run.get_datasets):
         with pytest.raises(AttemptEnded, match="rank 1 died"):
             call()
 
 
-def test_a_thread_that_outlived_train_func_gets_no_more_data() -> None:
-    made, _ = session(numbers())
-    held = take(made.get_dataset(None), 1)
-    made.close()
+def test_thread_that_outlives_train_func_gets_no_more_data() -> None:
+    session_in_run, _ = session(numbers())
+    held = take(session_in_run.get_dataset(None), 1)
+    session_in_run.close()
     with pytest.raises(SessionError, match="train_func has returned"):
         next(held)
     with pytest.raises(SessionError, match="train_func has returned"):
-        made.get_dataset(None)
+        session_in_run.get_dataset(None)
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
-    made, _ = session({"train": numbers(), "test": numbers()})
-    with pytest.raises(ConfigError, match=r"no dataset 'trian' \(did you mean 'train'\?\); there are 'train', 'test'"):
-        made.get_dataset("trian")
-    with pytest.raises(ConfigError, match="without a name, but there are 'train', 'test'"):
-        made.get_dataset(None)
-    assert list(made.get_datasets()) == ["train", "test"]
+def test_unknown_dataset_name_is_refused_with_the_known_names() -> None:
+    session_in_run, _ = session({"train": numbers(), "test": numbers()})
+    with pytest.raises(
+        ConfigError, match=r"no dataset 'trian' \(did you mean 'train'\?\): the run has 'train', 'test'"
+    ):
+        session_in_run.get_dataset("trian")
+    with pytest.raises(ConfigError, match="needs the name of a dataset: the run has 'train', 'test'"):
+        session_in_run.get_dataset(None)
+    assert list(session_in_run.get_datasets()) == ["train", "test"]
 
 
-def test_without_data_there_is_none_to_get() -> None:
-    made, _ = session()
-    with pytest.raises(ConfigError, match=r"no dataset was given; give one: run\(train_func, dataset=...\)"):
-        made.get_dataset(None)
-    assert made.get_datasets() == {}
+def test_get_dataset_without_data_is_refused() -> None:
+    session_in_run, _ = session()
+    with pytest.raises(ConfigError, match=r"the run has no dataset: give one as run\(train_func, dataset=...\)"):
+        session_in_run.get_dataset(None)
+    assert session_in_run.get_datasets() == {}
 
 
-# -- what a rank goes on from ------------------------------------------------------------------------------------------
+# -- state that a rank restores ----------------------------------------------------------------------------------------
 
 STATES = {
     0: {"generators": {"python": 0}, "data": {"train": {"epoch": 1, "consumed": 0}}},
@@ -192,20 +196,20 @@ STATES = {
 }
 
 
-def test_as_many_ranks_inherit_each_its_own() -> None:
+def test_equal_number_of_ranks_restores_each_ranks_state() -> None:
     assert [rank_state.inherit(STATES, rank, is_same_size=True) for rank in range(2)] == [STATES[0], STATES[1]]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
-def test_another_number_of_ranks_inherits_the_positions_alone(rank: int) -> None:
+def test_other_number_of_ranks_restores_positions_only(rank: int) -> None:
     assert rank_state.inherit(STATES, rank, is_same_size=False) == {"data": STATES[0]["data"]}
 
 
-def test_a_rank_that_had_returned_inherits_the_positions_of_the_others() -> None:
+def test_rank_without_saved_state_restores_the_positions_of_others() -> None:
     assert rank_state.inherit({1: STATES[1]}, 0, is_same_size=True) == {"data": STATES[1]["data"]}
 
 
-def test_a_checkpoint_without_ranks_states_leaves_nothing() -> None:
+def test_checkpoint_without_rank_states_restores_nothing() -> None:
     assert rank_state.inherit({}, 0, is_same_size=True) == {}
 
 
@@ -221,7 +225,7 @@ def test_local_data_without_a_trainer() -> None:
         raysgd.get_dataset()
 
 
-def test_local_data_goes_on_where_its_checkpoint_was_taken(tmp_path: Path) -> None:
+def test_local_data_resumes_at_its_checkpoint(tmp_path: Path) -> None:
     with raysgd.local(dataset=numbers(), dir=tmp_path):
         held = take(raysgd.get_dataset(), 2)
         raysgd.save_checkpoint({"step": 2})
@@ -234,16 +238,16 @@ def test_local_data_goes_on_where_its_checkpoint_was_taken(tmp_path: Path) -> No
         assert shard.epoch == 1
 
 
-def test_local_refuses_what_is_no_dataset() -> None:
+def test_local_refuses_an_invalid_dataset() -> None:
     with pytest.raises(ConfigError, match=r"no file or folder rows\.parquet"), raysgd.local(dataset="rows.parquet"):
         pass
     assert raysgd.get_datasets() == {}, "a session was left behind"
 
 
-# -- what is held ------------------------------------------------------------------------------------------------------
+# -- released memory ----------------------------------------------------------------------------------------------------
 
 
-def test_after_train_func_nothing_refers_to_the_rows() -> None:
+def test_rows_are_released_after_train_func() -> None:
     class Rows:
         def __len__(self) -> int:
             return 3
@@ -252,10 +256,10 @@ def test_after_train_func_nothing_refers_to_the_rows() -> None:
             return index
 
     rows = Rows()
-    made, _ = session(rows)
-    assert list(made.get_dataset(None).get_split().iter_rows()) == [0, 1, 2]
+    session_in_run, _ = session(rows)
+    assert list(session_in_run.get_dataset(None).get_split().iter_rows()) == [0, 1, 2]
     held = weakref.ref(rows)
     del rows
-    made.close()
+    session_in_run.close()
     gc.collect()
     assert held() is None

@@ -1,4 +1,4 @@
-"""Values of the real JAX and TensorFlow as metrics, and in checkpoints."""
+"""Values of JAX and TensorFlow as metrics and in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from raysgd.session.metrics import copy_metrics, read_deferred
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 jax = pytest.importorskip("jax")
 tf = pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.jax, pytest.mark.tensorflow]
 jnp = jax.numpy
 
 SCALARS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -47,7 +48,7 @@ def test_scalars_are_metrics(name: str) -> None:
     assert read == value and type(read) is type(value)
 
 
-def test_a_variable_is_reported_as_it_was() -> None:
+def test_variable_is_reported_with_its_value_at_the_call() -> None:
     variable = tf.Variable(1.0)
     copied = copy_metrics({"x": variable})
     variable.assign(2.0)
@@ -55,12 +56,12 @@ def test_a_variable_is_reported_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", NONE)
-def test_what_is_no_number_is_named(name: str) -> None:
-    with pytest.raises(MetricError, match=r"report\(x=\.\.\.\) got a .*which is no metric"):
+def test_value_that_is_not_a_number_is_named(name: str) -> None:
+    with pytest.raises(MetricError, match=r"report\(x=\.\.\.\) got a .*not a metric"):
         copy_metrics({"x": NONE[name]()})
 
 
-def test_arrays_are_saved_and_come_back_as_numpy(tmp_path: Path) -> None:
+def test_arrays_are_loaded_as_numpy(tmp_path: Path) -> None:
     state = {
         "jax": {"w": jnp.full((2, 3), 0.5, jnp.bfloat16), "steps": [jnp.arange(3)]},
         "tf": (tf.constant([1.0, 2.0]), tf.Variable([[7]])),

@@ -1,4 +1,4 @@
-"""The random number generators of a worker: seeded per rank, saved as JSON, put back where they were."""
+"""The random number generators of a worker are seeded per rank, saved as JSON and restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.session.generators import capture_generators, restore_generators, seed_generators
+from raysgd.session.rank_state import capture_generators, restore_generators, seed_generators
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": lambda: [random.random(), random.gauss(0, 1), random.randrange(10**6)],
@@ -43,7 +43,7 @@ def through_json(states: dict[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def test_restored_generators_go_on_where_they_were_saved() -> None:
+def test_restored_generators_continue_where_they_were_saved() -> None:
     seed_generators(1, 0)
     draw()
     states = through_json(capture_generators())
@@ -53,7 +53,7 @@ def test_restored_generators_go_on_where_they_were_saved() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_saving_does_not_move_them() -> None:
+def test_saving_does_not_advance_generators() -> None:
     seed_generators(1, 0)
     capture_generators()
     first = draw()
@@ -61,7 +61,7 @@ def test_saving_does_not_move_them() -> None:
     assert draw() == first
 
 
-def test_the_second_value_of_a_pair_of_normals_is_not_lost() -> None:
+def test_second_value_of_a_pair_of_normals_is_saved() -> None:
     random.gauss(0, 1)  # makes two, keeps one
     np.random.normal()
     states = through_json(capture_generators())
@@ -71,7 +71,7 @@ def test_the_second_value_of_a_pair_of_normals_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DRAWS))
-def test_each_rank_draws_its_own_numbers_and_the_same_ones_again(name: str) -> None:
+def test_seed_gives_each_rank_its_own_repeatable_numbers(name: str) -> None:
     def drawn(seed: int, rank: int) -> Any:
         seed_generators(seed, rank)
         return DRAWS[name]()
@@ -83,14 +83,14 @@ def test_each_rank_draws_its_own_numbers_and_the_same_ones_again(name: str) -> N
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63])
-def test_any_seed_will_do(seed: int) -> None:
+def test_any_seed_is_accepted(seed: int) -> None:
     seed_generators(seed, 3)
     first = draw()
     seed_generators(seed, 3)
     assert draw() == first
 
 
-def test_a_framework_that_is_not_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_framework_that_is_not_loaded_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_generators(1, 0)
     everything = capture_generators()
     assert {"python", "numpy", "torch"} <= set(everything)
@@ -104,7 +104,7 @@ def test_a_framework_that_is_not_loaded_is_left_out(monkeypatch: pytest.MonkeyPa
     assert random.random() != expected
 
 
-def test_states_that_lack_one_leave_it_alone() -> None:
+def test_generator_without_a_saved_state_is_unchanged() -> None:
     seed_generators(1, 0)
     expected = DRAWS["torch"]()
     seed_generators(1, 0)

@@ -1,4 +1,4 @@
-"""What the time of train_func went into: steps and stopwatches, by a clock that is given."""
+"""Where the time of train_func went: steps and stopwatches, with a fake clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 @given(st.lists(st.tuples(CALLS, st.floats(0.0, 10.0)), max_size=40))
-def test_the_time_up_to_the_last_step_is_divided(calls: list[tuple[str, float]]) -> None:
+def test_time_up_to_the_last_step_is_divided_into_parts(calls: list[tuple[str, float]]) -> None:
     clock = Clock()
     progress = Progress(clock)
     clock.now += 100  # forming the group
@@ -48,10 +48,10 @@ def test_the_time_up_to_the_last_step_is_divided(calls: list[tuple[str, float]])
             with getattr(progress, watch):
                 clock.now += seconds
             spent[watch] += seconds
-    assert progress.pulse(is_inside=True).spent == pytest.approx(expected)
+    assert progress.heartbeat(is_inside=True).spent == pytest.approx(expected)
 
 
-def test_a_stopwatch_within_itself_counts_once() -> None:
+def test_nested_stopwatch_counts_once() -> None:
     clock = Clock()
     watch = Progress(clock).data
     with watch:
@@ -62,7 +62,7 @@ def test_a_stopwatch_within_itself_counts_once() -> None:
     assert watch.seconds == 7
 
 
-def test_other_threads_count_for_nothing() -> None:
+def test_time_of_other_threads_is_not_counted() -> None:
     """A thread of the user's that reads ahead: the training thread does not wait for its batches."""
     clock = Clock()
     progress = Progress(clock)
@@ -82,7 +82,7 @@ def test_other_threads_count_for_nothing() -> None:
     assert progress.data.seconds == 1.0, "the thread that enters train_func is the one that counts"
 
 
-def test_who_waits_for_storage_moves_as_storage_does() -> None:
+def test_waiting_for_storage_is_progress_while_storage_writes() -> None:
     clock = Clock()
     progress = Progress(clock)
     progress.enter()
@@ -91,10 +91,10 @@ def test_who_waits_for_storage_moves_as_storage_does() -> None:
         clock.now += 30
         progress.wrote()
         clock.now += 5
-        assert progress.pulse(is_inside=True).idle_s == 5
+        assert progress.heartbeat(is_inside=True).idle_s == 5
         clock.now += 60
-        assert progress.pulse(is_inside=True).idle_s == 65, "storage that takes nothing any more"
-    assert progress.pulse(is_inside=True).idle_s == 95, "writing behind train_func's back is no progress of its own"
+        assert progress.heartbeat(is_inside=True).idle_s == 65, "storage that takes nothing any more"
+    assert progress.heartbeat(is_inside=True).idle_s == 95, "background writing is not progress of train_func"
 
 
 class Slow:
@@ -109,7 +109,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("how", ["to_torch", "iter_rows", "loader"])
-def test_what_reads_batches_is_timed_and_what_uses_them_is_not(how: str) -> None:
+def test_reading_a_batch_is_timed_and_using_it_is_not(how: str) -> None:
     from torch.utils.data import DataLoader
 
     with raysgd.local(dataset=Slow()) as session:
@@ -129,9 +129,9 @@ def test_what_reads_batches_is_timed_and_what_uses_them_is_not(how: str) -> None
         read_s = time.monotonic() - began - used_s
         assert 0.06 <= session.progress.data.seconds <= read_s
         num_batches = 6 if how == "iter_rows" else 3
-        assert session.progress.pulse(is_inside=True).spent.steps == num_batches
+        assert session.progress.heartbeat(is_inside=True).spent.steps == num_batches
 
 
-def test_a_session_of_its_own_has_progress_too() -> None:
+def test_local_session_has_progress() -> None:
     assert isinstance(context.current(), LocalSession)
     assert isinstance(context.current().progress, Progress)

@@ -1,4 +1,4 @@
-"""Files the user wrote, on their way to storage: what storage does wrong is told, what the caller does wrong is raised."""
+"""Files that the user wrote are copied to storage: storage failures become events, mistakes of the caller raise."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raysgd.checkpoint.local_files import LocalFiles
-from raysgd.checkpoint.retry import Retry
 from raysgd.checkpoint.snapshot import StagingPool
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.files import LocalFiles
+from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointNotFoundError, StorageError
 from raysgd.session.events import PartFailed, PartSafe, Warned, WorkerEvent
@@ -21,13 +20,13 @@ from raysgd.session.saving import CheckpointWriter
 
 
 class Saver:
-    """A writer whose storage is ``folder``, and what it told."""
+    """A writer whose storage is ``folder``, and its events."""
 
     def __init__(self, folder: Path) -> None:
-        self.told: list[WorkerEvent] = []
+        self.events: list[WorkerEvent] = []
         storage = Storage.from_uri(folder, retry=Retry(tries=1))
         self.writer = CheckpointWriter(
-            CheckpointStore(storage), attempt=1, rank=0, first_number=1, pool=StagingPool(), put=self.told.append
+            CheckpointStore(storage), attempt=1, rank=0, first_number=1, pool=StagingPool(), put=self.events.append
         )
 
 
@@ -39,47 +38,43 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_files_that_are_there_are_a_safe_part(tmp_path: Path, source: Path) -> None:
+def test_saved_files_are_a_durable_part(tmp_path: Path, source: Path) -> None:
     saver = Saver(tmp_path / "run")
     saver.writer.save_files(0, source, {"generators": {}})
-    (event,) = saver.told
+    (event,) = saver.events
     assert isinstance(event, PartSafe)
     assert [(os.path.basename(name), size) for name, size, _ in event.files] == [("weights", 3)]
     assert event.rank_state == {"generators": {}}
 
 
-def test_storage_that_fails_is_told_and_not_raised(tmp_path: Path, source: Path) -> None:
+def test_storage_failure_is_an_event_and_does_not_raise(tmp_path: Path, source: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     saver = Saver(tmp_path / "run")
     saver.writer.save_files(2, source, {})
-    (event,) = saver.told
+    (event,) = saver.events
     assert isinstance(event, PartFailed)
     assert event.call == 2 and "could not write" in event.error
 
 
-def test_a_source_that_is_not_there_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_missing_source_raises(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run")
-    with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         saver.writer.save_files(0, tmp_path / "nothing", {})
-    assert saver.told == []
+    assert saver.events == []
 
 
-def test_a_source_that_cannot_be_read_is_the_callers_mistake(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_source_raises(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("raysgd.checkpoint.user_files.read_chunks", refuse)
+    monkeypatch.setattr("raysgd.checkpoint.storage.storage.read_chunks", refuse)
     saver = Saver(tmp_path / "run")
     with pytest.raises(StorageError, match="Permission denied"):
         saver.writer.save_files(0, source, {})
-    assert saver.told == []
+    assert saver.events == []
 
 
-def test_each_try_and_each_piece_that_goes_to_storage_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_try_and_each_piece_written_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, calls = LocalFiles.write, []
 
     def fail_once(files: LocalFiles, name: str, chunks: Iterable[bytes], *, atomic: bool) -> tuple[int, int]:
@@ -90,19 +85,21 @@ def test_each_try_and_each_piece_that_goes_to_storage_is_told_of(
         return size
 
     monkeypatch.setattr(LocalFiles, "write", fail_once)
-    told = []
-    storage = Storage.from_uri(tmp_path, retry=Retry(sleep=lambda _: None)).telling(lambda: told.append(len(calls)))
+    events = []
+    storage = Storage.from_uri(tmp_path, retry=Retry(sleep=lambda _: None)).with_progress(
+        lambda: events.append(len(calls))
+    )
     storage.write_chunks("file", lambda: [b"1", b"2", b"3"])
-    assert told == [0] * 4 + [1] * 4
+    assert events == [0] * 4 + [1] * 4
 
 
-def test_a_save_that_waits_long_for_storage_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_waits_long_for_storage_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.session.saving.LONG_WAIT_S", 0.1)
     saver, state = Saver(tmp_path), {"weights": np.ones(1000)}
     saver.writer.on_chunk = lambda: time.sleep(0.3)
     for call in range(6):
-        saver.writer.save(call, state, {}, trusted=False)
+        saver.writer.save(call, state, {}, allow_pickle=False)
     saver.writer.close()
-    (text,) = [event.message for event in saver.told if isinstance(event, Warned)]
+    (text,) = [event.message for event in saver.events if isinstance(event, Warned)]
     assert "storage is slower than they are made" in text
-    assert len([event for event in saver.told if isinstance(event, PartSafe)]) == 6
+    assert len([event for event in saver.events if isinstance(event, PartSafe)]) == 6

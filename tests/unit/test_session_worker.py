@@ -1,4 +1,4 @@
-"""One attempt as train_func sees it: what its calls send, when they raise, and where a stop is found."""
+"""The session of one attempt: what its calls send, when they raise, and where a stop is found."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._util.fast_json import decode
+from raysgd._util.json import decode
 from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, SessionError
 from raysgd.session.events import Reports, Saved, Scored, StartUnusable, WorkerEvent
-from raysgd.session.generators import capture_generators
-from raysgd.session.stopping import StopGate
+from raysgd.session.gates import StopGate
+from raysgd.session.rank_state import capture_generators
 from support.sessions import FakeStart, Worker
 
 PATIENCE_S = 30  # far above what anything here takes
@@ -27,7 +27,7 @@ PATIENCE_S = 30  # far above what anything here takes
 CALLS: dict[str, Callable[[Worker], object]] = {
     "report": lambda worker: worker.report(loss=1.0),
     "save_checkpoint": lambda worker: worker.save(),
-    "load_checkpoint": lambda worker: worker.session.load_checkpoint(None, trusted=False),
+    "load_checkpoint": lambda worker: worker.session.load_checkpoint(None, allow_pickle=False),
     "barrier": lambda worker: worker.session.barrier(),
     "broadcast": lambda worker: worker.session.broadcast(1),
 }
@@ -36,7 +36,7 @@ CALLS: dict[str, Callable[[Worker], object]] = {
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_reports_leave_in_order_with_their_times() -> None:
+def test_reports_are_sent_in_order_with_their_times() -> None:
     worker = Worker(time_before_s=100.0)
     worker.report(loss=1.0)
     worker.report(loss=2.0)
@@ -45,11 +45,11 @@ def test_reports_leave_in_order_with_their_times() -> None:
     (first, second) = decode(event.rows)
     assert [first[2], second[2]] == [{"loss": 1.0}, {"loss": 2.0}]
     assert first[0] <= second[0]
-    assert 100.0 <= first[1] <= second[1] < 100.0 + PATIENCE_S  # training time goes on from before
+    assert 100.0 <= first[1] <= second[1] < 100.0 + PATIENCE_S  # training time continues
     assert worker.session.num_reports == 2
 
 
-def test_a_report_that_is_refused_is_none() -> None:
+def test_refused_report_is_not_counted() -> None:
     worker = Worker()
     with pytest.raises(MetricError):
         worker.report(loss=object())
@@ -57,7 +57,7 @@ def test_a_report_that_is_refused_is_none() -> None:
     assert worker.sent() == []
 
 
-def test_hooks_get_each_report() -> None:
+def test_callbacks_get_each_report() -> None:
     seen: list[dict[str, Any]] = []
     worker = Worker(on_report=[lambda metrics: seen.append(dict(metrics))])
     worker.report(loss=1.0)
@@ -80,7 +80,7 @@ def test_every_call_raises_once_the_attempt_is_over(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_a_call_from_a_thread_that_outlived_train_func_is_an_error(call: str) -> None:
+def test_call_from_a_thread_that_outlives_train_func_raises(call: str) -> None:
     worker = Worker()
     worker.session.close()
     with pytest.raises(SessionError, match="train_func has returned"):
@@ -88,14 +88,14 @@ def test_a_call_from_a_thread_that_outlived_train_func_is_an_error(call: str) ->
     assert worker.sent() == []
 
 
-def test_the_end_of_the_attempt_gets_past_a_users_except_exception() -> None:
+def test_except_exception_does_not_catch_the_end_of_the_attempt() -> None:
     worker = Worker()
     worker.session.end("over")
     assert not issubclass(AttemptEnded, Exception)
     assert worker.session.is_ended and worker.session.should_stop()
 
 
-def test_an_end_is_raised_anew_each_time() -> None:
+def test_each_call_raises_a_new_exception_after_the_end() -> None:
     worker = Worker()
     worker.session.end("over")
     raised = []
@@ -106,48 +106,21 @@ def test_an_end_is_raised_anew_each_time() -> None:
     assert raised[0] is not raised[1]  # tracebacks would pile up, and hold their frames
 
 
-class BrokenGroupError(Exception):
-    """What some framework raises, and gets over."""
-
-
-@pytest.mark.parametrize("call", [*sorted(CALLS), "should_stop"])
-def test_where_train_func_can_get_over_it_every_call_raises_what_it_expects(call: str) -> None:
-    worker = Worker()
-    worker.session.end("rank 1 died", BrokenGroupError("rank 1 died"))
-    calls = {**CALLS, "should_stop": lambda worker: worker.session.should_stop()}
-    for _ in range(2):
-        with pytest.raises(BrokenGroupError, match="rank 1 died"):
-            calls[call](worker)
-    assert worker.sent() == []
-    assert worker.session.is_ended
-
-
-def test_a_meeting_that_ends_before_the_rank_is_told_why_is_a_broken_group_too() -> None:
-    def fails(what: str, index: int, payload: bytes | None) -> bytes | None:
-        raise AttemptEnded("over")
-
-    for broken_group, expected in ((BrokenGroupError, BrokenGroupError), (lambda why: None, AttemptEnded)):
-        worker = Worker(broken_group=broken_group)
-        worker.link.meet = fails  # type: ignore[method-assign]
-        with pytest.raises(expected, match="over"):
-            worker.session.barrier()
-
-
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def test_saves_are_numbered_and_say_how_many_reports_came_before() -> None:
+def test_saves_are_numbered_with_the_reports_before_them() -> None:
     worker = Worker()
     worker.report()
     worker.save("a")
     worker.report()
     worker.report()
-    worker.save("b", trusted=True)
+    worker.save("b", allow_pickle=True)
     assert [(saved.call, saved.reports) for saved in worker.saved()] == [(0, 1), (1, 3)]
     assert worker.writer.calls == [("state", 0, ("a", False)), ("state", 1, ("b", True))]
 
 
-def test_only_rank_0_gives_a_state_and_the_others_what_is_theirs() -> None:
+def test_rank_0_saves_the_state_and_all_ranks_their_rank_state() -> None:
     for rank, kind in ((0, "state"), (1, "nothing")):
         worker = Worker(rank)
         worker.save()
@@ -155,7 +128,7 @@ def test_only_rank_0_gives_a_state_and_the_others_what_is_theirs() -> None:
         assert set(worker.writer.rank_states[0]["generators"]) >= {"python"}
 
 
-def test_with_all_ranks_each_gives_its_part() -> None:
+def test_all_ranks_save_their_parts() -> None:
     worker = Worker(rank=1)
     worker.save("part", all_ranks=True)
     assert worker.writer.calls == [("state", 0, ("part", False))]
@@ -163,7 +136,7 @@ def test_with_all_ranks_each_gives_its_part() -> None:
     assert saved.all_ranks
 
 
-def test_files_are_copied_by_the_rank_whose_state_they_are() -> None:
+def test_files_are_copied_by_the_rank_that_gives_the_state() -> None:
     for rank, kind in ((0, "files"), (1, "nothing")):
         worker = Worker(rank)
         worker.save("/some/folder", files=True)
@@ -172,21 +145,21 @@ def test_files_are_copied_by_the_rank_whose_state_they_are() -> None:
         assert saved.is_files
 
 
-def test_ranks_that_give_no_state_may_give_none() -> None:
+def test_rank_without_a_state_may_give_none() -> None:
     worker = Worker(rank=1)
     worker.save(None)
     assert len(worker.saved()) == 1
 
 
 @pytest.mark.parametrize(("rank", "all_ranks"), [(0, False), (0, True), (1, True)])
-def test_the_rank_whose_state_it_is_may_not_give_none(rank: int, all_ranks: bool) -> None:
+def test_rank_that_gives_the_state_must_not_give_none(rank: int, all_ranks: bool) -> None:
     worker = Worker(rank)
     with pytest.raises(CheckpointError, match=rf"save_checkpoint\(None\) on rank {rank}"):
         worker.save(None, all_ranks=all_ranks)
     assert worker.sent() == []
 
 
-def test_a_state_that_cannot_be_saved_makes_no_checkpoint_but_counts_as_a_call() -> None:
+def test_state_that_cannot_be_saved_counts_as_a_call_without_a_checkpoint() -> None:
     worker = Worker()
     with pytest.raises(CheckpointError, match="holds a socket"):
         worker.save(CheckpointError("holds a socket"))
@@ -206,7 +179,7 @@ def scores(worker: Worker) -> list[Any]:
     ]
 
 
-def test_in_a_loop_that_reports_first_a_save_is_scored_by_the_report_before_it() -> None:
+def test_save_in_a_loop_that_reports_first_is_scored_by_the_report_before() -> None:
     worker = Worker()
     for loss in (3, 2, 1):
         worker.report(loss=loss)
@@ -214,7 +187,7 @@ def test_in_a_loop_that_reports_first_a_save_is_scored_by_the_report_before_it()
     assert scores(worker) == [("Saved", 0, {"loss": 3}), ("Saved", 1, {"loss": 2}), ("Saved", 2, {"loss": 1})]
 
 
-def test_in_a_loop_that_saves_first_a_save_is_scored_by_the_report_after_it() -> None:
+def test_save_in_a_loop_that_saves_first_is_scored_by_the_report_after() -> None:
     worker = Worker()
     for loss in (3, 2):
         worker.save()
@@ -227,7 +200,7 @@ def test_in_a_loop_that_saves_first_a_save_is_scored_by_the_report_after_it() ->
     ]
 
 
-def test_of_several_reports_after_a_save_the_first_scores_it() -> None:
+def test_first_report_after_a_save_scores_it() -> None:
     worker = Worker()
     worker.save()
     worker.report(loss=3)
@@ -235,14 +208,14 @@ def test_of_several_reports_after_a_save_the_first_scores_it() -> None:
     assert scores(worker) == [("Saved", 0, None), ("Scored", 0, {"loss": 3})]
 
 
-def test_a_report_comes_before_the_score_it_makes() -> None:
+def test_report_is_sent_before_its_score() -> None:
     worker = Worker()
     worker.save()
     worker.report(loss=3)
     assert [type(event) for event in worker.sent()] == [Saved, Reports, Scored]
 
 
-def test_metrics_of_its_own_score_a_save_and_its_round_is_counted_all_the_same() -> None:
+def test_metrics_argument_scores_a_save() -> None:
     first, after = Worker(), Worker()
     first.save(metrics={"acc": 0.5})
     first.report(loss=3)
@@ -253,7 +226,7 @@ def test_metrics_of_its_own_score_a_save_and_its_round_is_counted_all_the_same()
     assert scores(after) == [("Saved", 0, {"acc": 0.5})]
 
 
-def test_metrics_of_a_save_are_held_to_the_rules_of_reports() -> None:
+def test_metrics_of_a_save_follow_the_rules_of_reports() -> None:
     worker = Worker()
     with pytest.raises(MetricError):
         worker.save(metrics={"acc": object()})
@@ -263,22 +236,22 @@ def test_metrics_of_a_save_are_held_to_the_rules_of_reports() -> None:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_nothing_to_load_at_the_first_start() -> None:
-    assert Worker().session.load_checkpoint(None, trusted=False) is None
+def test_first_start_loads_none() -> None:
+    assert Worker().session.load_checkpoint(None, allow_pickle=False) is None
 
 
-def test_the_start_is_loaded_for_this_rank_and_its_generators_go_on() -> None:
+def test_start_is_loaded_for_this_rank_with_its_generators() -> None:
     states = capture_generators()
     expected = random.random()
     worker = Worker(rank=1, start=FakeStart("start", states))
-    assert worker.session.load_checkpoint(None, trusted=True) == ("start", 1, 2, True)
+    assert worker.session.load_checkpoint(None, allow_pickle=True) == ("start", 1, 2, True)
     assert random.random() == expected
 
 
-def test_after_a_save_the_newest_committed_checkpoint_is_loaded() -> None:
+def test_load_after_a_save_gives_the_newest_committed_checkpoint() -> None:
     worker = Worker(start=FakeStart("start"))
     worker.save()
-    load = functools.partial(worker.session.load_checkpoint, None, trusted=False)
+    load = functools.partial(worker.session.load_checkpoint, None, allow_pickle=False)
     assert load() == ("start", 0, 2, False)  # it is not committed yet
     worker.link.newest = FakeStart("newest")
     assert load() == ("newest", 0, 2, False)
@@ -287,39 +260,39 @@ def test_after_a_save_the_newest_committed_checkpoint_is_loaded() -> None:
     assert worker.link.questions == [(0, 1), (1, 1), (2, 2)]
 
 
-def test_what_is_found_wrong_later_is_told_of_the_checkpoint_that_the_attempt_started_from() -> None:
+def test_damage_found_later_is_reported_for_the_starting_checkpoint() -> None:
     start, newest = FakeStart("start"), FakeStart("newest")
     worker = Worker(start=start)
-    worker.session.load_checkpoint(None, trusted=False)
+    worker.session.load_checkpoint(None, allow_pickle=False)
     assert start.on_unusable is not None
     start.on_unusable(CheckpointCorruptError("a shard is damaged"))
     assert StartUnusable("a shard is damaged") in worker.sent()
     worker.save()
     worker.link.newest = newest
-    worker.session.load_checkpoint(None, trusted=False)
+    worker.session.load_checkpoint(None, allow_pickle=False)
     assert newest.on_unusable is not None
     newest.on_unusable(CheckpointCorruptError("another"))
     assert not any(isinstance(event, StartUnusable) for event in worker.sent())
 
 
-def test_before_the_first_save_the_controller_is_not_asked() -> None:
+def test_load_before_the_first_save_does_not_ask_the_controller() -> None:
     worker = Worker()
     worker.link.newest = FakeStart("of another rank that has saved already")
-    assert worker.session.load_checkpoint(None, trusted=False) is None
+    assert worker.session.load_checkpoint(None, allow_pickle=False) is None
     assert worker.link.questions == []
 
 
-def test_an_attempt_that_ended_while_the_controller_was_asked_gets_no_state() -> None:
+def test_attempt_that_ends_during_a_load_gets_no_state() -> None:
     worker = Worker(start=FakeStart("start"))
     worker.save()
     worker.link.newest_checkpoint = lambda *_: worker.session.end("a rank died")  # type: ignore[assignment]
     with pytest.raises(AttemptEnded):
-        worker.session.load_checkpoint(None, trusted=False)
+        worker.session.load_checkpoint(None, allow_pickle=False)
 
 
-def test_a_path_is_loaded_as_it_is() -> None:
+def test_load_with_a_path_gives_the_state_there() -> None:
     worker = Worker(rank=1, start=FakeStart("start"))
-    assert worker.session.load_checkpoint("/somewhere", trusted=True) == "loaded"
+    assert worker.session.load_checkpoint("/somewhere", allow_pickle=True) == "loaded"
     assert worker.loaded == [("/somewhere", 1, 2, True)]
 
 
@@ -340,7 +313,7 @@ OnDevice.__module__ = "jax"  # a framework whose scalars are held as they are
 
 @pytest.mark.parametrize("saves_first", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_the_training_thread_never_waits_for_a_device(saves_first: bool, own: bool) -> None:
+def test_report_does_not_wait_for_a_device(saves_first: bool, own: bool) -> None:
     worker = Worker()
     read: list[int | None] = []
     metrics = {"metrics": {"best": OnDevice(0.25, read)}} if own else {}
@@ -359,60 +332,60 @@ def test_the_training_thread_never_waits_for_a_device(saves_first: bool, own: bo
     assert [json.loads(metrics) for metrics in given] == [{"best": 0.25} if own else {"loss": 0.5}]
 
 
-# -- meetings ----------------------------------------------------------------------------------------------------------
+# -- barriers ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_wait_for_each_other_before_they_enter_and_one_alone_does_not() -> None:
+def test_ranks_wait_for_each_other_before_train_func() -> None:
     worker, alone = Worker(), Worker(world_size=1)
     worker.session.wait_for_others()
     alone.session.wait_for_others()
     worker.session.barrier()
-    assert worker.link.meetings == [("enter", 0, None), ("barrier", 0, None)]
-    assert alone.link.meetings == []
-    assert worker.session.progress.pulse(is_inside=False).calls == 1, "no call of train_func's"
+    assert worker.link.barriers == [("enter", 0, None), ("barrier", 0, None)]
+    assert alone.link.barriers == []
+    assert worker.session.progress.heartbeat(is_inside=False).calls == 1, "no call of train_func's"
 
 
-def test_barriers_and_broadcasts_are_counted_each_for_itself() -> None:
+def test_barriers_and_broadcasts_are_counted_separately() -> None:
     worker = Worker(rank=1)
     worker.link.answer = pickle.dumps("x")
     worker.session.barrier()
     worker.session.broadcast(None)
     worker.session.barrier()
-    assert worker.link.meetings == [("barrier", 0, None), ("broadcast", 0, None), ("barrier", 1, None)]
+    assert worker.link.barriers == [("barrier", 0, None), ("broadcast", 0, None), ("barrier", 1, None)]
 
 
-def test_a_broadcast_gives_everyone_rank_0s_object() -> None:
+def test_broadcast_gives_rank_0s_object() -> None:
     payload = {"lr": 0.1}
     zero, one = Worker(0), Worker(1)
     assert zero.session.broadcast(payload) is payload
-    sent = zero.link.meetings[0][2]
+    sent = zero.link.barriers[0][2]
     assert sent is not None
     one.link.answer = sent
     assert one.session.broadcast("ignored") == payload
-    assert one.link.meetings == [("broadcast", 0, None)]
+    assert one.link.barriers == [("broadcast", 0, None)]
 
 
-def test_a_broadcast_without_rank_0_names_the_rule() -> None:
+def test_broadcast_without_rank_0_raises() -> None:
     worker = Worker(rank=1)
     worker.link.answer = b""
-    with pytest.raises(SessionError, match="rank 0 has returned without calling it; a rank that has returned is not"):
+    with pytest.raises(SessionError, match="rank 0 returned without calling broadcast"):
         worker.session.broadcast(None)
 
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_asked_to_stop() -> None:
+def test_should_stop_is_false_without_a_stop() -> None:
     worker = Worker()
     assert not worker.session.should_stop()
     worker.report()
 
 
-def test_a_loop_that_looks_finds_the_stop_and_has_one_more_report_for_its_last_word() -> None:
+def test_loop_that_checks_finds_the_stop_and_may_report_once_more() -> None:
     worker = Worker()
     worker.report()
-    looks, reports = worker.session.hold()
-    worker.session.stop_from(looks, reports)
+    checks, reports = worker.session.hold()
+    worker.session.stop_from(checks, reports)
     assert worker.session.should_stop()
     worker.save()
     worker.report(last=True)
@@ -421,10 +394,10 @@ def test_a_loop_that_looks_finds_the_stop_and_has_one_more_report_for_its_last_w
     assert worker.session.num_reports == 2
 
 
-def test_a_rank_that_is_behind_the_others_goes_on_until_it_has_come_as_far() -> None:
+def test_rank_that_is_behind_continues_to_the_agreed_check() -> None:
     worker = Worker()
     worker.session.hold()
-    worker.session.stop_from(look=2, last_report=1)
+    worker.session.stop_from(check=2, last_report=1)
     assert [worker.session.should_stop() for _ in range(4)] == [False, False, True, True]
     worker.report()
     worker.report()
@@ -432,22 +405,22 @@ def test_a_rank_that_is_behind_the_others_goes_on_until_it_has_come_as_far() -> 
         worker.report()
 
 
-def test_a_stop_for_others_ends_nobody_at_a_report() -> None:
+def test_stop_without_a_report_limit_ends_no_report() -> None:
     worker = Worker()
-    looks, _ = worker.session.hold()
-    worker.session.stop_from(looks, None)
+    checks, _ = worker.session.hold()
+    worker.session.stop_from(checks, None)
     for _ in range(5):
         worker.report()
     assert not worker.session.saw_stop
     assert worker.session.should_stop() and worker.session.saw_stop
 
 
-def test_a_stop_by_the_user_after_it_is_found_no_later_and_ends_at_a_report() -> None:
+def test_second_stop_is_found_no_later_and_ends_at_a_report() -> None:
     worker = Worker()
     worker.session.hold()
-    worker.session.stop_from(look=1, last_report=None)
+    worker.session.stop_from(check=1, last_report=None)
     worker.session.hold()
-    worker.session.stop_from(look=3, last_report=0)
+    worker.session.stop_from(check=3, last_report=0)
     assert [worker.session.should_stop() for _ in range(3)] == [False, True, True]
     worker.report()
     with pytest.raises(AttemptEnded, match="asked to stop"):
@@ -455,25 +428,25 @@ def test_a_stop_by_the_user_after_it_is_found_no_later_and_ends_at_a_report() ->
 
 
 @pytest.mark.parametrize("call", [lambda worker: worker.session.should_stop(), lambda worker: worker.report()])
-def test_a_rank_that_is_held_waits_until_all_have_agreed(call: Callable[[Worker], object]) -> None:
+def test_held_rank_waits_until_it_is_released(call: Callable[[Worker], object]) -> None:
     worker = Worker()
-    looks, reports = worker.session.hold()
+    checks, reports = worker.session.hold()
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(call(worker)))
     thread.start()
     thread.join(0.02)
     assert thread.is_alive()
-    worker.session.stop_from(looks + 5, reports + 5)
+    worker.session.stop_from(checks + 5, reports + 5)
     thread.join(PATIENCE_S)
     assert len(answers) == 1 and not answers[0]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_rank_that_is_held_when_the_attempt_ends_is_let_go(is_late: bool) -> None:
+def test_held_rank_is_released_when_the_attempt_ends(is_late: bool) -> None:
     worker = Worker()
     raised: list[BaseException] = []
 
-    def look_and_report() -> None:
+    def check_and_report() -> None:
         assert worker.session.should_stop()
         try:
             worker.report()
@@ -485,7 +458,7 @@ def test_a_rank_that_is_held_when_the_attempt_ends_is_let_go(is_late: bool) -> N
         worker.session.hold()
     else:
         worker.session.hold()
-    thread = threading.Thread(target=look_and_report, daemon=True)
+    thread = threading.Thread(target=check_and_report, daemon=True)
     thread.start()
     if not is_late:
         worker.session.end("rank 1 died")
@@ -494,16 +467,16 @@ def test_a_rank_that_is_held_when_the_attempt_ends_is_let_go(is_late: bool) -> N
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-def test_all_ranks_find_a_stop_at_the_same_look(made: list[int]) -> None:
+def test_all_ranks_find_a_stop_at_the_same_check(made: list[int]) -> None:
     gates = [StopGate() for _ in made]
-    for gate, looks in zip(gates, made, strict=True):
-        assert not any(gate.look() for _ in range(looks))
+    for gate, checks in zip(gates, made, strict=True):
+        assert not any(gate.check() for _ in range(checks))
     places = [gate.hold(0)[0] for gate in gates]
     for gate in gates:
         gate.release(max(places), 0)
     first = []
-    for gate, looks in zip(gates, made, strict=True):
-        while not gate.look():
-            looks += 1
-        first.append(looks)
+    for gate, checks in zip(gates, made, strict=True):
+        while not gate.check():
+            checks += 1
+        first.append(checks)
     assert len(set(first)) == 1 and first[0] >= max(made)

@@ -1,4 +1,4 @@
-"""What the TensorFlow backend says about Keras 3's ``fit``, which cannot do what it is asked to."""
+"""The TensorFlow backend explains the error of Keras 3's ``fit`` with several workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IN_KERAS_3 = ValueError(
 
 
 @pytest.mark.parametrize(
-    ("legacy_keras", "is_installed", "way"),
+    ("legacy_keras", "is_installed", "advice"),
     [
         (True, True, "make the model with tf.keras"),
         (False, True, "leave TensorflowConfig(legacy_keras=True)"),
@@ -20,13 +20,15 @@ IN_KERAS_3 = ValueError(
         (False, False, "pip install tf_keras"),
     ],
 )
-def test_the_way_out_is_told(legacy_keras: bool, is_installed: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_keras_3_is_explained_with_advice(
+    legacy_keras: bool, is_installed: bool, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
-    told = raysgd.TensorflowConfig(legacy_keras=legacy_keras).make().explain(IN_KERAS_3)
-    assert told is not None and way in told
+    explanation = raysgd.TensorflowConfig(legacy_keras=legacy_keras).make_backend().explain_error(IN_KERAS_3)
+    assert explanation is not None and advice in explanation
 
 
-def test_nothing_is_said_of_other_errors() -> None:
-    backend = raysgd.TensorflowConfig().make()
-    assert backend.explain(ValueError("PerReplica")) is None
-    assert backend.explain(TypeError(str(IN_KERAS_3))) is None
+def test_other_errors_are_not_explained() -> None:
+    backend = raysgd.TensorflowConfig().make_backend()
+    assert backend.explain_error(ValueError("PerReplica")) is None
+    assert backend.explain_error(TypeError(str(IN_KERAS_3))) is None

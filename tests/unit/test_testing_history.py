@@ -1,11 +1,12 @@
-"""The checker of histories finds what is wrong, each promise broken once; what the machine does it finds nothing in.
+"""`check_history` finds each broken promise, and finds nothing wrong with histories of the state machine.
 
-That the second holds for whatever happens to a run is part of `test_controller_fuzz`.
+`test_controller_fuzz` shows the latter for random histories.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.checkpoint.storage import Storage
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames as f
 from raysgd.controller.commands import GroupFailed
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal import Journal
+from raysgd.controller.journal.journal import Journal
 from raysgd.session import events as e
 from raysgd.testing.history import HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
@@ -36,36 +37,37 @@ from raysgd.testing.simulation import (
     running,
     saved,
 )
+from raysgd.trainer.spec import TrainerSpec, describe_run
 
 Frames = list[Frame]
 
 
 def one_retry() -> History:
-    """Two ranks, three iterations, a checkpoint of the second; rank 1 dies; three more iterations and a checkpoint."""
-    run = running(2, failure=FailureConfig(max_failures=1), checkpoint=CheckpointConfig(num_to_keep=1))
+    """Return a run of two ranks: three iterations, a checkpoint, the death of rank 1, the same again."""
+    run = running(2, failure_config=FailureConfig(max_failures=1), checkpoint_config=CheckpointConfig(num_to_keep=1))
     for rank in range(2):
-        run.say(rank, reports(0, 2), saved(0, 2), part(0), reports(2))
+        run.deliver(rank, reports(0, 2), saved(0, 2), part(0), reports(2))
     run.commit()
     kill(run, 1)
     run.ready()
     for rank in range(2):
-        run.say(rank, reports(0, 2), saved(0, 2), part(0), reports(2))
+        run.deliver(rank, reports(0, 2), saved(0, 2), part(0), reports(2))
     run.commit()
     finish(run)
     assert run.is_closed
     return history_of(run, max_failures=1)
 
 
-def one_too_many() -> History:
-    """No failure allowed, and one comes, with an exception on its way."""
-    run = running(2, failure=FailureConfig(max_failures=0))
-    run.say(0, failed("boom"))
+def give_up() -> History:
+    """Return a run that allows no failure, and has one, with an exception in flight."""
+    run = running(2, failure_config=FailureConfig(max_failures=0))
+    run.deliver(0, failed("boom"))
     kill(run, 1)
     assert run.is_closed
     return history_of(run, max_failures=0)
 
 
-def an_exception() -> History:
+def user_error() -> History:
     run = running(2)
     run.leave(1, failed("boom"))
     run.leave(0, broken())
@@ -74,30 +76,30 @@ def an_exception() -> History:
 
 
 def preempted() -> History:
-    """Rank 1 is told to end, both leave by should_stop, and the second attempt does the rest."""
+    """Return a run in which rank 1 is preempted, both ranks leave by should_stop, and a second attempt finishes."""
     run = running()
-    run.say(1, e.Preempted("SIGTERM"))
+    run.deliver(1, e.Preempted("SIGTERM"))
     for rank in (0, 1):
-        run.say(rank, reports(0))
+        run.deliver(rank, reports(0))
     run.save()
     run.commit()
     for rank in (0, 1):
         run.leave(rank, e.Returned(b"value", 5, saw_stop=True))
     run.ready()
     for rank in (0, 1):
-        run.say(rank, reports(0))
+        run.deliver(rank, reports(0))
     finish(run)
     return history_of(run, max_failures=0)
 
 
 def index_of(frames: Frames, kind: str, which: int = 0) -> int:
-    """The place of a frame, or of an event, of a kind."""
+    """Return the index of a frame or an event of a kind."""
     kinds = [frame.data["kind"] if frame.kind == f.EVENT else frame.kind for frame in frames]
     return [place for place, found in enumerate(kinds) if found == kind][which]
 
 
 def drop(kind: str, which: int = 0) -> Callable[[Frames], None]:
-    """Leave a frame out; the others are numbered anew, so that nobody sees it by that."""
+    """Remove a frame; the others are renumbered, so that there is no gap."""
 
     def change(frames: Frames) -> None:
         del frames[index_of(frames, kind, which)]
@@ -114,7 +116,7 @@ def double(kind: str, which: int = 0) -> Callable[[Frames], None]:
 
 
 def move(kind: str, which: int, to: str, to_which: int = 0) -> Callable[[Frames], None]:
-    """Put a frame right after another one."""
+    """Move a frame right behind another one."""
 
     def change(frames: Frames) -> None:
         moved = frames.pop(index_of(frames, kind, which))
@@ -124,7 +126,7 @@ def move(kind: str, which: int, to: str, to_which: int = 0) -> Callable[[Frames]
 
 
 def put(kind: str, which: int, **data: Any) -> Callable[[Frames], None]:
-    """Change the data of a frame, or of an event; ``attempt`` and ``rank`` of frames too."""
+    """Change the data of a frame or an event, or a frame's ``attempt`` or ``rank``."""
 
     def change(frames: Frames) -> None:
         frame = frames[index_of(frames, kind, which)]
@@ -139,17 +141,17 @@ def put(kind: str, which: int, **data: Any) -> Callable[[Frames], None]:
 
 
 def renumber(frames: Frames) -> None:
-    """The second attempt is number 3."""
+    """Make the second attempt number 3."""
     frames[:] = [replace(frame, attempt=3) if frame.attempt == 2 else frame for frame in frames]
 
 
 CORRUPTIONS: list[tuple[str, Callable[[], History], Callable[[Frames], None], str]] = [
-    ("an end twice", one_retry, double(f.RUN_CLOSED), "the run was closed 2 times"),
+    ("two ends", one_retry, double(f.RUN_CLOSED), "the run was closed 2 times"),
     ("no end", one_retry, drop(f.RUN_CLOSED), "the run has no end"),
     ("no outcome", one_retry, lambda fs: _drop_frame(fs, f.RUN_END), "the run has 0 outcomes: none"),
-    ("goes on after its end", one_retry, move("worker_up", 0, f.RUN_CLOSED), "the run went on after it was closed"),
+    ("continues after its end", one_retry, move("worker_up", 0, f.RUN_CLOSED), "the run continued after it was closed"),
     ("done without a rank", one_retry, drop(f.RANK_DONE, -1), "the run is done, and ranks [1] have not returned"),
-    ("an attempt's number is left out", one_retry, renumber, "attempt 3 began where attempt 2"),
+    ("an attempt's number is missing", one_retry, renumber, "attempt 3 began where attempt 2"),
     ("no end of an attempt", one_retry, drop(f.ATTEMPT_END), "attempt 2 began before attempt 1 had ended"),
     ("the last attempt does not end", one_retry, drop(f.ATTEMPT_END, -1), "attempt 2 never ended"),
     ("an attempt ends twice", one_retry, double(f.ATTEMPT_END), "attempt 1 ended 2 times"),
@@ -159,8 +161,13 @@ CORRUPTIONS: list[tuple[str, Callable[[], History], Callable[[Frames], None], st
     ("a rank enters twice", one_retry, double("entered"), "rank 0 entered attempt 1 2 times"),
     ("a worker is missing", one_retry, drop("worker_up"), "attempt 1 began without the workers of ranks [0]"),
     ("two ranks in a process", one_retry, put("worker_up", 0, pid=101), "process 101 on node0 is 2 ranks"),
-    ("the dead come back", one_retry, put("worker_up", 3, pid=101), "process 101, which had died as rank 1, is in"),
-    ("the preempted come back", preempted, put("worker_up", 3, pid=101), "process 101, which was preempted as rank 1"),
+    ("a dead process returns", one_retry, put("worker_up", 3, pid=101), "process 101, which had died as rank 1, is in"),
+    (
+        "a preempted process returns",
+        preempted,
+        put("worker_up", 3, pid=101),
+        "process 101, which was preempted as rank 1",
+    ),
     (
         "a report is lost",
         one_retry,
@@ -168,24 +175,39 @@ CORRUPTIONS: list[tuple[str, Callable[[], History], Callable[[Frames], None], st
         "rank 0 of attempt 1 made 2 reports, and then number 4",
     ),
     ("a report comes twice", one_retry, double(f.REPORTS, 0), "made 2 reports, and then number 1"),
-    ("fewer rows than told", one_retry, put(f.REPORTS, 0, rows=b"[]"), "has 0 of 2 reports"),
-    ("a rank that is not there", one_retry, put(f.REPORTS, 0, rank=5), "rank 5 of attempt 1, which has 2 ranks"),
-    ("iterations are left out", one_retry, put(f.ATTEMPT, 1, iterations_before=7), "iterations 4 to 7 are missing"),
+    ("fewer rows than announced", one_retry, put(f.REPORTS, 0, rows=b"[]"), "has 0 of 2 reports"),
+    ("an unknown rank", one_retry, put(f.REPORTS, 0, rank=5), "rank 5 of attempt 1, which has 2 ranks"),
+    ("iterations are missing", one_retry, put(f.ATTEMPT, 1, iterations_before=7), "iterations 4 to 7 are missing"),
     ("an iteration is lost", one_retry, put(f.CHECKPOINT, -2, iteration=9), "a checkpoint is of iteration 9, and the"),
-    ("an old start", one_retry, put("attempt_start", 1, checkpoint=None), "attempt 2 started from None (iteration 2)"),
-    ("a wrong count", one_retry, put("attempt_start", 1, iterations_before=1), "(iteration 1); the newest checkpoint"),
+    (
+        "a start from an old checkpoint",
+        one_retry,
+        put("attempt_start", 1, checkpoint=None),
+        "2 started from None (iteration 2)",
+    ),
+    (
+        "a start at a wrong iteration",
+        one_retry,
+        put("attempt_start", 1, iterations_before=1),
+        "(iteration 1); the newest",
+    ),
     ("a retry is not counted", one_retry, drop("failure"), "attempt 2 was entered after attempt 1, which had not"),
     ("a failure counts twice", one_retry, double("failure"), "attempt 1 was counted as 2 failures"),
-    ("a retry's number", one_retry, put("failure", 0, action="retry 2"), "retries are numbered [2]"),
-    ("entered in spite of a stop", one_retry, put("failure", 0, action="stop"), "though it was decided to stop"),
-    ("done in spite of a failure", one_retry, move("failure", 0, f.ATTEMPT, 1), "the run is done, though a failure"),
-    ("given up too early", one_too_many, put("failure", 0, action="retry 1"), "the actions were ['retry 1'], and"),
-    ("the last exception is not named", one_too_many, put("failure", 0, raised="other"), "does not name 'other'"),
-    ("the failure is not named", one_too_many, put("failure", 0, error="other"), "does not name 'other'"),
-    ("the exception is not named", an_exception, put("run_end", 1, message="rank 1: other"), "does not name 'boom'"),
-    ("the rank is not named", an_exception, put("run_end", 1, message="boom"), "does not name 'rank 1'"),
-    ("no word", an_exception, put("run_end", 0, summary="", rank=None, followed=[]), "the run failed without a word"),
-    ("cause and effect", an_exception, put("run_end", 0, followed=[[1, "x"]]), "is the cause of the error and its"),
+    ("a wrong retry number", one_retry, put("failure", 0, action="retry 2"), "retries are numbered [2]"),
+    ("an attempt after a stop", one_retry, put("failure", 0, action="stop"), "though it was decided to stop"),
+    ("done despite a failure", one_retry, move("failure", 0, f.ATTEMPT, 1), "the run is done, though a failure"),
+    ("retry without an attempt", give_up, put("failure", 0, action="retry 1"), "the actions were ['retry 1'], and"),
+    ("the last exception is not named", give_up, put("failure", 0, raised="other"), "does not name 'other'"),
+    ("the failure is not named", give_up, put("failure", 0, error="other"), "does not name 'other'"),
+    ("the exception is not named", user_error, put("run_end", 1, message="rank 1: other"), "does not name 'boom'"),
+    ("the rank is not named", user_error, put("run_end", 1, message="boom"), "does not name 'rank 1'"),
+    (
+        "no message",
+        user_error,
+        put("run_end", 0, summary="", rank=None, followed=[]),
+        "the run failed without a message",
+    ),
+    ("cause and consequence", user_error, put("run_end", 0, followed=[[1, "x"]]), "is the cause of the error and its"),
 ]
 
 
@@ -199,8 +221,8 @@ def with_frames(history: History, change: Callable[[Frames], None]) -> History:
     return replace(history, frames=tuple(replace(frame, seq=seq) for seq, frame in enumerate(changed)))
 
 
-@pytest.mark.parametrize("make", [one_retry, one_too_many, an_exception])
-def test_nothing_is_wrong_with_a_good_history(make: Callable[[], History]) -> None:
+@pytest.mark.parametrize("make", [one_retry, give_up, user_error])
+def test_valid_history_has_no_violations(make: Callable[[], History]) -> None:
     history = make()
     assert find_violations(history) == []
     assert len(history.frames) > 10
@@ -209,31 +231,31 @@ def test_nothing_is_wrong_with_a_good_history(make: Callable[[], History]) -> No
 @pytest.mark.parametrize(
     ("make", "change", "found"), [row[1:] for row in CORRUPTIONS], ids=[row[0] for row in CORRUPTIONS]
 )
-def test_a_broken_promise_is_found(make: Callable[[], History], change: Any, found: str) -> None:
+def test_broken_promise_is_found(make: Callable[[], History], change: Any, found: str) -> None:
     violations = find_violations(with_frames(make(), change))
     assert [violation for violation in violations if found in violation], violations
 
 
-def test_what_the_failures_were_allowed_to_be() -> None:
+def test_retries_are_compared_with_max_failures() -> None:
     assert find_violations(replace(one_retry(), max_failures=None)) == []
     assert find_violations(replace(one_retry(), max_failures=-1)) == []
     assert find_violations(replace(one_retry(), max_failures=0)) == ["there were 1 retries, and max_failures is 0"]
-    assert find_violations(replace(one_too_many(), max_failures=2)) == [
+    assert find_violations(replace(give_up(), max_failures=2)) == [
         "the run gave up after 0 retries, and max_failures is 2"
     ]
 
 
 @given(place=st.integers(0, 10**6))
-def test_a_frame_that_is_lost_or_doubled_is_found_wherever_it_is(place: int) -> None:
+def test_lost_or_duplicate_frame_is_found_at_any_place(place: int) -> None:
     history = one_retry()
-    place = 1 + place % (len(history.frames) - 2)  # but for the last, whose loss is that of the end
+    place = 1 + place % (len(history.frames) - 2)  # not the last one, whose loss is a missing end
     lost = history.frames[:place] + history.frames[place + 1 :]
     doubled = history.frames[: place + 1] + history.frames[place:]
     assert f"frames {place} to {place} are missing in the journal" in find_violations(replace(history, frames=lost))
     assert f"frame {place} is in the journal twice" in find_violations(replace(history, frames=doubled))
 
 
-def test_a_run_that_was_lost_may_have_lost_the_end_of_its_journal() -> None:
+def test_lost_run_may_have_lost_the_end_of_its_journal() -> None:
     history = one_retry()
     for length in range(5, len(history.frames)):
         found = find_violations(replace(history, frames=history.frames[:length], stored={}, max_failures=None))
@@ -241,10 +263,10 @@ def test_a_run_that_was_lost_may_have_lost_the_end_of_its_journal() -> None:
         assert not [violation for violation in found if "missing in the journal" in violation]
 
 
-def test_a_checkpoint_that_was_passed_over_is_no_start() -> None:
+def test_attempt_need_not_start_from_a_skipped_checkpoint() -> None:
     history = one_retry()
     note = Frame(
-        0, f.EVENT, 1, data={"kind": "warning", "timestamp": 0.0, "data": {"message": "checkpoint 1 passed over"}}
+        0, f.EVENT, 1, data={"kind": "warning", "timestamp": 0.0, "data": {"message": "checkpoint 1 skipped: damaged"}}
     )
 
     def change(frames: Frames) -> None:
@@ -261,25 +283,25 @@ def test_a_checkpoint_that_was_passed_over_is_no_start() -> None:
     assert starts(with_note) == []
 
 
-def test_an_attempt_that_was_left_for_another_group_needs_no_failure() -> None:
+def test_regroup_needs_no_failure() -> None:
     history = one_retry()
     note = Frame(0, f.EVENT, 1, data={"kind": "regroup", "timestamp": 0.0, "data": {"why": "the group grows"}})
 
     def without_failure(frames: Frames) -> None:
         drop("failure")(frames)
 
-    def left_for_another(frames: Frames) -> None:
+    def with_regroup(frames: Frames) -> None:
         frames[index_of(frames, "failure")] = note
 
     def complaints(change: Callable[[Frames], None]) -> list[str]:
         return [v for v in find_violations(with_frames(history, change)) if "had not failed" in v]
 
     assert len(complaints(without_failure)) == 1
-    assert complaints(left_for_another) == []
+    assert complaints(with_regroup) == []
 
 
-def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
-    run = SimulatedRun(2, failure=FailureConfig(max_failures=3))
+def test_failed_starts_count_as_failures_without_an_attempt() -> None:
+    run = SimulatedRun(2, failure_config=FailureConfig(max_failures=3))
     run.feed(GroupFailed("WorkerDiedError", "died early", can_retry=True, ranks=(0,)))
     run.advance(10)
     run.ready()
@@ -288,7 +310,7 @@ def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
     run.advance(10)
     run.ready()
     finish(run)
-    assert [note["action"] for note in run.notes("failure")] == ["retry 1", "retry 2", "retry 3"]
+    assert [note["action"] for note in run.events("failure")] == ["retry 1", "retry 2", "retry 3"]
     assert find_violations(history_of(run, max_failures=3)) == []
 
 
@@ -296,7 +318,7 @@ def test_groups_that_could_not_be_formed_are_failures_of_no_attempt() -> None:
 
 
 def stored(**changes: Any) -> Callable[[dict[int, Stored]], None]:
-    """Change what is on storage of the last checkpoint, number 2; number 1 was deleted."""
+    """Change the last checkpoint on storage, number 2; number 1 was deleted."""
 
     def change(found: dict[int, Stored]) -> None:
         found[2] = replace(found[2], **changes)
@@ -320,29 +342,29 @@ def manifest(**changes: Any) -> Callable[[dict[int, Stored]], None]:
         (stored(manifest=None), "checkpoint 2 was committed, and has no manifest"),
         (stored(problem="bits"), "checkpoint 2 was committed, and cannot be loaded: bits"),
         (stored(unlisted=(".tmp-1",)), "checkpoint 2 has files that are not its own: .tmp-1"),
-        (manifest(iteration=9), "checkpoint 2 was told with iteration 4; its manifest has 9"),
-        (manifest(attempt=1), "checkpoint 2 was told with attempt 2; its manifest has 1"),
+        (manifest(iteration=9), "checkpoint 2 has iteration 4 in the journal, 9 in its manifest"),
+        (manifest(attempt=1), "checkpoint 2 has attempt 2 in the journal, 1 in its manifest"),
         (manifest(parts={}), "checkpoint 2 holds no state"),
-        (manifest(all_ranks=True), "checkpoint 2 is of 2 ranks, and has no part of ranks [1]"),
+        (manifest(all_ranks=True), "checkpoint 2 of 2 ranks has no part of ranks [1]"),
         (lambda found: found.update({1: found[2]}), "checkpoint 1 was deleted, and is still there"),
-        (lambda found: found.update({7: found[2]}), "checkpoint 7 is on storage, and was never told of"),
+        (lambda found: found.update({7: found[2]}), "checkpoint 7 is on storage, but not in the journal"),
         (
             lambda found: found.update({7: Stored(unlisted=("a",))}),
             "parts of checkpoint 7, which was never committed, are left: a",
         ),
     ],
 )
-def test_what_is_wrong_on_storage_is_found(change: Any, violation: str) -> None:
+def test_violation_on_storage_is_found(change: Any, violation: str) -> None:
     history = one_retry()
     found = dict(history.stored)
     change(found)
     assert find_violations(replace(history, stored=found)) == [violation]
 
 
-# ------------------------------------------------------------------------------------------------------ standing still
+# ------------------------------------------------------------------------------------------------------ stalls
 
 
-def test_a_run_that_stands_still_is_found() -> None:
+def test_stalled_run_is_found() -> None:
     def at(*times: float) -> tuple[Frame, ...]:
         return tuple(
             Frame(seq, f.EVENT, 1, data={"kind": "warning", "timestamp": time, "data": {}})
@@ -357,7 +379,7 @@ def test_a_run_that_stands_still_is_found() -> None:
     still = "nothing happened for 10.0 s, between warning and warning"
     assert look(at(10.0, 20.0), 9.0) == [still]
     assert look(at(10.0, 20.0), 10.0) == look(at(10.0, 20.0), None) == []
-    assert look((*at(10.0, 20.0), sample), 9.0) == [still], "a look at the load is no progress"
+    assert look((*at(10.0, 20.0), sample), 9.0) == [still], "a sample of the load is not progress"
     assert look((*at(10.0, 20.0), report), 9.0) == []
 
 
@@ -365,25 +387,26 @@ def test_a_run_that_stands_still_is_found() -> None:
 
 
 def write_run(folder: Path, history: History, upto: int | None = None) -> None:
-    """The files of a run, up to a frame, as the journal writes them."""
+    """Write the files of a run up to a frame, with the journal."""
     journal = Journal(Storage.from_uri(folder))
     for frame in history.frames[:upto]:
         journal.append(frame)
     journal.flush()
-    (folder / "run.json").write_text('{"failure": {"max_failures": 1}}')
+    spec = TrainerSpec.from_arguments(2, "none", failure_config=FailureConfig(max_failures=1))
+    (folder / "run.json").write_text(json.dumps(describe_run(spec, write_run)))
 
 
-def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_history_is_read_from_the_files_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, one_retry())
-    told = "checkpoint 2 was committed, and is not on storage"
+    violation = "checkpoint 2 was committed, and is not on storage"
     for allowed in (None, 1, 0):
-        with pytest.raises(HistoryError, match=told) as caught:
+        with pytest.raises(HistoryError, match=violation) as caught:
             check_history(tmp_path, max_failures=allowed)
         assert len(caught.value.violations) == (2 if allowed == 0 else 1)
         assert str(tmp_path) in str(caught.value)
 
 
-def test_the_end_of_a_run_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_waits_for_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = one_retry()
     write_run(tmp_path, history, -1)
     looks = []
@@ -402,7 +425,7 @@ def test_the_end_of_a_run_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(looks) == 3
 
 
-def test_a_run_without_an_outcome_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_does_not_wait_for_a_run_without_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = one_retry()
     place = index_of(list(history.frames), f.ATTEMPT)
     metrics_first = (*history.frames[:place], *(frame for frame in history.frames if frame.kind == f.REPORTS))
@@ -413,7 +436,7 @@ def test_a_run_without_an_outcome_is_not_waited_for(tmp_path: Path, monkeypatch:
     assert caught.value.violations == ("the run has no end",)
 
 
-def test_a_lost_run_may_have_deleted_and_amended_more_than_it_told() -> None:
+def test_lost_run_may_have_deleted_and_amended_more_than_its_journal_says() -> None:
     history = one_retry()
     place = index_of(list(history.frames), f.CHECKPOINT_DELETED)
     lost = replace(history, frames=history.frames[:place])

@@ -1,4 +1,4 @@
-"""Plans of faults: where a fault is due, that it happens once, and what of it is told. Nothing breaks here."""
+"""A planned fault is due at its place, happens once, and is recorded. No fault happens in these tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import os
 import pickle
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,11 @@ from raysgd.testing import (
     Stop,
     StorageFault,
     TornWrite,
+    faulty_files,
 )
-from raysgd.testing.fault import OF_CHECKPOINT, PHASES, Moment
+from raysgd.testing.faults import CHECKPOINT_PHASES, PHASES, Moment
 from raysgd.testing.faulty_files import FaultyStore
-from raysgd.testing.marks import claim, read_marks
+from raysgd.testing.injection import claim, read_records
 
 KINDS = [Kill, Stop, Exit, Hang, Raise, Slow, NetworkCut, StorageFault, DiskFull, TornWrite, BitFlip, KillDriver]
 
@@ -50,39 +50,48 @@ KINDS = [Kill, Stop, Exit, Hang, Raise, Slow, NetworkCut, StorageFault, DiskFull
     checkpoint=st.integers(0, 2),
     number=st.integers(0, 2),
 )
-def test_a_fault_is_due_in_its_phase_and_not_before_its_place(
+def test_fault_is_due_in_its_phase_at_or_after_its_place(
     phase: str, at: str, step: int, now: int, checkpoint: int, number: int
 ) -> None:
-    checkpoint = checkpoint if phase in OF_CHECKPOINT else 0
+    checkpoint = checkpoint if phase in CHECKPOINT_PHASES else 0
     fault = Kill(step=step, phase=phase, checkpoint=checkpoint)
     is_due = fault.is_due(Moment(at, now, number))
     assert is_due == (phase == at and now >= step and number >= checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Kill(rank=-1), "Kill(rank)=-1 is too small"),
         (lambda: Kill(step=1.5), "Kill(step)=1.5 is a float"),
         (lambda: Kill(phase="saving"), "Kill(phase)='saving' is not known; give one of 'start', 'report'"),
-        (lambda: Kill(checkpoint=1), "Kill(checkpoint=1) happens in the phase 'report', which is of no checkpoint"),
+        (
+            lambda: Kill(checkpoint=1),
+            "Kill(checkpoint=1) happens in the phase 'report', which belongs to no checkpoint",
+        ),
         (lambda: Raise(phase="write"), "Raise(phase)='write' is not known"),
-        (lambda: Exit(phase="written", hard=False), "the thread that writes checkpoints is none of train_func's"),
+        (lambda: Exit(phase="written", hard=False), "cannot happen in the thread that writes checkpoints"),
         (lambda: Slow(steps=0), "Slow(steps)=0 is too small"),
         (lambda: DiskFull(for_s=0), "DiskFull(for_s)=0 is out of range"),
         (lambda: TornWrite(phase="write"), "give one of 'written', 'committed'"),
         (lambda: FaultPlan([Kill]), "give faults such as Kill(rank=1, step=3)"),
-        (lambda: FaultPlan.random(1, ranks=2, steps=2, count=5), "5 faults have no room in 2 ranks times 2 steps"),
-        (lambda: FaultPlan.random(1, ranks=2, steps=2, kinds=[RemoveNode]), "of faults that happen in workers"),
+        (
+            lambda: FaultPlan.random(1, ranks=2, steps=2, count=5),
+            "FaultPlan.random(count=5) exceeds 2 ranks times 2 steps",
+        ),
+        (
+            lambda: FaultPlan.random(1, ranks=2, steps=2, kinds=[RemoveNode]),
+            "of fault classes that happen in workers",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused(make: Any, told: str) -> None:
+def test_impossible_fault_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_fault_shows_what_was_given() -> None:
+def test_repr_shows_the_given_arguments() -> None:
     assert repr(Kill(rank=1, step=3)) == "Kill(rank=1, step=3)"
     assert repr(DiskFull(checkpoint=1, times=2)) == "DiskFull(checkpoint=1, times=2)"
     assert repr(Raise(error=ValueError("mine"))) == "Raise(error=ValueError('mine'))"
@@ -94,7 +103,7 @@ def test_a_fault_shows_what_was_given() -> None:
 # ------------------------------------------------------------------------------------------------------ once
 
 
-def test_one_of_many_who_claim_a_fault_has_it(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_can_claim_a_fault(tmp_path: Path) -> None:
     claimed: list[bool] = []
     barrier = threading.Barrier(8)
 
@@ -108,12 +117,12 @@ def test_one_of_many_who_claim_a_fault_has_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(claimed) == [False] * 7 + [True]
-    (mark,) = read_marks(str(tmp_path))
-    assert (mark.index, mark.attempt, mark.pid) == (3, 2, os.getpid())
+    (record,) = read_records(str(tmp_path))
+    assert (record.index, record.attempt, record.pid) == (3, 2, os.getpid())
     assert os.listdir(tmp_path) == ["fault-00003.json"]
 
 
-def test_what_has_happened_is_told(tmp_path: Path) -> None:
+def test_plan_lists_fired_and_unfired_faults(tmp_path: Path) -> None:
     plan = FaultPlan([Kill(rank=1), Stop()], seed=5, folder=tmp_path)
     assert plan.fired == [] and plan.unfired == [Kill(rank=1), Stop()]
     claim(str(tmp_path), 1, 4)
@@ -126,7 +135,7 @@ def test_what_has_happened_is_told(tmp_path: Path) -> None:
     assert [fired.fault for fired in plan.fired] == [Stop(), Kill(rank=1)]
 
 
-def test_a_copy_of_a_plan_is_the_same_plan(tmp_path: Path) -> None:
+def test_pickled_plan_shares_its_records(tmp_path: Path) -> None:
     plan = FaultPlan([Kill(), Stop()])
     copy = pickle.loads(pickle.dumps(plan))
     claim(plan._folder, 1, 1)
@@ -134,7 +143,7 @@ def test_a_copy_of_a_plan_is_the_same_plan(tmp_path: Path) -> None:
     assert repr(copy) == repr(plan)
 
 
-def test_the_folder_of_a_plan_goes_with_it() -> None:
+def test_temporary_folder_is_removed_with_the_plan() -> None:
     plan = FaultPlan([Kill()])
     folder = plan._folder
     assert os.path.isdir(folder)
@@ -142,11 +151,11 @@ def test_the_folder_of_a_plan_goes_with_it() -> None:
     assert not os.path.exists(folder)
 
 
-# ------------------------------------------------------------------------------------------------------ by chance
+# ------------------------------------------------------------------------------------------------------ random plans
 
 
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), steps=st.integers(1, 10), data=st.data())
-def test_plans_by_chance_can_be_had_again(seed: int, ranks: int, steps: int, data: st.DataObject) -> None:
+def test_random_plan_is_reproducible(seed: int, ranks: int, steps: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, ranks * steps))
     kinds: list[type[Fault]] = [Kill, Stop, DiskFull]
     plan = FaultPlan.random(seed, ranks=ranks, steps=steps, kinds=kinds, count=count)
@@ -160,15 +169,15 @@ def test_plans_by_chance_can_be_had_again(seed: int, ranks: int, steps: int, dat
         assert fault.rank == 0 or not fault.needs_state
 
 
-def test_plans_by_chance_differ() -> None:
+def test_random_plans_differ() -> None:
     plans = {FaultPlan.random(seed, ranks=4, steps=50).faults for seed in range(20)}
     assert len(plans) > 15
 
 
-# ------------------------------------------------------------------------------------------------------ what is wrapped
+# ------------------------------------------------------------------------------------------------------ wrapped functions
 
 
-def test_a_wrapped_function_looks_as_it_did_and_does_nothing_outside_of_workers() -> None:
+def test_wrapped_function_behaves_like_the_original_outside_of_workers() -> None:
     def train_func(config: dict[str, Any]) -> Any:
         """Trains."""
         return config["value"]
@@ -181,14 +190,14 @@ def test_a_wrapped_function_looks_as_it_did_and_does_nothing_outside_of_workers(
     assert plan.fired == []
 
 
-def test_what_is_of_the_driver_stays_there() -> None:
+def test_driver_faults_are_not_sent_to_workers() -> None:
     plan = FaultPlan([RemoveNode(remove=threading.Lock().acquire), Kill(rank=1)])  # a lock does not pickle
     copy = pickle.loads(pickle.dumps(plan.wrap(os.getpid)))
     assert copy._plan.faults == {1: Kill(rank=1)}
     assert copy() == os.getpid()
 
 
-def test_the_drivers_faults_happen_when_their_result_comes() -> None:
+def test_driver_faults_happen_when_their_result_arrives() -> None:
     calls: list[int] = []
     plan = FaultPlan([RemoveNode(step=3, remove=lambda: calls.append(3)), RemoveNode(remove=lambda: calls.append(0))])
     callback = plan.driver_callback()
@@ -204,8 +213,8 @@ def test_the_drivers_faults_happen_when_their_result_comes() -> None:
 # ------------------------------------------------------------------------------------------------------ storage
 
 
-def test_writes_fail_as_often_as_they_are_to(tmp_path: Path) -> None:
-    from raysgd.checkpoint.storage import Storage
+def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysgd.checkpoint.storage.storage import Storage
     from raysgd.checkpoint.store import CheckpointStore
     from raysgd.errors import StorageError
 
@@ -225,7 +234,7 @@ def test_writes_fail_as_often_as_they_are_to(tmp_path: Path) -> None:
     folder.write_bytes("b", data)
     assert not [name for name in os.listdir(tmp_path / "checkpoint_000004") if name not in ("a", "b")]
 
-    store.fail(StorageFault().error, 2, None)  # one that is tried again
+    store.fail(StorageFault().error, 2, None)  # a transient error, which is retried
     folder.write_bytes("c", data)
     assert [phase for phase, _ in reached].count("write") == 7
 
@@ -234,9 +243,10 @@ def test_writes_fail_as_often_as_they_are_to(tmp_path: Path) -> None:
         with pytest.raises(StorageError):
             folder.write_bytes("d", data)
 
-    began = time.monotonic()
+    delays: list[float] = []
+    monkeypatch.setattr(faulty_files.time, "sleep", delays.append)
     store = FaultyStore(CheckpointStore(Storage.from_uri(tmp_path)), lambda *where: None)
     store.slow_down(0.2, 2)
     for _ in range(3):
         store.directory(4).write_bytes("e", data)
-    assert time.monotonic() - began >= 0.4
+    assert [delay_s for delay_s in delays if delay_s] == [0.2, 0.2]

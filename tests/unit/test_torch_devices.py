@@ -1,4 +1,4 @@
-"""`raysgd.torch.device`: which GPU a worker takes. CUDA itself is pretended."""
+"""`raysgd.torch.device`: which GPU a worker uses. CUDA is faked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _no_session_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretend a number of visible GPUs, and a worker that was given one of them."""
+    """Fake a number of visible GPUs, of which the worker has one."""
 
     def pretend(gpus: int, index: str | None = None, in_worker: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -43,89 +43,89 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return pretend
 
 
-def test_a_worker_takes_its_own_of_several_visible_gpus(machine: Machine) -> None:
+def test_worker_uses_its_own_of_several_visible_gpus(machine: Machine) -> None:
     machine(4, index="2")
     assert raysgd.torch.device() == torch.device("cuda:2")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_worker_that_was_given_no_gpu_takes_none_of_those_it_sees(machine: Machine, gpus: int) -> None:
+def test_worker_without_gpu_uses_none_of_the_visible_gpus(machine: Machine, gpus: int) -> None:
     machine(gpus)
     assert raysgd.torch.device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("gpus", "index"), [(0, None), (0, "0"), (1, None), (2, None), (1, "0"), (4, "2")])
 @pytest.mark.parametrize("given", [0.0, 0.5, 1.0, 2.0])
-def test_the_process_group_takes_the_same_device(
+def test_process_group_uses_the_same_device(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, index: str | None, given: float
 ) -> None:
     machine(gpus, index)
     taken: list[int] = []
     formed: list[str] = []
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # what a member of a group exports
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # members of a group export variables
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: formed.append(backend))
     store = torch.distributed.HashStore()
-    store.set("raysgd/gloo/1", "[]")  # the other member's
+    store.set("raysgd/gloo/1", "[]")  # of the other member
     monkeypatch.setattr(torch_backend, "join_store", lambda *_: store)
     has_gpu = given > 0 and gpus > 0
     member = Member(0, 2, 0, 2, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
-    TorchConfig().make().set_up(member)
+    TorchConfig().make_backend().init_process_group(member)
     device = raysgd.torch.device()
     assert taken == ([device.index] if device.type == "cuda" else [])
     assert formed == ["nccl" if has_gpu and given >= 1 else "gloo"]
-    # At their first collective, which may be late, ranks of nccl's wait for each other in it.
+    # With nccl, ranks would wait for each other in their first collective, which may come late.
     assert store.timeout == timedelta(seconds=TorchConfig().timeout_s)
 
 
-def test_a_machine_without_gpus_gives_the_cpu(machine: Machine) -> None:
+def test_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
     machine(0, index="0")
     assert raysgd.torch.device() == torch.device("cpu")
 
 
-def test_outside_a_worker_a_gpu_is_taken_where_there_is_one(machine: Machine) -> None:
+def test_gpu_is_used_outside_a_worker(machine: Machine) -> None:
     machine(2, index="1", in_worker=False)
     assert raysgd.torch.device() == torch.device("cuda:0")
 
 
 @pytest.mark.parametrize("index", ["2", "-1", "first"])
-def test_an_index_that_is_not_visible_names_itself_and_what_is_allowed(machine: Machine, index: str) -> None:
+def test_invisible_gpu_index_is_refused_with_the_allowed_ones(machine: Machine, index: str) -> None:
     machine(2, index=index)
     with pytest.raises(ConfigError, match=rf"RAYSGD_DEVICE_INDEX='{index}'.*from 0 to 1"):
         raysgd.torch.device()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_an_attempt_is_ended_by_the_abort_of_nccls_communicators(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """A kernel that waits for a dead peer can be ended in no other way. gloo's sockets are cut instead."""
+def test_attempt_ends_by_aborting_nccl_communicators(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Nothing else ends a kernel that waits for a dead peer. gloo's sockets are closed instead."""
     aborted: list[str] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
-    TorchConfig().make().abort()
+    TorchConfig().make_backend().abort_process_group()
     assert aborted == (["all"] if backend == "nccl" else [])
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_the_flight_record_is_that_of_the_groups_own_library(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Builds for CUDA have a recorder for nccl beside the one for the others."""
+def test_flight_record_is_read_from_the_groups_library(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """CUDA builds have a separate flight recorder for nccl."""
     dumps = {name: pickle.dumps({"entries": [], "version": name}) for name in ("_dump_nccl_trace", "_dump_fr_trace")}
     for name, dump in dumps.items():
         monkeypatch.setattr(c10d, name, lambda includeStackTraces, dump=dump: dump, raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    record = TorchConfig().make().flight_record()
+    record = TorchConfig().make_backend().dump_flight_record()
     assert record is not None
     assert record.dump == dumps["_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"]
 
 
 @pytest.mark.parametrize(("gpus", "says"), [(0, "sees no GPU"), (1, "has no nccl built in")])
-def test_nccl_where_there_is_none_is_refused_before_the_group_is_formed(
+def test_missing_nccl_is_refused_before_the_group_is_formed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, says: str
 ) -> None:
     machine(gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: gpus == 0)
     member = Member(0, 1, 0, 1, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu=True)
     with pytest.raises(ConfigError, match=says + r".*backend_args=\{\"backend\": \"gloo\"\}"):
-        TorchConfig(backend="nccl").make().set_up(member)
+        TorchConfig(backend="nccl").make_backend().init_process_group(member)

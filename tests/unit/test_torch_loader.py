@@ -1,4 +1,4 @@
-"""`prepare_data_loader`: shares, epochs, what is kept of the given loader, what is refused."""
+"""`prepare_data_loader`: shards, epochs, settings that are kept, and arguments that are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stream(IterableDataset[Any]):
 
 @contextlib.contextmanager
 def worlds() -> Iterator[Enter]:
-    """Be a worker of a group: ``world(rank, size, seed=...)``."""
+    """Return a function that makes this process a worker: ``world(rank, size, seed=...)``."""
 
     def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
         session = SimpleNamespace(
@@ -92,7 +92,7 @@ def items(loader: Any) -> list[int]:
 
 
 def orders(world: Enter, make: Callable[[], Any], size: int, **session: Any) -> list[list[int]]:
-    """What each rank reads in its first epoch."""
+    """Return what each rank reads in its first epoch."""
     found = []
     for rank in range(size):
         world(rank, size, **session)
@@ -101,24 +101,24 @@ def orders(world: Enter, make: Callable[[], Any], size: int, **session: Any) -> 
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_the_shares_of_all_ranks_are_the_data(world: Enter, shuffle: bool) -> None:
+def test_shards_of_all_ranks_cover_the_data(world: Enter, shuffle: bool) -> None:
     each = orders(world, lambda: DataLoader(Numbers(), batch_size=2, shuffle=shuffle), 3)
     assert sorted(chain.from_iterable(each)) == list(range(12))
-    assert [len(share) for share in each] == [4, 4, 4]
+    assert [len(shard) for shard in each] == [4, 4, 4]
 
 
-def test_data_that_is_not_shuffled_stays_in_sequence(world: Enter) -> None:
+def test_unshuffled_data_stays_in_order(world: Enter) -> None:
     assert orders(world, lambda: DataLoader(Numbers(6), batch_size=2), 2) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_what_does_not_divide_is_repeated_or_left_out(world: Enter) -> None:
+def test_remainder_is_repeated_or_dropped(world: Enter) -> None:
     repeated = orders(world, lambda: DataLoader(Numbers(5)), 2)
     left_out = orders(world, lambda: DataLoader(Numbers(5), drop_last=True), 2)
     assert sorted(chain(*repeated)) == [0, 0, 1, 2, 3, 4]
     assert sorted(chain(*left_out)) == [0, 1, 2, 3]
 
 
-def test_the_seed_decides_the_order(world: Enter) -> None:
+def test_order_depends_on_seed(world: Enter) -> None:
     def make() -> Any:
         return DataLoader(Numbers(), shuffle=True)
 
@@ -137,7 +137,7 @@ def test_each_iteration_is_the_next_epoch(world: Enter) -> None:
     assert [items(again) for _ in range(3)] == epochs
 
 
-def test_a_resumed_loop_goes_on_with_its_epoch(world: Enter) -> None:
+def test_resumed_loop_continues_with_its_epoch(world: Enter) -> None:
     world(1, 2)
     whole = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
     epochs = [items(whole) for _ in range(4)]
@@ -145,12 +145,12 @@ def test_a_resumed_loop_goes_on_with_its_epoch(world: Enter) -> None:
     resumed.set_epoch(2)
     assert resumed.epoch == 2
     assert [items(resumed), items(resumed)] == epochs[2:]
-    for epoch in (1, 2):  # once before every epoch is just as well
+    for epoch in (1, 2):  # calling it before every epoch works too
         resumed.set_epoch(epoch)
         assert items(resumed) == epochs[epoch]
 
 
-def test_a_world_of_one_worker_shuffles_as_a_larger_one(world: Enter) -> None:
+def test_one_worker_shuffles_like_several(world: Enter) -> None:
     def make() -> Any:
         return DataLoader(Numbers(), shuffle=True)
 
@@ -158,7 +158,7 @@ def test_a_world_of_one_worker_shuffles_as_a_larger_one(world: Enter) -> None:
     assert [item for step in zip(*orders(world, make, 2, seed=3), strict=True) for item in step] == alone
 
 
-def test_outside_a_worker_the_order_is_the_loaders_own(world: Enter) -> None:
+def test_loader_keeps_its_order_outside_a_worker(world: Enter) -> None:
     world(in_worker=False)
     given = DataLoader(Numbers(), shuffle=True, batch_size=5)
     torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_outside_a_worker_the_order_is_the_loaders_own(world: Enter) -> None:
     assert len(prepared) == 3
 
 
-def test_the_length_is_this_ranks(world: Enter) -> None:
+def test_length_is_that_of_this_rank(world: Enter) -> None:
     world(0, 3)
     assert len(prepare_data_loader(DataLoader(Numbers(12), batch_size=2))) == 2
     assert len(prepare_data_loader(DataLoader(Numbers(13), batch_size=2))) == 3
@@ -206,7 +206,7 @@ def test_the_given_loader_is_not_changed(world: Enter) -> None:
     assert (items(given), given.batch_size, given.worker_init_fn) == ([0, 1, 2, 3], 1, None)
 
 
-def test_a_subclass_stays_one(world: Enter) -> None:
+def test_subclass_of_data_loader_is_kept(world: Enter) -> None:
     class Loader(DataLoader[Any]):
         def __init__(self, dataset: Any, flavour: str) -> None:
             super().__init__(dataset, shuffle=True)
@@ -218,7 +218,7 @@ def test_a_subclass_stays_one(world: Enter) -> None:
     assert (loader.flavour, len(loader)) == ("sweet", 6)
 
 
-def test_a_batch_sampler_over_torchs_samplers_is_rebuilt(world: Enter) -> None:
+def test_batch_sampler_over_torch_samplers_is_rebuilt(world: Enter) -> None:
     def make() -> Any:
         return DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 3, False))
 
@@ -227,18 +227,18 @@ def test_a_batch_sampler_over_torchs_samplers_is_rebuilt(world: Enter) -> None:
     assert [len(batch["x"]) for batch in prepare_data_loader(make())] == [3, 1]
 
 
-def test_a_batch_sampler_that_shuffles_changes_with_the_epoch(world: Enter) -> None:
+def test_shuffling_batch_sampler_changes_with_the_epoch(world: Enter) -> None:
     world(0, 2)
     dataset = Numbers(20)
     loader = prepare_data_loader(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 5, False)))
     assert items(loader) != items(loader)
 
 
-def test_items_loaded_one_by_one_are_shared(world: Enter) -> None:
+def test_single_items_are_split(world: Enter) -> None:
     assert orders(world, lambda: DataLoader(Numbers(4), batch_size=None), 2) == [[0, 2], [1, 3]]
 
 
-def test_a_distributed_sampler_is_kept_and_told_the_epoch(world: Enter) -> None:
+def test_distributed_sampler_is_kept_and_gets_the_epoch(world: Enter) -> None:
     world(0, 2)
     dataset = Numbers()
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
@@ -248,7 +248,7 @@ def test_a_distributed_sampler_is_kept_and_told_the_epoch(world: Enter) -> None:
     assert sampler.epoch == 1
 
 
-def test_a_loader_that_splits_by_itself_is_left_alone(world: Enter) -> None:
+def test_loader_is_not_split_without_add_sampler(world: Enter) -> None:
     world(1, 2)
     given = DataLoader(Numbers(4), shuffle=True)
     loader = prepare_data_loader(given, add_sampler=False)
@@ -256,19 +256,19 @@ def test_a_loader_that_splits_by_itself_is_left_alone(world: Enter) -> None:
     assert sorted(items(loader)) == [0, 1, 2, 3]
 
 
-def test_a_prepared_loader_is_returned_as_it_is(world: Enter) -> None:
+def test_prepared_loader_is_returned_unchanged(world: Enter) -> None:
     world(1, 2)
     loader = prepare_data_loader(DataLoader(Numbers()))
     assert prepare_data_loader(cast(Any, loader)) is loader
 
 
-def test_an_iterable_dataset_is_refused_with_the_way_out(world: Enter) -> None:
+def test_iterable_dataset_is_refused_with_advice(world: Enter) -> None:
     world(0, 4)
     with pytest.raises(UsageError, match=r"Stream is an IterableDataset.*4 workers.*add_sampler=False"):
         prepare_data_loader(DataLoader(Stream()))
 
 
-def test_an_iterable_dataset_that_splits_itself_is_told_the_epoch(world: Enter) -> None:
+def test_iterable_dataset_that_splits_itself_gets_the_epoch(world: Enter) -> None:
     world(0, 4)
     loader = prepare_data_loader(DataLoader(Stream(), batch_size=4), add_sampler=False, global_batch_size=8)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
@@ -277,15 +277,15 @@ def test_an_iterable_dataset_that_splits_itself_is_told_the_epoch(world: Enter) 
     assert len(list(prepare_data_loader(DataLoader(Stream())))) == 6
 
 
-def test_the_global_batch_is_dealt_out(world: Enter) -> None:
+def test_global_batch_is_split(world: Enter) -> None:
     world(0, 3)
     loader = prepare_data_loader(DataLoader(Numbers(), batch_size=5), global_batch_size=6)
     assert [len(batch["x"]) for batch in loader] == [2, 2]
     assert (loader.batch_size, len(loader)) == (2, 2)
 
 
-def parts(world: Enter, num_ranks: int, size: int, epoch: int = 0, **settings: Any) -> list[list[list[int]]]:
-    """The items of each step, by step and rank."""
+def batches_by_rank(world: Enter, num_ranks: int, size: int, epoch: int = 0, **settings: Any) -> list[list[list[int]]]:
+    """Return the items of each step, by step and rank."""
     by_rank = []
     for rank in range(num_ranks):
         world(rank, num_ranks)
@@ -296,21 +296,19 @@ def parts(world: Enter, num_ranks: int, size: int, epoch: int = 0, **settings: A
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
-def test_a_global_batch_that_does_not_divide_is_dealt_out_as_evenly_as_can_be(world: Enter) -> None:
-    assert parts(world, 3, 8) == [[[0, 1], [2, 3, 4], [5, 6, 7]], [[8], [9], [10, 11]]]
-    assert parts(world, 3, 8, drop_last=True) == [[[0, 1], [2, 3, 4], [5, 6, 7]]]
-    assert parts(world, 5, 11)[1] == [[11], [0], [1], [2], [3]], "too few items for all ranks"
+def test_global_batch_that_does_not_divide_is_split_evenly(world: Enter) -> None:
+    assert batches_by_rank(world, 3, 8) == [[[0, 1], [2, 3, 4], [5, 6, 7]], [[8], [9], [10, 11]]]
+    assert batches_by_rank(world, 3, 8, drop_last=True) == [[[0, 1], [2, 3, 4], [5, 6, 7]]]
+    assert batches_by_rank(world, 5, 11)[1] == [[11], [0], [1], [2], [3]], "too few items for all ranks"
 
 
 @given(st.integers(1, 7), st.integers(0, 20), st.integers(0, 3), st.booleans())
-def test_all_ranks_together_take_the_same_batches_whatever_their_number(
-    num_ranks: int, more: int, epoch: int, shuffle: bool
-) -> None:
+def test_global_batches_do_not_depend_on_number_of_ranks(num_ranks: int, more: int, epoch: int, shuffle: bool) -> None:
     size = num_ranks + more
     with worlds() as world:
-        of_many = parts(world, num_ranks, size, epoch, shuffle=shuffle)
-        of_one = parts(world, 1, size, epoch, shuffle=shuffle)
-    if size % num_ranks:  # else they are dealt out one by one
+        of_many = batches_by_rank(world, num_ranks, size, epoch, shuffle=shuffle)
+        of_one = batches_by_rank(world, 1, size, epoch, shuffle=shuffle)
+    if size % num_ranks:  # otherwise items are split one by one
         for step, (whole,) in zip(of_many, of_one, strict=True):
             together = list(chain(*step))
             assert together[: len(whole)] == whole
@@ -321,12 +319,12 @@ def test_all_ranks_together_take_the_same_batches_whatever_their_number(
 @pytest.mark.parametrize(
     ("size", "batch_size", "text"),
     [
-        (2, 3, "global_batch_size=2 leaves some of 3 workers without an item; give 3 or more"),
+        (2, 3, "global_batch_size=2 leaves some of 3 workers without an item: give 3 or more"),
         (0, 3, "give an int >= 1"),
         (6, None, "makes its batches by size; this one has batch_size=None"),
     ],
 )
-def test_a_global_batch_that_cannot_be_dealt_out_is_refused(
+def test_global_batch_that_cannot_be_split_is_refused(
     world: Enter, size: int, batch_size: int | None, text: str
 ) -> None:
     world(0, 3)
@@ -334,23 +332,23 @@ def test_a_global_batch_that_cannot_be_dealt_out_is_refused(
         prepare_data_loader(DataLoader(Numbers(), batch_size=batch_size), global_batch_size=size)
 
 
-def test_data_that_are_split_already_cannot_be_dealt_out_unevenly(world: Enter) -> None:
+def test_uneven_global_batch_of_split_data_is_refused(world: Enter) -> None:
     world(0, 3)
     sampler = DistributedSampler(Numbers(), num_replicas=3, rank=0)
     for loader, settings in (
         (DataLoader(Numbers(), batch_size=5, sampler=sampler), {}),
         (DataLoader(Stream(), batch_size=5), {"add_sampler": False}),
     ):
-        with pytest.raises(ConfigError, match=r"=8 does not divide by 3 workers, and .* split already; give 6 or 9"):
+        with pytest.raises(ConfigError, match=r"=8 does not divide by 3 workers, and .* split already: give 6 or 9"):
             prepare_data_loader(loader, global_batch_size=8, **settings)
 
 
-def test_what_is_no_loader_is_refused() -> None:
+def test_other_types_than_data_loader_are_refused() -> None:
     with pytest.raises(ConfigError, match="not a list"):
         prepare_data_loader(cast(Any, [1, 2]))
 
 
-def test_an_epoch_must_be_a_count(world: Enter) -> None:
+def test_epoch_must_be_a_count(world: Enter) -> None:
     world()
     with pytest.raises(ConfigError, match="set_epoch"):
         prepare_data_loader(DataLoader(Numbers())).set_epoch(-1)
@@ -366,7 +364,7 @@ def test_batches_are_moved(world: Enter, monkeypatch: pytest.MonkeyPatch) -> Non
     assert batch["x"].device.type == "cpu"
 
 
-def test_loader_processes_draw_their_own_numbers_on_each_rank_and_repeat(world: Enter) -> None:
+def test_loader_processes_draw_different_and_repeatable_numbers_on_each_rank(world: Enter) -> None:
     def draws(rank: int) -> list[Any]:
         torch.manual_seed(0)  # as a script does on every rank
         world(rank, 2, seed=4)
@@ -378,7 +376,7 @@ def test_loader_processes_draw_their_own_numbers_on_each_rank_and_repeat(world: 
     assert draws(0) == first
 
 
-def test_iterating_does_not_draw_from_torchs_generator(world: Enter) -> None:
+def test_iterating_does_not_draw_from_torch_generator(world: Enter) -> None:
     world(1, 2)
     loader = prepare_data_loader(DataLoader(Numbers(), shuffle=True))
     before = torch.get_rng_state()
@@ -386,7 +384,7 @@ def test_iterating_does_not_draw_from_torchs_generator(world: Enter) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_copy_of_a_loader_works(world: Enter) -> None:
+def test_copy_of_a_prepared_loader_works(world: Enter) -> None:
     world(0, 2)
     loader = copy.copy(prepare_data_loader(DataLoader(Numbers(4))))
     assert items(loader) == [0, 2]

@@ -1,11 +1,10 @@
-"""`prepare_model` and the wrapper, in one process: DDP over a group of one where a wrapper is wanted."""
+"""`prepare_model` and its wrapper in one process, with DDP over a group of one."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.session.progress import Progress
 from raysgd.torch import prepare_model, unwrap
-from raysgd.torch.wrapper import DistributedModel, copy_to, without_prefix
+from raysgd.torch.model import DistributedModel, copy_to, without_prefix
 from support import groups
 from support.groups import group_of_one
 
@@ -46,7 +45,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def world() -> Iterator[Enter]:
-    """Be a worker of a group that is said to have ``size`` members."""
+    """Return a function that makes this process a worker that reports a world of ``size``."""
 
     def enter(size: int = 2, deterministic: bool = False) -> None:
         session = SimpleNamespace(
@@ -77,35 +76,35 @@ def images() -> torch.Tensor:
 
 
 def plain_ddp_state(model: nn.Module) -> dict[str, Any]:
-    """What a plain DistributedDataParallel saves, versions of the modules included."""
+    """Return the state dict of a plain DistributedDataParallel, with the versions of modules."""
     return nn.ModuleDict({"module": model}).state_dict()
 
 
-def test_a_world_of_one_gets_its_own_model(world: Enter) -> None:
+def test_one_worker_gets_its_own_model_back(world: Enter) -> None:
     world(1)
     model = Net()
     assert prepare_model(model) is model
 
 
-def test_several_workers_without_a_group_are_told_what_is_missing(world: Enter) -> None:
+def test_several_workers_without_process_group_are_refused(world: Enter) -> None:
     world(3)
     with pytest.raises(UsageError, match=r"3 workers needs a torch process group.*backend=\"torch\""):
         prepare_model(Net())
 
 
-def test_a_wrapped_model_is_returned_as_it_is(wrapped: DistributedModel) -> None:
+def test_wrapped_model_is_returned_unchanged(wrapped: DistributedModel) -> None:
     assert prepare_model(wrapped) is wrapped
     plain = DistributedDataParallel(Net())
     assert prepare_model(plain) is plain
 
 
-def test_a_model_without_trainable_parameters_is_not_wrapped(world: Enter, group: None) -> None:
+def test_model_without_trainable_parameters_is_not_wrapped(world: Enter, group: None) -> None:
     world()
     for model in (nn.Flatten(), Net().requires_grad_(False)):
         assert prepare_model(model) is model
 
 
-def test_state_has_the_models_own_names(wrapped: DistributedModel) -> None:
+def test_state_dict_has_the_models_own_names(wrapped: DistributedModel) -> None:
     names = list(Net().state_dict())
     assert list(wrapped.state_dict()) == names
     assert list(wrapped.state_dict(prefix="net.", keep_vars=True)) == [f"net.{name}" for name in names]
@@ -115,14 +114,14 @@ def test_state_has_the_models_own_names(wrapped: DistributedModel) -> None:
 
 
 @pytest.mark.parametrize("state_of", [nn.Module.state_dict, plain_ddp_state], ids=["bare", "prefixed"])
-def test_state_loads_with_and_without_the_prefix(wrapped: DistributedModel, state_of: Any) -> None:
+def test_state_dict_loads_with_and_without_prefix(wrapped: DistributedModel, state_of: Any) -> None:
     other = Net()
     assert not torch.equal(wrapped.conv.weight, other.conv.weight)
     assert str(wrapped.load_state_dict(state_of(other))) == "<All keys matched successfully>"
     assert torch.equal(wrapped.conv.weight, other.conv.weight)
 
 
-def test_wrong_names_are_named_as_the_model_has_them(wrapped: DistributedModel) -> None:
+def test_error_of_missing_keys_names_them_without_prefix(wrapped: DistributedModel) -> None:
     state = plain_ddp_state(Net())
     del state["module.head.bias"]
     with pytest.raises(RuntimeError, match=r'Net:\s+Missing key\(s\) in state_dict: "head.bias"'):
@@ -130,15 +129,13 @@ def test_wrong_names_are_named_as_the_model_has_them(wrapped: DistributedModel) 
     assert wrapped.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
 
 
-def test_replacing_parameters_by_a_load_is_refused(wrapped: DistributedModel) -> None:
+def test_load_state_dict_refuses_assign(wrapped: DistributedModel) -> None:
     with pytest.raises(UsageError, match="assign=True"):
         wrapped.load_state_dict(Net().state_dict(), assign=True)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_wrapped_part_of_a_larger_model_saves_and_loads_without_the_prefix(
-    wrapped: DistributedModel, prefix: str
-) -> None:
+def test_wrapped_part_of_a_model_saves_and_loads_without_prefix(wrapped: DistributedModel, prefix: str) -> None:
     parent = nn.ModuleDict({"net": wrapped, "other": nn.Linear(1, 1)})
     bare = nn.ModuleDict({"net": Net(), "other": nn.Linear(1, 1)})
     assert list(parent.state_dict()) == list(bare.state_dict())
@@ -147,19 +144,19 @@ def test_a_wrapped_part_of_a_larger_model_saves_and_loads_without_the_prefix(
     assert torch.equal(wrapped.conv.weight, bare["net"].conv.weight)
 
 
-def test_the_prefix_is_told_from_a_part_of_that_name() -> None:
+def test_prefix_is_distinguished_from_a_part_of_that_name() -> None:
     own = {"module.weight": 1}
     assert without_prefix(own, own.keys()) is own
     assert dict(without_prefix({"module.module.weight": 1}, own.keys())) == own
     assert dict(without_prefix({}, own.keys())) == {}
 
 
-def test_module_versions_survive_the_prefix() -> None:
+def test_module_versions_are_kept_without_prefix() -> None:
     bare = without_prefix(plain_ddp_state(Net()), Net().state_dict().keys())
     assert cast(Any, bare)._metadata == cast(Any, Net().state_dict())._metadata
 
 
-def test_the_models_own_attributes_and_methods_are_there(wrapped: DistributedModel) -> None:
+def test_attributes_and_methods_of_the_model_are_available(wrapped: DistributedModel) -> None:
     assert wrapped.config == {"width": 4}
     assert wrapped.encode(images()).shape == (2, 4)
     assert wrapped.head is wrapped.module.head
@@ -168,7 +165,7 @@ def test_the_models_own_attributes_and_methods_are_there(wrapped: DistributedMod
         wrapped.missing  # noqa: B018
 
 
-def test_setting_an_attribute_reaches_the_model(wrapped: DistributedModel) -> None:
+def test_setting_an_attribute_sets_it_on_the_model(wrapped: DistributedModel) -> None:
     before = wrapped(images())
     wrapped.temperature = 2.0
     wrapped.eval().train()
@@ -178,7 +175,7 @@ def test_setting_an_attribute_reaches_the_model(wrapped: DistributedModel) -> No
     assert {"note", "require_backward_grad_sync"}.isdisjoint(vars(unwrap(wrapped)))
 
 
-def test_attributes_that_ddp_has_too(world: Enter, group: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_hidden_by_ddp_are_logged(world: Enter, group: None, caplog: pytest.LogCaptureFixture) -> None:
     class Clash(nn.Linear):
         dim = 512
         device = "mine"
@@ -194,22 +191,22 @@ def test_attributes_that_ddp_has_too(world: Enter, group: None, caplog: pytest.L
     model = prepare_model(Clash())
     assert model.dim == 512  # type: ignore[comparison-overlap]
     assert [record.getMessage() for record in caplog.records] == [
-        "join, logger of Clash are hidden by DistributedDataParallel's own; reach them by raysgd.torch.unwrap(model)."
+        "DistributedDataParallel hides join, logger of Clash: use raysgd.torch.unwrap(model) to reach them."
     ]
     assert cast(Any, unwrap(model)).join() == "mine"
     model(torch.ones(1, 2)).sum().backward()
 
 
-def test_an_ordinary_model_hides_nothing(wrapped: DistributedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_ordinary_model_logs_no_hidden_attributes(wrapped: DistributedModel, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records == []
 
 
-def test_unwrapping() -> None:
+def test_unwrap_returns_other_models_unchanged() -> None:
     model = nn.Linear(1, 1)
     assert unwrap(model) is model
 
 
-def test_unwrapping_every_kind_of_wrapper(wrapped: DistributedModel) -> None:
+def test_unwrap_removes_every_kind_of_wrapper(wrapped: DistributedModel) -> None:
     assert unwrap(wrapped) is wrapped.module
     plain = DistributedDataParallel(Net())
     assert unwrap(plain) is plain.module
@@ -217,7 +214,7 @@ def test_unwrapping_every_kind_of_wrapper(wrapped: DistributedModel) -> None:
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-def test_a_pickled_model_arrives_as_the_model(wrapped: DistributedModel, pickler: Any) -> None:
+def test_pickle_keeps_the_inner_model(wrapped: DistributedModel, pickler: Any) -> None:
     data = pickler.dumps({"model": wrapped, "inner": wrapped.module, "head": wrapped.head})
     groups.leave()
     found = pickle.loads(data)
@@ -228,18 +225,18 @@ def test_a_pickled_model_arrives_as_the_model(wrapped: DistributedModel, pickler
     groups.enter()
 
 
-def test_a_saved_model_loads_without_raysgd(world: Enter, group: None, tmp_path: Any) -> None:
+def test_saved_model_loads_without_raysgd(
+    world: Enter, group: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world()
     torch.save(prepare_model(nn.Linear(3, 2)), tmp_path / "model.pt")
-    program = (
-        "import sys, torch; sys.modules['raysgd'] = None; "
-        f"print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "Linear(in_features=3, out_features=2, bias=True)"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "raysgd"]:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert str(loaded) == "Linear(in_features=3, out_features=2, bias=True)"
 
 
-def test_a_deep_copy_is_a_model_of_its_own(wrapped: DistributedModel) -> None:
+def test_deepcopy_returns_an_independent_inner_model(wrapped: DistributedModel) -> None:
     clone = copy.deepcopy(wrapped)
     assert type(clone) is Net
     assert clone.conv.weight is not wrapped.conv.weight
@@ -248,7 +245,7 @@ def test_a_deep_copy_is_a_model_of_its_own(wrapped: DistributedModel) -> None:
     assert torch.equal(average.module.conv.weight, wrapped.conv.weight)
 
 
-def test_a_copy_for_another_device_makes_no_second_one_beside_the_original() -> None:
+def test_copy_to_another_device_leaves_the_original_in_place() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,7 +262,7 @@ def test_a_copy_for_another_device_makes_no_second_one_beside_the_original() -> 
     assert [parameter.requires_grad for parameter in moved.parameters()] == [True, True, False]
 
 
-def test_arguments_reach_ddp(world: Enter, group: None) -> None:
+def test_ddp_kwargs_reach_ddp(world: Enter, group: None) -> None:
     world()
     model = prepare_model(Net(), ddp_kwargs={"find_unused_parameters": True})
     assert model.find_unused_parameters is True
@@ -273,13 +270,13 @@ def test_arguments_reach_ddp(world: Enter, group: None) -> None:
         prepare_model(Net(), ddp_kwargs={"no_such_argument": 1})
 
 
-def test_leaving_out_buckets_does_not_go_with_determinism(world: Enter, group: None) -> None:
+def test_skipping_buckets_is_refused_with_deterministic(world: Enter, group: None) -> None:
     world(deterministic=True)
     with pytest.raises(ConfigError, match="skip_all_reduce_unused_params"):
         prepare_model(Net(), ddp_kwargs={"skip_all_reduce_unused_params": True})
 
 
-def test_the_optimizer_may_be_made_before(world: Enter, group: None) -> None:
+def test_optimizer_may_be_made_before_prepare_model(world: Enter, group: None) -> None:
     world()
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

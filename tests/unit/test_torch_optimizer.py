@@ -1,4 +1,4 @@
-"""`prepare_optimizer`: the state follows the parameters."""
+"""`prepare_optimizer`: the state moves to the devices of the parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained(make: Any) -> tuple[nn.Module, Any]:
 
 
 def pretend_to_move(model: nn.Module, optimizer: Any) -> None:
-    """Parameters on ``meta``, with the state where it was: as after a load on the CPU and a later move to a GPU."""
+    """Move the parameters alone to ``meta``, as when a model moves to a GPU after its state was loaded on the CPU."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             moved = nn.Parameter(parameter.detach().to("meta"))
@@ -40,7 +40,7 @@ def devices(optimizer: Any) -> dict[str, set[str]]:
     return found
 
 
-def test_the_state_follows_the_parameters() -> None:
+def test_state_moves_to_the_device_of_the_parameters() -> None:
     model, optimizer = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     pretend_to_move(model, optimizer)
     assert prepare_optimizer(optimizer) is optimizer
@@ -68,7 +68,7 @@ def test_lists_in_the_state_are_moved() -> None:
     assert devices(optimizer)["d"] == {"meta"}
 
 
-def test_with_nothing_to_do_the_state_keeps_its_tensors() -> None:
+def test_state_on_the_right_device_is_not_copied() -> None:
     _, optimizer = trained(torch.optim.Adam)
     before = [value for state in optimizer.state.values() for value in state.values()]
     prepare_optimizer(optimizer)
@@ -78,6 +78,6 @@ def test_with_nothing_to_do_the_state_keeps_its_tensors() -> None:
     assert prepare_optimizer(fresh) is fresh
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_other_types_than_optimizer_are_refused() -> None:
     with pytest.raises(ConfigError, match="not a Linear"):
         prepare_optimizer(cast(Any, nn.Linear(1, 1)))

@@ -1,4 +1,4 @@
-"""Adding up in rank order, as far as one process can show it; with several see the process tests."""
+"""Reduction in rank order within one process; tests/integration/test_torch_processes.py runs it with several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bucket(values: torch.Tensor, index: int, is_last: bool) -> Any:
     return SimpleNamespace(buffer=lambda: values, index=lambda: index, is_last=lambda: is_last)
 
 
-def test_rows_are_added_from_the_first_to_the_last() -> None:
+def test_rows_are_added_from_first_to_last() -> None:
     rows = torch.rand(5, 1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-2, 3).unsqueeze(1)
     expected = rows[0].clone()
     for row in rows[1:]:
@@ -45,15 +45,15 @@ def test_half_types_are_added_in_float32_and_rounded_once(dtype: torch.dtype) ->
     mean = mean_in_row_order(rows.clone())
     assert mean.dtype == dtype
     exact = rows.double().mean(0)
-    # Half of the last place, and a hair for the additions in float32.
+    # Half a unit in the last place, plus a little for the additions in float32.
     assert torch.all((mean.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps * 0.501 + 1e-6)
 
 
-def test_a_sum_beyond_float16_does_not_overflow() -> None:
+def test_sum_larger_than_float16_does_not_overflow() -> None:
     assert mean_in_row_order(torch.full((4, 1), 60000.0, dtype=torch.float16)).item() == 60000
 
 
-def test_buckets_complete_with_the_last(state: RankOrder) -> None:
+def test_buckets_complete_with_the_last_one(state: RankOrder) -> None:
     first = reduce_in_rank_order(state, bucket(torch.tensor([1.0, 2.0]), 0, False))
     assert not first.done()
     last = reduce_in_rank_order(state, bucket(torch.tensor([3.0]), 1, True))
@@ -67,8 +67,8 @@ def test_buckets_of_a_failed_backward_pass_are_dropped(state: RankOrder) -> None
     assert not stale.done()
 
 
-def test_a_dropped_model_lets_go_of_the_hook(state: RankOrder) -> None:
-    """What holds the process group keeps its sockets open; a cycle through DDP's C++ part would do so for ever."""
+def test_deleted_model_releases_the_hook(state: RankOrder) -> None:
+    """A reference to the process group keeps its sockets open; a cycle through DDP's C++ part would keep them forever."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     use_rank_order(model)
     model(torch.ones(1, 2)).sum().backward()
@@ -78,12 +78,12 @@ def test_a_dropped_model_lets_go_of_the_hook(state: RankOrder) -> None:
     assert [ref() for ref in held] == [None, None]
 
 
-def test_complex_gradients(state: RankOrder) -> None:
+def test_complex_gradients_are_averaged(state: RankOrder) -> None:
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
     assert torch.equal(reduce_in_rank_order(state, bucket(values.clone(), 0, True)).wait(), values)
 
 
-def test_sparse_gradients(state: RankOrder) -> None:
+def test_sparse_gradients_are_averaged(state: RankOrder) -> None:
     values = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.ones(3, 2), (4, 2), check_invariants=True)
     found = cast(Any, reduce_in_rank_order(state, bucket(values.clone(), 0, True)).wait())
     assert torch.equal(found.to_dense(), values.to_dense())

@@ -1,4 +1,4 @@
-"""Samplers: the shares of all ranks together are the data, in an order that seed and epoch alone decide."""
+"""Samplers: the shards of all ranks cover the data, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.torch.sharding import Share
+from raysgd.torch.samplers import Shard
 
 
 class Shuffled:
-    """A user's sampler that draws from Python's generator."""
+    """A custom sampler that draws from Python's generator."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -56,12 +56,12 @@ SAMPLERS = {
 }
 
 
-def shares(make: Any, num_ranks: int, *, epoch: int = 0, seed: int = 0, drop_last: bool = False) -> list[list[Any]]:
-    """What each rank reads; each has a sampler of its own and draws of its own before it."""
+def shards(make: Any, num_ranks: int, *, epoch: int = 0, seed: int = 0, drop_last: bool = False) -> list[list[Any]]:
+    """Return what each rank reads, from a sampler of its own and with different states of the generators."""
     found = []
     for rank in range(num_ranks):
-        torch.rand(rank + 1), random.random()  # ranks do not stand at the same place of their generators
-        sampler = Share(rank, num_ranks, seed).of(make(), drop_last=drop_last)
+        torch.rand(rank + 1), random.random()  # the generators of ranks have different states
+        sampler = Shard(rank, num_ranks, seed).split(make(), drop_last=drop_last)
         sampler.set_epoch(epoch)
         found.append(list(sampler))
         assert len(found[-1]) == len(sampler)
@@ -70,107 +70,107 @@ def shares(make: Any, num_ranks: int, *, epoch: int = 0, seed: int = 0, drop_las
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 @given(num=st.integers(1, 40), num_ranks=st.integers(1, 6), epoch=st.integers(0, 3))
-def test_shares_are_equally_long_and_make_up_the_data(kind: str, num: int, num_ranks: int, epoch: int) -> None:
-    each = shares(lambda: SAMPLERS[kind](num), num_ranks, epoch=epoch)
-    assert {len(share) for share in each} == {math.ceil(num / num_ranks)}
+def test_shards_have_equal_lengths_and_cover_the_data(kind: str, num: int, num_ranks: int, epoch: int) -> None:
+    each = shards(lambda: SAMPLERS[kind](num), num_ranks, epoch=epoch)
+    assert {len(shard) for shard in each} == {math.ceil(num / num_ranks)}
     counts = Counter(itertools.chain.from_iterable(each))
     assert set(counts) == set(range(num))
-    # The padding repeats items evenly; a sampler that had another order on each rank would leave some out.
+    # Padding repeats items evenly; if ranks had different orders, items would be missing.
     assert sum(counts.values()) - num < num_ranks
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 @given(num=st.integers(1, 40), num_ranks=st.integers(1, 6))
-def test_drop_last_repeats_nothing(kind: str, num: int, num_ranks: int) -> None:
-    each = shares(lambda: SAMPLERS[kind](num), num_ranks, drop_last=True)
+def test_drop_last_repeats_no_item(kind: str, num: int, num_ranks: int) -> None:
+    each = shards(lambda: SAMPLERS[kind](num), num_ranks, drop_last=True)
     items = list(itertools.chain.from_iterable(each))
     assert len(items) == len(set(items)) == num // num_ranks * num_ranks
 
 
 @pytest.mark.parametrize("kind", ["sequential", "user's", "subset"])  # torch refuses to shuffle nothing
-def test_no_data_gives_empty_shares(kind: str) -> None:
-    assert shares(lambda: SAMPLERS[kind](0), 3) == [[], [], []]
+def test_no_data_gives_empty_shards(kind: str) -> None:
+    assert shards(lambda: SAMPLERS[kind](0), 3) == [[], [], []]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind != "sequential"])
-def test_epochs_differ_and_repeat(kind: str) -> None:
-    orders = [shares(lambda: SAMPLERS[kind](30), 2, epoch=epoch) for epoch in (0, 1, 0)]
+def test_epochs_have_different_and_repeatable_orders(kind: str) -> None:
+    orders = [shards(lambda: SAMPLERS[kind](30), 2, epoch=epoch) for epoch in (0, 1, 0)]
     assert orders[0] != orders[1]
     assert orders[0] == orders[2]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind != "sequential"])
-def test_seeds_differ(kind: str) -> None:
-    assert shares(lambda: SAMPLERS[kind](30), 2, seed=1) != shares(lambda: SAMPLERS[kind](30), 2, seed=2)
+def test_seeds_give_different_orders(kind: str) -> None:
+    assert shards(lambda: SAMPLERS[kind](30), 2, seed=1) != shards(lambda: SAMPLERS[kind](30), 2, seed=2)
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str) -> None:
+def test_order_does_not_depend_on_number_of_ranks(kind: str) -> None:
     merged = [
-        [item for step in zip(*shares(lambda: SAMPLERS[kind](24), num_ranks), strict=True) for item in step]
+        [item for step in zip(*shards(lambda: SAMPLERS[kind](24), num_ranks), strict=True) for item in step]
         for num_ranks in (1, 2, 3, 4)
     ]
     assert merged[0] == merged[1] == merged[2] == merged[3]
 
 
-def test_torchs_own_order_is_kept_in_sequence() -> None:
-    assert shares(lambda: SequentialSampler(range(6)), 2) == [[0, 2, 4], [1, 3, 5]]
+def test_sequential_order_is_kept() -> None:
+    assert shards(lambda: SequentialSampler(range(6)), 2) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_a_chosen_number_of_draws_stays_that_number() -> None:
-    each = shares(lambda: RandomSampler(range(10), replacement=True, num_samples=100), 4)
-    assert [len(share) for share in each] == [25] * 4
+def test_number_of_samples_with_replacement_is_kept() -> None:
+    each = shards(lambda: RandomSampler(range(10), replacement=True, num_samples=100), 4)
+    assert [len(shard) for shard in each] == [25] * 4
     assert max(Counter(itertools.chain.from_iterable(each)).values()) > 1
 
 
-def test_weighted_draws_are_the_same_on_all_ranks() -> None:
-    each = shares(lambda: WeightedRandomSampler([0.0, 1.0, 1.0, 0.0], 1000, replacement=True), 2)
-    alone = shares(lambda: WeightedRandomSampler([0.0, 1.0, 1.0, 0.0], 1000, replacement=True), 1)
+def test_weighted_samples_are_equal_on_all_ranks() -> None:
+    each = shards(lambda: WeightedRandomSampler([0.0, 1.0, 1.0, 0.0], 1000, replacement=True), 2)
+    alone = shards(lambda: WeightedRandomSampler([0.0, 1.0, 1.0, 0.0], 1000, replacement=True), 1)
     assert [item for step in zip(*each, strict=True) for item in step] == alone[0]
     assert set(alone[0]) == {1, 2}
 
 
-def test_a_users_batch_sampler_is_shared_batch_by_batch() -> None:
+def test_custom_batch_sampler_is_split_by_batches() -> None:
     class Buckets(BatchSampler):
         pass
 
-    each = shares(lambda: Buckets(SequentialSampler(range(7)), 2, False), 2)
+    each = shards(lambda: Buckets(SequentialSampler(range(7)), 2, False), 2)
     assert each == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
-def test_a_share_is_not_shared_again() -> None:
+def test_distributed_sampler_is_not_split_again() -> None:
     sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
     batches = BatchSampler(sampler, 2, False)
-    share = Share(0, 2, 0)
-    assert share.of(sampler, drop_last=False) is sampler
-    assert share.of(batches, drop_last=False) is batches
+    shard = Shard(0, 2, 0)
+    assert shard.split(sampler, drop_last=False) is sampler
+    assert shard.split(batches, drop_last=False) is batches
 
 
-def test_a_sampler_without_a_length_is_read_as_it_goes() -> None:
-    sampler = Share(1, 3, 0).of(Endless(), drop_last=False)
+def test_sampler_without_length_is_read_on_demand() -> None:
+    sampler = Shard(1, 3, 0).split(Endless(), drop_last=False)
     assert list(itertools.islice(sampler, 4)) == [1, 4, 7, 10]
     with pytest.raises(TypeError):
         len(sampler)
 
 
-def test_a_sampler_without_a_length_ends_with_the_last_complete_round() -> None:
+def test_sampler_without_length_ends_with_last_item_of_all_ranks() -> None:
     class Seven:
         def __iter__(self) -> Iterator[int]:
             return iter(range(7))
 
-    each = [list(Share(rank, 3, 0).of(Seven(), drop_last=False)) for rank in range(3)]
+    each = [list(Shard(rank, 3, 0).split(Seven(), drop_last=False)) for rank in range(3)]
     assert each == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_reading_an_order_does_not_disturb_the_generators() -> None:
+def test_drawing_an_order_restores_the_generators() -> None:
     torch.manual_seed(4)
     expected = torch.rand(3)
     torch.manual_seed(4)
-    list(Share(0, 2, 0).of(Shuffled(10), drop_last=False))
+    list(Shard(0, 2, 0).split(Shuffled(10), drop_last=False))
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_epoch_reaches_the_users_sampler() -> None:
+def test_set_epoch_reaches_custom_sampler() -> None:
     class Epochs(Shuffled):
         epoch = 0
 
@@ -178,5 +178,5 @@ def test_the_epoch_reaches_the_users_sampler() -> None:
             self.epoch = epoch
 
     inner = Epochs(4)
-    Share(0, 2, 0).of(inner, drop_last=False).set_epoch(3)
+    Shard(0, 2, 0).split(inner, drop_last=False).set_epoch(3)
     assert inner.epoch == 3

@@ -1,4 +1,4 @@
-"""Batches of every shape to a device. The device is ``meta``, which every machine has."""
+"""`to_device` moves nested batches. The device is ``meta``, which every machine has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from raysgd.torch.transfer import to_device
+from raysgd.torch.devices import to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "image label")
@@ -49,7 +49,7 @@ def test_tensors_are_moved_at_any_depth() -> None:
     assert moved["pair"].label == 3
 
 
-def test_the_given_batch_is_not_changed() -> None:
+def test_given_batch_is_not_changed() -> None:
     batch = {"x": [tensor()], "d": defaultdict(list, a=tensor())}
     to_device(batch, META)
     assert batch["x"][0].device == batch["d"]["a"].device == torch.device("cpu")
@@ -74,7 +74,7 @@ def test_containers_keep_their_type(batch: Any) -> None:
     assert type(to_device(batch, META)) is type(batch)
 
 
-def test_what_a_container_holds_beside_its_items_is_kept() -> None:
+def test_attributes_of_containers_are_kept() -> None:
     batch = Labelled([tensor()])
     batch.label = "cats"
     moved = to_device({"list": batch, "dict": defaultdict(list)}, META)
@@ -91,7 +91,7 @@ def test_frozen_dataclasses_are_moved_field_by_field() -> None:
     assert (moved.image.device, moved.name, moved.parts[0].device) == (META, "cat", META)
 
 
-def test_objects_with_a_method_to_move_themselves() -> None:
+def test_objects_with_a_to_method_are_moved_by_it() -> None:
     assert to_device([Graph()], META)[0].device == META
     packed = to_device(pack_sequence([torch.ones(2), torch.ones(1)]), META)
     assert isinstance(packed, PackedSequence)
@@ -99,5 +99,5 @@ def test_objects_with_a_method_to_move_themselves() -> None:
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", 3, 2.5, None, True, np.ones(2), {1, 2}, Graph, Sample])
-def test_all_else_is_left_as_it_is(value: Any) -> None:
+def test_other_values_are_kept(value: Any) -> None:
     assert to_device(value, META) is value

@@ -1,4 +1,4 @@
-"""The time a backward pass waits for other ranks, with a communication hook in their place: it says when they are done."""
+"""The time that a backward pass waits for other ranks. A communication hook that replies late stands in for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.session.progress import Progress, Stopwatch
-from raysgd.torch.waiting import time_waiting
-from raysgd.torch.wrapper import DistributedModel
+from raysgd.torch.model import DistributedModel
+from raysgd.torch.reduction import time_waiting
 from support.groups import group_of_one
 
 WAIT_S = 0.1
-#: Of the time until the answer comes, what is waited at least: on a busy machine it takes a while to come to that.
+#: The least fraction of the reply time that is spent waiting: a busy machine starts to wait late.
 MOST = 0.6
 
 
@@ -34,20 +34,20 @@ def waiting() -> Stopwatch:
     return Progress().waiting
 
 
-def answered_late(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def reply_late(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     threading.Timer(WAIT_S, future.set_result, [bucket.buffer()]).start()
     return future
 
 
 # DDP compares the hook's annotations with classes, not with strings.
-answered_late.__annotations__ = {}
+reply_late.__annotations__ = {}
 
 
 def model(waiting: Stopwatch, net: nn.Module | None = None, **settings: Any) -> DistributedModel:
     made = DistributedModel(net or nn.Linear(3, 1), waiting=waiting, **settings)
     time_waiting(made, waiting)
-    made.register_comm_hook(None, answered_late)
+    made.register_comm_hook(None, reply_late)
     return made
 
 
@@ -56,7 +56,7 @@ def backward(*models: nn.Module) -> None:
 
 
 class OneOfTwo(nn.Module):
-    """Uses its two layers in turn."""
+    """Uses its two layers alternately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,15 +83,17 @@ def test_models_with_unused_parameters_are_timed(waiting: Stopwatch, net: nn.Mod
         assert waiting.seconds >= count * WAIT_S * MOST
 
 
-def test_two_models_in_one_pass_wait_once(waiting: Stopwatch) -> None:
-    """The answers come at the same time, and the time is counted by one of them."""
+def test_two_models_in_one_pass_are_timed_once(waiting: Stopwatch) -> None:
+    """Both replies come at the same time, so that the time must be counted once."""
     first, second = model(waiting), model(waiting)
     began = time.perf_counter()
     backward(first, second)
-    assert WAIT_S * MOST <= waiting.seconds <= time.perf_counter() - began  # twice would be more than there was
+    assert (
+        WAIT_S * MOST <= waiting.seconds <= time.perf_counter() - began
+    )  # counted twice it would exceed the elapsed time
 
 
-def test_passes_without_an_exchange_do_not_wait(waiting: Stopwatch) -> None:
+def test_passes_without_synchronization_are_not_timed(waiting: Stopwatch) -> None:
     prepared = model(waiting)
     with prepared.no_sync():
         backward(prepared)
@@ -100,7 +102,7 @@ def test_passes_without_an_exchange_do_not_wait(waiting: Stopwatch) -> None:
     assert waiting.seconds >= WAIT_S * MOST
 
 
-def test_a_pass_that_failed_does_not_end_the_timing(waiting: Stopwatch) -> None:
+def test_timing_continues_after_a_failed_pass(waiting: Stopwatch) -> None:
     broken = model(waiting)
 
     def fail(gradient: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ def test_a_pass_that_failed_does_not_end_the_timing(waiting: Stopwatch) -> None:
     assert waiting.seconds - before >= WAIT_S * MOST
 
 
-def test_buffers_are_awaited_within_what_was_given() -> None:
+def test_waiting_for_buffers_is_timed() -> None:
     noted: list[str] = []
 
     @contextmanager

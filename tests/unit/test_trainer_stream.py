@@ -1,4 +1,4 @@
-"""A stream whose reader is ahead of its iteration: what memory does not hold is fetched, each result once and in order."""
+"""A stream whose iteration is behind its reader: missing frames are fetched, and each result comes once and in order."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def numbers(stream: ResultStream) -> list[int]:
     return [result["n"] async for result in stream]
 
 
-def test_an_iteration_that_is_behind_gets_each_result_once_and_in_order() -> None:
+def test_iteration_that_is_behind_gets_each_result_once_and_in_order() -> None:
     channel = FakeChannel(200)
     stream = stream_of(channel)
     assert channel.is_read.wait(PATIENCE_S)
@@ -90,7 +90,7 @@ def test_an_iteration_that_is_behind_gets_each_result_once_and_in_order() -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_same_while_more_is_coming(seed: int) -> None:
+def test_iteration_that_is_behind_catches_up_while_results_arrive(seed: int) -> None:
     draw = random.Random(seed)
     channel = FakeChannel(draw.randint(1, 300), batch=draw.randint(1, 20))
     stream = stream_of(channel, buffer_bytes=draw.choice([0, 500, 5000]))
@@ -98,7 +98,7 @@ def test_the_same_while_more_is_coming(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_the_same_in_an_event_loop(seed: int) -> None:
+async def test_async_iteration_that_is_behind_gets_each_result_once(seed: int) -> None:
     channel = FakeChannel(100, batch=seed + 1)
     assert await numbers(stream_of(channel, buffer_bytes=500 * seed)) == list(range(100))
 
@@ -107,7 +107,7 @@ def stream_results(channel: FakeChannel) -> list[Frame]:
     return [frame for frame in channel.made if frame.kind == frames.REPORTS]
 
 
-async def test_a_slow_channel_does_not_block_the_event_loop() -> None:
+async def test_slow_channel_does_not_block_the_event_loop() -> None:
     channel = FakeChannel(50)
     channel.may_answer.clear()
     stream = stream_of(channel)
@@ -120,7 +120,7 @@ async def test_a_slow_channel_does_not_block_the_event_loop() -> None:
     assert await task == list(range(50))
 
 
-async def test_an_iteration_that_was_cancelled_while_it_fetched_goes_on_where_it_stood() -> None:
+async def test_iteration_cancelled_during_a_fetch_continues_where_it_was() -> None:
     channel = FakeChannel(50)
     stream = stream_of(channel, buffer_bytes=0)
     channel.may_answer.clear()
@@ -134,7 +134,7 @@ async def test_an_iteration_that_was_cancelled_while_it_fetched_goes_on_where_it
     assert await numbers(stream) == list(range(50))
 
 
-def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
+def test_reader_continues_while_the_iteration_fetches() -> None:
     channel = FakeChannel(100)
     held = threading.Event()
 
@@ -152,7 +152,7 @@ def test_the_reader_goes_on_while_the_iteration_fetches() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 50, 51])
-def test_results_from_an_iteration_on(first: int) -> None:
+def test_stream_begins_at_the_given_iteration(first: int) -> None:
     stream = ResultStream(cast(Any, FakeChannel(50)), "run", reduce={}, returns="first", from_iteration=first)
     assert [result["training_iteration"] for result in stream] == list(range(max(1, first), 51))
 
@@ -164,7 +164,7 @@ class ValuesLost(FakeChannel):
         raise WorkerError("what train_func returned was lost")
 
 
-def test_values_that_are_lost_are_asked_for_in_vain_and_the_results_are_there() -> None:
+def test_lost_return_values_raise_after_the_results() -> None:
     stream = stream_of(ValuesLost(20))
     assert len(list(stream)) == 20 and stream.is_finished()
     with pytest.raises(WorkerError, match="was lost"):
@@ -172,14 +172,14 @@ def test_values_that_are_lost_are_asked_for_in_vain_and_the_results_are_there() 
 
 
 class BreaksOff(FakeChannel):
-    """A controller that is gone for good when the run's end was told, and before it was closed."""
+    """A controller that dies after the run's outcome and before its last frame."""
 
     def stream(self, run_id: str) -> Iterator[list[Frame]]:
         yield [frame for frame in self.made if frame.kind != frames.RUN_CLOSED]
         raise RayActorError
 
 
-def test_a_run_that_is_lost_behind_its_end_keeps_nobody_waiting() -> None:
+def test_run_lost_after_its_outcome_ends_all_waits() -> None:
     stream = stream_of(BreaksOff(20), buffer_bytes=1 << 20)
     results = []
     with contextlib.suppress(WorkerError):

@@ -25,18 +25,18 @@ def test_a_row_for_each_worker_and_the_totals() -> None:
     assert rows[-1] == ["total", "4", "1"]
 
 
-def test_totals_beside_what_the_cluster_has() -> None:
+def test_totals_are_shown_with_the_cluster_resources() -> None:
     rows = cells(table(bundle={"CPU": 2, "GPU": 1}, cluster={"CPU": 16.0, "memory": 1e9}).text())
     assert rows[-1] == ["total", "of the cluster", "4 of 16", "2 of 0"]
 
 
-def test_further_resources_have_a_column_each_in_order() -> None:
+def test_each_further_resource_has_a_column() -> None:
     rows = cells(table(bundle={"CPU": 1, "TPU": 4, "Acc": 1}).text())
     assert rows[2] == ["worker", "node", "CPU", "GPU", "Acc", "TPU"]
     assert rows[-1] == ["total", "2", "0", "2", "8"]
 
 
-def test_columns_stand_below_each_other() -> None:
+def test_columns_are_aligned() -> None:
     text = table(bundle={"CPU": 10, "GPU": 1}, nodes=["a", "a much longer name of a node"]).text()
     lines = [line for line in text.splitlines()[2:] if not line.startswith("-")]
     ends = {line.index("CPU") + 3 for line in lines if "CPU" in line} | {
@@ -46,11 +46,11 @@ def test_columns_stand_below_each_other() -> None:
     assert {len(line) for line in text.splitlines() if set(line) == {"-"}} == {max(map(len, lines))}
 
 
-def test_no_line_ends_in_blanks() -> None:
+def test_lines_have_no_trailing_blanks() -> None:
     assert all(line == line.rstrip() for line in table().text().splitlines())
 
 
-def test_in_a_notebook_it_is_a_table_of_the_same_cells() -> None:
+def test_html_table_has_the_same_cells() -> None:
     given = table(bundle={"CPU": 2, "GPU": 1}, cluster={"CPU": 8, "GPU": 2})
     root = ElementTree.fromstring(given.html())
     rows = [[cell.text or "" for cell in row] for row in root.iter("tr")]
@@ -61,7 +61,7 @@ def test_in_a_notebook_it_is_a_table_of_the_same_cells() -> None:
     assert caption is not None and caption.text == given.title
 
 
-def test_names_cannot_break_out_of_the_html() -> None:
+def test_names_are_escaped_in_html() -> None:
     root = ElementTree.fromstring(table(nodes=["<script>alert(1)</script>", "b"], bundle={"<b>": 1}).html())
     assert not list(root.iter("script")) and not list(root.iter("b"))
     assert "<script>alert(1)</script>" in [cell.text for cell in root.iter("td")]

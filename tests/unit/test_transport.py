@@ -1,4 +1,4 @@
-"""Connections between raysgd's processes: the token first, then messages, whole or not at all."""
+"""Connections between raysgd's processes: they send the token first, then complete messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.transport import Endpoint, connect, endpoint, listener, read_message, receive_message, write_message
-from raysgd.transport.messages import MAX_MESSAGE_BYTES, pack
+from raysgd import transport as endpoint
+from raysgd import transport as listener
+from raysgd.transport import MAX_MESSAGE_BYTES, Endpoint, connect, pack, read_message, receive_message, write_message
 from support.listening import Loop, listening, loop_in_thread
 from support.poll import until
 
@@ -52,7 +53,7 @@ def is_hung_up(line: socket.socket) -> bool:
 
 
 @given(st.lists(st.recursive(st.none() | st.binary() | st.integers(), st.lists, max_leaves=5)))
-def test_messages_come_out_as_they_went_in(messages: list[Any]) -> None:
+def test_messages_are_received_as_they_were_sent(messages: list[Any]) -> None:
     file = io.BytesIO(b"".join(pack(message) for message in messages))
     assert [receive_message(file) for _ in messages] == messages
     with pytest.raises(EOFError):
@@ -60,14 +61,14 @@ def test_messages_come_out_as_they_went_in(messages: list[Any]) -> None:
 
 
 @given(st.data())
-def test_part_of_a_message_is_none(data: st.DataObject) -> None:
+def test_incomplete_message_ends_the_stream(data: st.DataObject) -> None:
     whole = pack({"rows": b"x" * 100})
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(EOFError):
         receive_message(io.BytesIO(whole[:cut]))
 
 
-def test_a_length_beyond_reason_ends_the_stream() -> None:
+def test_invalid_length_ends_the_stream() -> None:
     with pytest.raises(EOFError, match="out of step"):
         receive_message(io.BytesIO((MAX_MESSAGE_BYTES + 1).to_bytes(8, "big") + b"x"))
 
@@ -75,7 +76,7 @@ def test_a_length_beyond_reason_ends_the_stream() -> None:
 # ------------------------------------------------------------------------------------------------ connections
 
 
-def test_a_connection_is_served_by_the_handler_it_names(place: Endpoint) -> None:
+def test_connection_is_served_by_the_handler_that_it_names(place: Endpoint) -> None:
     with connect(place, HELLO, 10) as line, line.makefile("rb") as file:
         assert receive_message(file) == HELLO
         for size in (0, 1, 5_000_000):
@@ -86,7 +87,7 @@ def test_a_connection_is_served_by_the_handler_it_names(place: Endpoint) -> None
             receive_message(file)
 
 
-def test_only_the_token_opens_it(place: Endpoint) -> None:
+def test_connection_without_the_token_is_closed(place: Endpoint) -> None:
     wrong = Endpoint(place.host, place.port, bytes(len(place.token)))
     with connect(wrong, HELLO, 10) as line:
         assert is_hung_up(line)
@@ -103,7 +104,7 @@ def test_only_the_token_opens_it(place: Endpoint) -> None:
     ],
     ids=["no object", "no json", "no text", "no such kind", "no kind"],
 )
-def test_nonsense_after_the_token_ends_the_connection_and_no_more(place: Endpoint, after_token: bytes) -> None:
+def test_invalid_hello_ends_its_connection_only(place: Endpoint, after_token: bytes) -> None:
     with socket.create_connection((place.host, place.port), 10) as line:
         line.sendall(place.token + after_token)
         assert is_hung_up(line)
@@ -111,13 +112,13 @@ def test_nonsense_after_the_token_ends_the_connection_and_no_more(place: Endpoin
         assert receive_message(file) == HELLO
 
 
-def test_one_who_says_nothing_is_not_waited_for(place: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed(place: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "_HELLO_TIMEOUT_S", 0.05)
     with socket.create_connection((place.host, place.port), 10) as line:
         assert is_hung_up(line)
 
 
-def test_it_listens_on_the_address_given_alone(place: Endpoint) -> None:
+def test_listener_binds_the_given_address_only(place: Endpoint) -> None:
     import psutil
 
     bound = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -125,14 +126,14 @@ def test_it_listens_on_the_address_given_alone(place: Endpoint) -> None:
     assert not any(host in ("0.0.0.0", "::") and port == place.port for host, port in bound)
 
 
-def test_nobody_there_is_an_os_error() -> None:
+def test_connect_without_a_listener_raises_os_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         connect(Endpoint("127.0.0.1", port, bytes(endpoint.TOKEN_BYTES)), HELLO, 1)
 
 
-def test_a_handler_that_fails_ends_its_connection_alone(loop: Loop) -> None:
+def test_failing_handler_ends_its_connection_only(loop: Loop) -> None:
     async def fails(*_: Any) -> None:
         raise KeyError("no such run")
 
@@ -143,7 +144,7 @@ def test_a_handler_that_fails_ends_its_connection_alone(loop: Loop) -> None:
             assert receive_message(file) == HELLO
 
 
-def test_a_closed_listener_takes_nobody(loop: Loop) -> None:
+def test_closed_listener_accepts_no_connection(loop: Loop) -> None:
     with listening(loop, {"echo": echo}) as place:
         pass
 
@@ -157,5 +158,5 @@ def test_a_closed_listener_takes_nobody(loop: Loop) -> None:
     assert until(is_closed, 10)
 
 
-def test_the_token_is_not_shown() -> None:
+def test_token_is_not_in_the_repr() -> None:
     assert "secret" not in repr(Endpoint("127.0.0.1", 1, b"secret"))

@@ -1,4 +1,4 @@
-"""Workers that do not fit the cluster of today, where an autoscaler may make it larger and where none does."""
+"""Workers that do not fit the cluster are refused, unless an autoscaler may make it larger."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import pytest
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
-from raysgd.workers import cluster
-from raysgd.workers.placement import Node
+from raysgd.workers.placement import cluster
+from raysgd.workers.placement.capacity import Node
 
 Check = Callable[..., None]
 
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Check:
-    """``check(limit, workers, ...)``: is it feasible on a cluster of two nodes with 4 CPUs and 1 GPU each?"""
+    """Return ``check(limit, num_workers, ...)`` for a cluster of two nodes with 4 CPUs and 1 GPU each."""
 
     def check(limit: Mapping[str, float] | None, num_workers: int, **settings: Any) -> None:
         monkeypatch.setattr(cluster.state, "get_max_resources_from_cluster_config", lambda: limit)
         cluster.check_feasible(ScalingConfig(num_workers=num_workers, **settings))
 
     node = {"CPU": 4.0, "GPU": 1.0}
-    monkeypatch.setattr(cluster, "cluster_nodes", lambda: [Node("a", "a", node, node), Node("b", "b", node, node)])
+    monkeypatch.setattr(cluster, "list_nodes", lambda: [Node("a", "a", node, node), Node("b", "b", node, node)])
     return check
 
 
 @pytest.mark.parametrize("limit", [None, {"CPU": 0.0}])
-def test_what_fits_today_asks_no_limit(check: Check, limit: Any) -> None:
+def test_workers_that_fit_now_need_no_autoscaler(check: Check, limit: Any) -> None:
     check(limit, 8)
 
 
-def test_without_an_autoscaler_today_is_all_there_is(check: Check) -> None:
+def test_workers_that_do_not_fit_are_refused_without_an_autoscaler(check: Check) -> None:
     with pytest.raises(InfeasibleError, match=r"needs 9 x 1 CPU = 9, the cluster has 8\. Ask for fewer"):
         check(None, 9)
 
@@ -45,18 +45,20 @@ def test_without_an_autoscaler_today_is_all_there_is(check: Check) -> None:
         (16, {}),
         (4, {"gpus_per_worker": 1}),
         (4, {"gpus_per_worker": 1, "cpus_per_worker": 4}),
-        # A limit has no nodes: how large one is, and how many there may be, the autoscaler knows.
+        # A limit message nothing about single nodes.
         (8, {"placement_strategy": "STRICT_PACK"}),
         (3, {"placement_strategy": "STRICT_SPREAD"}),
         (2, {"cpus_per_worker": 8}),
     ],
 )
-def test_what_the_autoscaler_may_add_is_waited_for(check: Check, num_workers: int, settings: dict[str, Any]) -> None:
+def test_workers_within_the_autoscaler_limit_are_accepted(
+    check: Check, num_workers: int, settings: dict[str, Any]
+) -> None:
     check({"CPU": 16, "GPU": 4}, num_workers, **settings)
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "settings", "says"),
+    ("num_workers", "settings", "message"),
     [
         (17, {}, "needs 17 x 1 CPU = 17, the cluster has 16 when its autoscaler has added all it may"),
         (5, {"gpus_per_worker": 1}, "needs 5 x 1 GPU = 5, the cluster has 4 when its autoscaler"),
@@ -65,20 +67,20 @@ def test_what_the_autoscaler_may_add_is_waited_for(check: Check, num_workers: in
         (17, {"placement_strategy": "STRICT_SPREAD"}, "needs 17 x 1 CPU = 17, the cluster has 16 when"),
     ],
 )
-def test_what_is_beyond_its_limit_is_refused(
-    check: Check, num_workers: int, settings: dict[str, Any], says: str
+def test_workers_beyond_the_autoscaler_limit_are_refused(
+    check: Check, num_workers: int, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InfeasibleError, match=says):
+    with pytest.raises(InfeasibleError, match=message):
         check({"CPU": 16, "GPU": 4}, num_workers, **settings)
 
 
-def test_a_limit_that_is_none(check: Check) -> None:
-    """How Ray writes that there may be any number of nodes."""
+def test_unlimited_autoscaler_accepts_any_number_of_workers(check: Check) -> None:
+    """Ray writes ``sys.maxsize`` for any number of nodes."""
     check({"CPU": sys.maxsize, "GPU": sys.maxsize}, 1000, gpus_per_worker=1, placement_strategy="STRICT_SPREAD")
 
 
-class Control:
-    """Ray's control store."""
+class FakeGcsClient:
+    """The client of Ray's global control store."""
 
     def __init__(self, answer: dict[str, int] | Exception) -> None:
         self.answer = answer
@@ -97,9 +99,9 @@ class Control:
     ],
     ids=["nodes", "no answer"],
 )
-def test_draining_nodes_are_told_with_the_seconds_they_have(
+def test_draining_nodes_are_listed_with_the_seconds_left(
     monkeypatch: pytest.MonkeyPatch, answer: Any, nodes: dict[str, float | None]
 ) -> None:
-    monkeypatch.setattr(cluster.global_worker, "gcs_client", Control(answer), raising=False)
+    monkeypatch.setattr(cluster.global_worker, "gcs_client", FakeGcsClient(answer), raising=False)
     monkeypatch.setattr(cluster.time, "time", lambda: 1000.0)
-    assert cluster.draining_nodes() == nodes
+    assert cluster.list_draining_nodes() == nodes

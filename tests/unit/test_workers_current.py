@@ -1,4 +1,4 @@
-"""Orders for an attempt, also those that overtake the call that begins it."""
+"""Calls for an attempt, also those that arrive before the attempt begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.workers.current import CurrentAttempt
+from raysgd.workers.process.actor import CurrentAttempt
 
 
 class Attempt:
@@ -28,17 +28,17 @@ def current() -> Any:
 
 
 def order(current: CurrentAttempt, what: str, number: int = 1) -> str:
-    return current.order(number, lambda attempt: attempt.do(what), "nothing")  # type: ignore[attr-defined]
+    return current.call(number, lambda attempt: attempt.do(what), "nothing")  # type: ignore[attr-defined]
 
 
-def test_one_that_runs_does_what_is_ordered(current: Any) -> None:
+def test_running_attempt_gets_calls_of_its_number(current: Any) -> None:
     attempt = Attempt()
     current.begin(attempt)
     assert order(current, "hold") == "hold" and order(current, "stop", 2) == "nothing"
     assert attempt.done == ["hold"] and current.get() is attempt
 
 
-def test_what_comes_before_it_begins_is_done_then_in_order(current: Any) -> None:
+def test_calls_before_the_attempt_begins_are_made_in_order(current: Any) -> None:
     current.expect()
     assert [order(current, what) for what in ("hold", "stop")] == ["nothing"] * 2
     order(current, "of another", 2)
@@ -53,7 +53,7 @@ def test_what_comes_before_it_begins_is_done_then_in_order(current: Any) -> None
     assert again.done == [], "what is done must not be done again"
 
 
-def test_what_comes_for_one_that_is_over_is_not_kept(current: Any) -> None:
+def test_calls_for_an_attempt_that_is_over_are_dropped(current: Any) -> None:
     attempt = Attempt()
     current.expect()
     current.begin(attempt)
@@ -68,7 +68,7 @@ def test_what_comes_for_one_that_is_over_is_not_kept(current: Any) -> None:
     assert following.done == [] and current.get() is following
 
 
-def test_no_order_is_lost_however_threads_take_turns(current: Any) -> None:
+def test_no_call_is_lost_between_threads(current: Any) -> None:
     for _ in range(200):
         attempt = Attempt()
         current.expect()

@@ -1,12 +1,12 @@
-"""What Ray says of a dead worker is told in one line: type, code and signal."""
+"""The cause of a worker's death is described in one line: type, code and signal."""
 
 from __future__ import annotations
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raysgd.workers.deaths import death_reason, first_line, may_be_memory, was_told_to_end
-from raysgd.workers.out_of_memory import ADVICE, MemoryEvidence, Room, Size
+from raysgd.workers.liveness.deaths import describe_death, first_line, may_be_memory, was_sigterm
+from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, MemoryPool, Size
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerActor\n\tpid: 3733\n"
@@ -44,8 +44,8 @@ OLDER_OOM = (
     [
         (
             RayActorError(None, KILLED),
-            "SYSTEM_ERROR, Worker unexpectedly exits with a connection error code 2. End of file (such as by SIGKILL, also "
-            "that of the kernel when memory runs out, or by a crash)",
+            "SYSTEM_ERROR, Worker unexpectedly exits with a connection error code 2. End of file (for example by SIGKILL, which "
+            "the kernel sends when memory runs out, or by a crash)",
         ),
         (
             RayActorError(None, TERM),
@@ -65,27 +65,30 @@ OLDER_OOM = (
     ],
     ids=["killed", "terminated", "ray.kill", "constructor", "memory", "memory, without numbers", "nothing known"],
 )
-def test_the_reason_of_a_death(error: Exception, reason: str) -> None:
-    assert death_reason(error) == reason
+def test_death_is_described_by_what_ray_knows(error: Exception, reason: str) -> None:
+    assert describe_death(error) == reason
 
 
-def test_who_obeyed_is_told_from_who_was_killed() -> None:
-    reasons = [death_reason(RayActorError(None, text)) for text in (KILLED, TERM, RAY_KILL, INIT)]
-    assert [was_told_to_end(reason) for reason in reasons] == [False, True, False, False]
+def test_sigterm_is_distinguished_from_other_deaths() -> None:
+    reasons = [describe_death(RayActorError(None, text)) for text in (KILLED, TERM, RAY_KILL, INIT)]
+    assert [was_sigterm(reason) for reason in reasons] == [False, True, False, False]
 
 
 GROWN = MemoryEvidence(
-    (Size(0.0, 1 << 30), Size(9.0, 15 << 30)), Room("the node", 16 << 30, 15 << 30), kills=1, counted="on the node"
+    (Size(0.0, 1 << 30), Size(9.0, 15 << 30)),
+    MemoryPool("the node", 16 << 30, 15 << 30),
+    kills=1,
+    counted="on the node",
 )
-SMALL = MemoryEvidence((Size(0.0, 1 << 30),), Room("the node", 16 << 30, 2 << 30))
+SMALL = MemoryEvidence((Size(0.0, 1 << 30),), MemoryPool("the node", 16 << 30, 2 << 30))
 
 
-def test_memory_is_the_reason_where_the_node_has_seen_it() -> None:
-    assert death_reason(RayActorError(None, KILLED), GROWN) == (
+def test_memory_is_named_if_the_node_has_evidence() -> None:
+    assert describe_death(RayActorError(None, KILLED), GROWN) == (
         "out of memory: its resident size grew from 1.0 GiB to 15.0 GiB in 9 s; the node has 16.0 GiB, 15.0 GiB of it in use; "
         f"the kernel's count of memory kills on the node went up. {ADVICE}"
     )
-    assert death_reason(RayActorError(None, KILLED), SMALL) == death_reason(RayActorError(None, KILLED))
+    assert describe_death(RayActorError(None, KILLED), SMALL) == describe_death(RayActorError(None, KILLED))
 
 
 @pytest.mark.parametrize(
@@ -93,18 +96,18 @@ def test_memory_is_the_reason_where_the_node_has_seen_it() -> None:
     [(OOM, "15.31 of the node's 16.00 GiB"), (OLDER_OOM, "15.3 of the node's 16 GiB")],
     ids=["new", "old"],
 )
-def test_a_kill_by_rays_monitor_is_told_with_what_the_node_has_seen(text: str, used: str) -> None:
-    told = "its resident size grew from 1.0 GiB to 15.0 GiB in 9 s"
-    assert death_reason(OutOfMemoryError(text), GROWN) == (
-        f"out of memory: Ray's memory monitor ended it, as {used} were in use; {told}. {ADVICE}"
+def test_kill_by_rays_memory_monitor_is_described_with_the_nodes_evidence(text: str, used: str) -> None:
+    growth = "its resident size grew from 1.0 GiB to 15.0 GiB in 9 s"
+    assert describe_death(OutOfMemoryError(text), GROWN) == (
+        f"out of memory: Ray's memory monitor ended it, as {used} were in use; {growth}. {ADVICE}"
     )
 
 
-def test_the_node_is_asked_only_of_deaths_that_may_be_kills_for_memory() -> None:
+def test_only_deaths_that_may_be_kills_for_memory_are_looked_up() -> None:
     errors = [RayActorError(None, text) for text in (KILLED, TERM, RAY_KILL, INIT)]
     assert [may_be_memory(error) for error in [*errors, OutOfMemoryError(OOM)]] == [True, False, False, False, True]
 
 
-def test_a_first_line_has_no_colours() -> None:
+def test_first_line_has_no_colours() -> None:
     assert first_line(RuntimeError("\n\x1b[36mray::f()\x1b[39m failed\nTraceback")) == "ray::f() failed"
     assert first_line(RuntimeError()) == "RuntimeError"

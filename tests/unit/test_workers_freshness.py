@@ -1,4 +1,4 @@
-"""A warm worker notices that the user's code is no longer what it loaded, and is not fooled by what stays the same."""
+"""A warm worker finds user modules whose source has changed since they were loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from raysgd.workers.freshness import ModuleWatch
+from raysgd.workers.process.reset import ModuleWatch
 
 LONG_AGO_S = 1_000_000_000
 
@@ -50,95 +50,93 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
 @pytest.fixture
 def watch() -> ModuleWatch:
     watch = ModuleWatch()
-    watch.look()  # what other tests have loaded
+    watch.note_loaded()  # what other tests have loaded
     return watch
 
 
-def test_a_module_that_stays_as_it_is_is_fresh(project: Project, watch: ModuleWatch) -> None:
+def test_unchanged_module_is_fresh(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
     for _ in range(3):
-        watch.look()
+        watch.note_loaded()
         assert watch.stale() == ()
 
 
-def test_a_module_that_was_edited_is_stale(project: Project, watch: ModuleWatch) -> None:
+def test_edited_module_is_stale(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
     project.load("users_data")
-    watch.look()
+    watch.note_loaded()
     project.write("users_model", "x = 2", at=LONG_AGO_S + 5)
     assert watch.stale() == ("users_model",)
 
 
-def test_an_edit_that_keeps_the_time_but_not_the_size_shows(project: Project, watch: ModuleWatch) -> None:
+def test_edit_that_keeps_the_time_is_found_by_size(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
-    watch.look()
+    watch.note_loaded()
     project.write("users_model", "x = 1000")
     assert watch.stale() == ("users_model",)
 
 
-def test_stale_stays_stale_though_the_edit_is_undone(project: Project, watch: ModuleWatch) -> None:
+def test_stale_module_stays_stale_after_the_edit_is_undone(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
-    watch.look()
+    watch.note_loaded()
     project.write("users_model", "x = 2", at=LONG_AGO_S + 5)
     assert watch.stale()
     project.write("users_model", "x = 1")
     assert watch.stale() == ("users_model",)
 
 
-def test_a_module_whose_source_is_gone_is_stale(project: Project, watch: ModuleWatch) -> None:
+def test_module_without_its_source_is_stale(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
-    watch.look()
+    watch.note_loaded()
     (project.folder / "users_model.py").unlink()
     assert watch.stale() == ("users_model",)
 
 
-def test_a_module_that_is_edited_between_its_import_and_the_look_is_stale(project: Project, watch: ModuleWatch) -> None:
+def test_module_edited_between_import_and_check_is_stale(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model")
     project.write("users_model", "x = 2", at=time.time() + 5)  # while train_func runs
-    watch.look()
+    watch.note_loaded()
     assert watch.stale() == ("users_model",)
 
 
-def test_a_module_that_was_written_and_loaded_since_the_last_look_is_fresh(
-    project: Project, watch: ModuleWatch
-) -> None:
+def test_module_written_and_loaded_since_the_last_check_is_fresh(project: Project, watch: ModuleWatch) -> None:
     project.load("users_model", at=time.time() + 1)
-    watch.look()
+    watch.note_loaded()
     assert watch.stale() == ()
 
 
-def test_a_young_module_without_a_compiled_file_counts_as_stale(
+def test_new_module_without_a_compiled_file_is_stale(
     project: Project, watch: ModuleWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     project.load("users_model", at=time.time() + 1)
-    watch.look()
-    assert watch.stale() == ("users_model",)  # nothing tells what was loaded
+    watch.note_loaded()
+    assert watch.stale() == ("users_model",)  # unknown what was loaded
 
 
 def test_packages_are_watched_file_by_file(project: Project, watch: ModuleWatch) -> None:
     project.write("users_package/__init__", "")
     project.write("users_package/part", "x = 1")
     importlib.import_module("users_package.part")
-    watch.look()
+    watch.note_loaded()
     project.write("users_package/part", "x = 22")
     assert watch.stale() == ("users_package.part",)
 
 
-def test_installed_packages_and_the_script_itself_are_left_out(
+def test_installed_packages_and_the_script_are_not_watched(
     project: Project, watch: ModuleWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = ModuleType("__main__")
     script.__file__ = str(project.write("script", "x = 1"))
     monkeypatch.setitem(sys.modules, "__main__", script)
     monkeypatch.setitem(sys.modules, "built", ModuleType("built"))  # without a file
-    watch.look()
+    watch.note_loaded()
     project.write("script", "x = 22")
     assert watch.stale() == ()
     assert not {"pytest", "json", "numpy"} & set(watch.stale())
 
 
-def test_a_project_reached_through_a_link_is_watched(
+def test_project_behind_a_symlink_is_watched(
     project: Project, watch: ModuleWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "real").mkdir()
@@ -146,6 +144,6 @@ def test_a_project_reached_through_a_link_is_watched(
     monkeypatch.syspath_prepend(str(tmp_path / "link"))
     project.write("real/users_linked", "x = 1")
     importlib.import_module("users_linked")
-    watch.look()
+    watch.note_loaded()
     project.write("real/users_linked", "x = 22")
     assert watch.stale() == ("users_linked",)

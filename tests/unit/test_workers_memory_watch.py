@@ -1,4 +1,4 @@
-"""What a node's agent knows of the memory of a process that is gone: from files as kernels write them."""
+"""The memory evidence on a dead process comes from files as kernels write them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.workers.agent import NodeAgent
-from raysgd.workers.memory_files import MemoryFiles
-from raysgd.workers.memory_watch import MemoryWatch
-from raysgd.workers.out_of_memory import MemoryEvidence, Room, Size
+from raysgd.workers.liveness import memory
+from raysgd.workers.liveness.memory import MemoryEvidence, MemoryFiles, MemoryPool, MemoryWatch, Size
+from raysgd.workers.liveness.node_agent import NodeAgent
 from support.poll import until
 
 MIB = 1 << 20
 GIB = 1 << 30
 PID = 4711
-NODE = Room("the node", 16 * GIB, 4 * GIB)
+NODE = MemoryPool("the node", 16 * GIB, 4 * GIB)
 
 
 class Node:
-    """A node's files below a folder, which a test writes as the kernel would, and a clock."""
+    """A folder with a node's files, which a test writes in the kernel's place, and a clock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now_s = 100.0
         self.watch = MemoryWatch(MemoryFiles(root), lambda: self.now_s)
         self.write("proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n")
-        self.kills_on_it(0)
+        self.write_node_kills(0)
 
     def write(self, file: str, text: str) -> None:
         path = self.root / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def kills_on_it(self, kills: int) -> None:
+    def write_node_kills(self, kills: int) -> None:
         self.write("proc/vmstat", f"nr_free_pages 12\noom_kill {kills}\nballoon_inflate 0\n")
 
-    def process(self, size_bytes: int, cgroups: str = "0::/\n") -> None:
+    def write_process(self, size_bytes: int, cgroups: str = "0::/\n") -> None:
         self.write(f"proc/{PID}/statm", f"999999 {size_bytes // mmap.PAGESIZE} 300 1 0 200 0\n")
         self.write(f"proc/{PID}/cgroup", cgroups)
 
-    def process_ends(self) -> None:
-        """As a zombie: its memory is gone, and where it was is not told any more."""
+    def end_process(self) -> None:
+        """Make the process a zombie: its memory and its cgroups are gone."""
         self.write(f"proc/{PID}/statm", "0 0 0 0 0 0 0\n")
 
-    def looks(self, *sizes: int, cgroups: str = "0::/\n") -> None:
-        """One look a second."""
+    def sample(self, *sizes: int, cgroups: str = "0::/\n") -> None:
+        """Take one sample per second with these sizes."""
         for size in sizes:
-            self.process(size, cgroups)
-            self.watch.look()
+            self.write_process(size, cgroups)
+            self.watch.sample()
             self.now_s += 1
 
     def evidence(self) -> MemoryEvidence:
@@ -70,7 +69,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def version_2(node: Node, kills: int, used_bytes: int = 512 * MIB, cached_bytes: int = 0, limit: str = f"{GIB}") -> str:
-    """A service of systemd's; returns what its processes belong to."""
+    """Write the cgroup of a systemd service; return the kernel's list of its processes' cgroups."""
     node.write(
         "proc/self/mountinfo",
         "24 1 0:22 / /sys rw,nosuid - sysfs sysfs rw\n"
@@ -88,7 +87,7 @@ def version_2(node: Node, kills: int, used_bytes: int = 512 * MIB, cached_bytes:
 
 
 def own_namespace(node: Node, kills: int) -> str:
-    """A container of version 2, which sees its own cgroup as the root."""
+    """Write a container of version 2, which sees its own cgroup as the root."""
     node.write("proc/self/mountinfo", "35 24 0:30 / /sys/fs/cgroup ro,nosuid - cgroup2 cgroup rw,nsdelegate\n")
     node.write("sys/fs/cgroup/memory.events", f"oom {kills}\noom_kill {kills}\n")
     node.write("sys/fs/cgroup/memory.max", f"{GIB}\n")
@@ -98,164 +97,165 @@ def own_namespace(node: Node, kills: int) -> str:
 
 
 def without_controller(node: Node, kills: int) -> str:
-    """A cgroup of version 2 whose memory is counted by the one above it."""
+    """Write a cgroup of version 2 whose parent counts the memory."""
     version_2(node, kills)
     node.write("sys/fs/cgroup/system.slice/ray.service/workers/cgroup.procs", f"{PID}\n")
     return "0::/system.slice/ray.service/workers\n"
 
 
-def version_1(node: Node, kills: int, *, seen_from: str = "/") -> str:
-    """As Docker makes it; the container itself sees its own part of the tree and the path of all of it."""
+def version_1(node: Node, kills: int, *, mounted: str = "/") -> str:
+    """Write a Docker container's cgroup; the container sees only its own part of the tree, but the whole path."""
     node.write(
         "proc/self/mountinfo",
-        f"40 30 0:28 {seen_from} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
-        f"41 30 0:29 {seen_from} /sys/fs/cgroup/memory ro,nosuid master:12 - cgroup cgroup rw,memory\n"
+        f"40 30 0:28 {mounted} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
+        f"41 30 0:29 {mounted} /sys/fs/cgroup/memory ro,nosuid master:12 - cgroup cgroup rw,memory\n"
         "42 30 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
     )
     top = "sys/fs/cgroup/memory"
-    place = top + ("/docker/ab" if seen_from == "/" else "")
+    folder = top + ("/docker/ab" if mounted == "/" else "")
     node.write(f"{top}/memory.limit_in_bytes", "9223372036854771712\n")
-    node.write(f"{place}/memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
-    node.write(f"{place}/memory.limit_in_bytes", f"{GIB}\n")
-    node.write(f"{place}/memory.usage_in_bytes", f"{768 * MIB}\n")
-    node.write(f"{place}/memory.stat", f"inactive_file 5\ntotal_inactive_file {256 * MIB}\n")
+    node.write(f"{folder}/memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+    node.write(f"{folder}/memory.limit_in_bytes", f"{GIB}\n")
+    node.write(f"{folder}/memory.usage_in_bytes", f"{768 * MIB}\n")
+    node.write(f"{folder}/memory.stat", f"inactive_file 5\ntotal_inactive_file {256 * MIB}\n")
     return "9:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n0::/\n"
 
 
 def version_1_inside(node: Node, kills: int) -> str:
-    return version_1(node, kills, seen_from="/docker/ab")
+    return version_1(node, kills, mounted="/docker/ab")
 
 
 @pytest.mark.parametrize("layout", [version_2, own_namespace, without_controller, version_1, version_1_inside])
-def test_a_kill_in_its_cgroup(node: Node, layout: object) -> None:
+def test_kill_in_the_processes_cgroup_is_counted(node: Node, layout: object) -> None:
     assert callable(layout)
     cgroups = layout(node, 3)
-    node.process(100 * MIB, cgroups)
+    node.write_process(100 * MIB, cgroups)
     node.watch.watch([PID])
-    node.looks(100 * MIB, 400 * MIB, cgroups=cgroups)
-    node.process_ends()
-    node.kills_on_it(9)
+    node.sample(100 * MIB, 400 * MIB, cgroups=cgroups)
+    node.end_process()
+    node.write_node_kills(9)
     assert node.evidence().kills == 0, "the node's count was taken for its cgroup's"
     layout(node, 4)
     sizes = (Size(100.0, 100 * MIB), Size(101.0, 400 * MIB))
-    assert node.evidence() == MemoryEvidence(sizes, Room("its cgroup", GIB, 512 * MIB), 1, "in its cgroup")
+    assert node.evidence() == MemoryEvidence(sizes, MemoryPool("its cgroup", GIB, 512 * MIB), 1, "in its cgroup")
 
 
-def test_files_that_the_kernel_would_let_go_are_not_in_use(node: Node) -> None:
+def test_reclaimable_memory_is_not_in_use(node: Node) -> None:
     cgroups = version_2(node, 0, used_bytes=GIB, cached_bytes=GIB - 512 * MIB)
-    node.process(MIB, cgroups)
+    node.write_process(MIB, cgroups)
     node.watch.watch([PID])
-    assert node.evidence().room == Room("its cgroup", GIB, 512 * MIB)
+    assert node.evidence().pool == MemoryPool("its cgroup", GIB, 512 * MIB)
 
 
 @pytest.mark.parametrize("limit", ["max", f"{64 * GIB}"], ids=["no limit", "a limit beyond the node"])
-def test_a_cgroup_that_is_not_limited_has_the_nodes_room(node: Node, limit: str) -> None:
-    node.process(MIB, version_2(node, 0, limit=limit))
+def test_cgroup_without_an_effective_limit_has_the_nodes_memory(node: Node, limit: str) -> None:
+    node.write_process(MIB, version_2(node, 0, limit=limit))
     node.watch.watch([PID])
-    assert node.evidence().room == NODE
+    assert node.evidence().pool == NODE
 
 
-def test_the_fullest_room_counts(node: Node) -> None:
-    node.process(MIB, version_2(node, 0, used_bytes=GIB // 8))
+def test_fullest_memory_pool_counts(node: Node) -> None:
+    node.write_process(MIB, version_2(node, 0, used_bytes=GIB // 8))
     node.watch.watch([PID])
-    assert node.evidence().room == NODE
+    assert node.evidence().pool == NODE
 
 
 @pytest.mark.parametrize("cgroups", ["0::/../../elsewhere\n", "0::/\n", "4:memory:/a\n", ""])
-def test_where_its_cgroup_cannot_be_seen_the_nodes_count_is_taken(node: Node, cgroups: str) -> None:
+def test_kills_on_the_node_count_if_the_cgroup_is_not_visible(node: Node, cgroups: str) -> None:
     node.write("proc/self/mountinfo", "35 24 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
-    node.process(MIB, cgroups)
+    node.write_process(MIB, cgroups)
     node.watch.watch([PID])
-    node.kills_on_it(1)
+    node.write_node_kills(1)
     assert node.evidence() == MemoryEvidence((Size(100.0, MIB),), NODE, 1, "on the node")
 
 
-# -------------------------------------------------------------------------------------------- from look to look
+# -------------------------------------------------------------------------------------------- sampling
 
 
-def test_a_kill_that_was_counted_while_the_process_was_still_seen_is_its_own(node: Node) -> None:
-    node.process(MIB)
+def test_kill_counted_while_the_process_was_still_visible_is_its_own(node: Node) -> None:
+    node.write_process(MIB)
     node.watch.watch([PID])
-    node.looks(MIB, MIB, MIB)
-    node.kills_on_it(1)
-    node.looks(MIB)
-    node.process_ends()
+    node.sample(MIB, MIB, MIB)
+    node.write_node_kills(1)
+    node.sample(MIB)
+    node.end_process()
     assert node.evidence().kills == 1
 
 
-def test_a_kill_that_the_process_has_survived_by_seconds_is_not_its_own(node: Node) -> None:
-    node.process(MIB)
+def test_kill_that_the_process_survived_by_seconds_is_not_its_own(node: Node) -> None:
+    node.write_process(MIB)
     node.watch.watch([PID])
-    node.looks(MIB)
-    node.kills_on_it(1)
-    node.looks(MIB, MIB, MIB)
-    node.process_ends()
+    node.sample(MIB)
+    node.write_node_kills(1)
+    node.sample(MIB, MIB, MIB)
+    node.end_process()
     assert node.evidence().kills == 0
 
 
-def test_a_process_that_was_moved_is_counted_where_it_is(node: Node) -> None:
+def test_kills_of_a_moved_process_count_in_its_new_cgroup(node: Node) -> None:
     cgroups = version_2(node, 3)
-    node.process(MIB, "0::/\n")
+    node.write_process(MIB, "0::/\n")
     node.watch.watch([PID])
-    node.kills_on_it(7)
-    node.looks(MIB, MIB, cgroups=cgroups)
+    node.write_node_kills(7)
+    node.sample(MIB, MIB, cgroups=cgroups)
     version_2(node, 5)
     evidence = node.evidence()
     assert (evidence.kills, evidence.counted) == (2, "in its cgroup")
 
 
-def test_a_process_that_is_about_to_end_is_counted_where_it_was(node: Node) -> None:
+def test_kills_of_an_exiting_process_count_in_its_last_cgroup(node: Node) -> None:
     cgroups = version_1(node, 3)
-    node.process(MIB, cgroups)
+    node.write_process(MIB, cgroups)
     node.watch.watch([PID])
     version_1(node, 4)
-    node.looks(MIB, cgroups="9:cpu,cpuacct:/\n4:memory:/\n0::/\n")  # as the kernel lists one that is exiting
-    node.process_ends()
-    node.watch.look()
+    node.sample(MIB, cgroups="9:cpu,cpuacct:/\n4:memory:/\n0::/\n")  # as the kernel lists one that is exiting
+    node.end_process()
+    node.watch.sample()
     evidence = node.evidence()
     assert (evidence.kills, evidence.counted) == (1, "in its cgroup")
 
 
-def test_a_cgroup_that_went_with_its_process_tells_nothing(node: Node) -> None:
-    node.process(MIB, version_2(node, 3))
+def test_removed_cgroup_gives_no_evidence(node: Node) -> None:
+    node.write_process(MIB, version_2(node, 3))
     node.watch.watch([PID])
     for file in (node.root / "sys/fs/cgroup/system.slice").rglob("memory.events"):
         file.unlink()
-    node.kills_on_it(4)
+    node.write_node_kills(4)
     assert node.evidence().kills == 0
 
 
-def test_the_first_look_and_the_last_ones_are_kept(node: Node) -> None:
-    node.process(7 * MIB)
+def test_first_sample_and_last_samples_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_NUM_SAMPLES", 6)
+    node.write_process(7 * MIB)
     node.watch.watch([PID])
-    node.looks(*[i * MIB for i in range(10, 510)])
+    node.sample(*[i * MIB for i in range(10, 30)])
     sizes = node.evidence().sizes
-    assert [size.size_bytes // MIB for size in sizes] == [7, *range(450, 510)]
+    assert [size.size_bytes // MIB for size in sizes] == [7, *range(24, 30)]
 
 
-def test_what_was_seen_last_outlives_the_process(node: Node) -> None:
-    node.process(MIB)
+def test_last_sample_is_kept_after_the_process_has_gone(node: Node) -> None:
+    node.write_process(MIB)
     node.watch.watch([PID])
-    node.looks(2 * MIB)
-    node.process_ends()
+    node.sample(2 * MIB)
+    node.end_process()
     node.write("proc/meminfo", "MemTotal: 1 kB\nMemAvailable: 1 kB\n")
-    node.watch.look()
+    node.watch.sample()
     assert node.evidence() == MemoryEvidence((Size(100.0, MIB), Size(100.0, 2 * MIB)), NODE)
 
 
-def test_only_those_that_are_asked_for_are_watched(node: Node) -> None:
-    node.process(MIB)
+def test_only_the_given_processes_are_watched(node: Node) -> None:
+    node.write_process(MIB)
     assert node.watch.evidence(PID) is None
     node.watch.watch([PID, 1234])
     assert node.watch.evidence(1234) is None, "there is no such process"
-    node.looks(2 * MIB)
+    node.sample(2 * MIB)
     node.watch.watch([PID])
-    assert len(node.evidence().sizes) == 3, "what was known of it was forgotten"
-    node.process_ends()
-    node.watch.look()
-    node.process(5 * MIB)
+    assert len(node.evidence().sizes) == 3, "earlier samples were forgotten"
+    node.end_process()
+    node.watch.sample()
+    node.write_process(5 * MIB)
     node.watch.watch([PID])
-    assert node.evidence().sizes == (Size(101.0, 5 * MIB),), "another process with its id was taken for it"
+    assert node.evidence().sizes == (Size(101.0, 5 * MIB),), "a new process with the same id was mistaken for it"
     node.watch.watch([])
     assert node.watch.evidence(PID) is None
 
@@ -263,9 +263,9 @@ def test_only_those_that_are_asked_for_are_watched(node: Node) -> None:
 @pytest.mark.parametrize(
     "text", ["", "\n", "abc\n", ":::\n", "0::\n", "a - b\n", "1 2 3 4 5 - cgroup2\n", "oom_kill x\n"]
 )
-def test_files_of_another_form_than_any_so_far_do_no_harm(node: Node, text: str) -> None:
+def test_files_of_an_unknown_form_are_ignored(node: Node, text: str) -> None:
     cgroups = version_2(node, 1)
-    node.process(MIB, cgroups)
+    node.write_process(MIB, cgroups)
     for file in [path for path in node.root.rglob("*") if path.is_file()]:
         kept = file.read_text()
         file.write_text(text)
@@ -276,7 +276,7 @@ def test_files_of_another_form_than_any_so_far_do_no_harm(node: Node, text: str)
         file.write_text(kept)
 
 
-def test_a_system_without_these_files_knows_nothing(tmp_path: Path) -> None:
+def test_system_without_these_files_gives_no_evidence(tmp_path: Path) -> None:
     watch = MemoryWatch(MemoryFiles(tmp_path))
     watch.watch([os.getpid()])
     assert watch.evidence(os.getpid()) is None
@@ -285,7 +285,7 @@ def test_a_system_without_these_files_knows_nothing(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- a real process
 
 
-def test_an_agent_looks_by_itself_at_a_real_process() -> None:
+def test_agent_samples_a_real_process_by_itself() -> None:
     grows = "import sys; sys.stdin.readline(); held = b'x' * (200 << 20); sys.stdin.readline()"
     agent = NodeAgent()
     with subprocess.Popen([sys.executable, "-c", grows], stdin=subprocess.PIPE, text=True) as process:
@@ -298,9 +298,9 @@ def test_an_agent_looks_by_itself_at_a_real_process() -> None:
     evidence = agent.memory(process.pid)
     agent.close()
     assert evidence is not None
-    assert evidence.sizes[0].size_bytes < 100 * MIB, "the first look was late"
+    assert evidence.sizes[0].size_bytes < 100 * MIB, "the first sample was late"
     assert evidence.sizes[-1].size_bytes > 200 * MIB
-    assert evidence.room is not None and evidence.room.used_bytes > 200 * MIB
+    assert evidence.pool is not None and evidence.pool.used_bytes > 200 * MIB
 
 
 def _last_size(agent: NodeAgent, pid: int) -> int:

@@ -1,4 +1,4 @@
-"""When a death is put down to memory, and in which words."""
+"""Deaths by memory are recognised and described."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.workers.out_of_memory import ADVICE, MemoryEvidence, Room, Size, grown, judge
+from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, MemoryPool, Size, describe_growth, judge
 
 GIB = 1 << 30
-FULL_NODE = Room("the node", int(23.4 * GIB), int(23.1 * GIB))
-ROOMY_NODE = Room("the node", int(23.4 * GIB), 4 * GIB)
-FULL_CGROUP = Room("its cgroup", 2 * GIB, 2 * GIB)
+FULL_NODE = MemoryPool("the node", int(23.4 * GIB), int(23.1 * GIB))
+ROOMY_NODE = MemoryPool("the node", int(23.4 * GIB), 4 * GIB)
+FULL_CGROUP = MemoryPool("its cgroup", 2 * GIB, 2 * GIB)
 
 
 def sizes(*gib: float, every_s: float = 1.0) -> tuple[Size, ...]:
@@ -23,7 +23,7 @@ FLAT = sizes(1.2, 1.2, 1.2)
 
 
 @pytest.mark.parametrize(
-    ("evidence", "said"),
+    ("evidence", "message"),
     [
         (
             MemoryEvidence(GROWING, FULL_NODE, 1, "on the node"),
@@ -48,8 +48,8 @@ FLAT = sizes(1.2, 1.2, 1.2)
     ],
     ids=["counted on the node", "counted in its cgroup", "counted where nothing is limited", "not counted"],
 )
-def test_what_is_said(evidence: MemoryEvidence, said: str) -> None:
-    assert judge(evidence) == said
+def test_death_by_memory_is_described(evidence: MemoryEvidence, message: str) -> None:
+    assert judge(evidence) == message
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def test_what_is_said(evidence: MemoryEvidence, said: str) -> None:
     ids=[
         "nothing",
         "a full node and a small worker",
-        "growth and room enough",
-        "growth and nothing known of the node",
+        "growth and enough free memory",
+        "growth on an unknown node",
         "another container's process was killed",
-        "it had given its memory back",
+        "it had freed its memory",
         "it grew an hour ago",
     ],
 )
-def test_what_is_not_put_down_to_memory(evidence: MemoryEvidence) -> None:
+def test_other_deaths_are_not_attributed_to_memory(evidence: MemoryEvidence) -> None:
     assert judge(evidence) is None
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("samples", "words"),
     [
         (sizes(1.0), "was 1.0 GiB"),
         (sizes(0.25, 0.26), "was 266 MiB"),
@@ -88,30 +88,34 @@ def test_what_is_not_put_down_to_memory(evidence: MemoryEvidence) -> None:
         ((Size(0.0, GIB), *sizes(9.0, 9.1, every_s=600)), "grew from 1.0 GiB to 9.1 GiB in 10 min"),
         ((Size(-9000.0, GIB), *sizes(9.0, 9.0)), "grew from 1.0 GiB to 9.0 GiB in 2.5 h"),
     ],
-    ids=["one look", "noise", "growth", "late growth", "after a peak", "minutes", "a leak of hours"],
+    ids=["one sample", "noise", "growth", "late growth", "after a peak", "minutes", "a leak of hours"],
 )
-def test_how_growth_is_told(seen: tuple[Size, ...], words: str) -> None:
-    assert grown(seen) == f"its resident size {words}"
+def test_growth_is_described(samples: tuple[Size, ...], words: str) -> None:
+    assert describe_growth(samples) == f"its resident size {words}"
 
 
 any_sizes = st.lists(st.integers(1, 64 * GIB), min_size=1, max_size=20).map(
     lambda found: tuple(Size(0.5 * i, size) for i, size in enumerate(found))
 )
-rooms = st.one_of(st.none(), st.builds(Room, st.just("the node"), st.integers(0, 64 * GIB), st.integers(0, 64 * GIB)))
+pools = st.one_of(
+    st.none(), st.builds(MemoryPool, st.just("the node"), st.integers(0, 64 * GIB), st.integers(0, 64 * GIB))
+)
 
 
-@given(seen=any_sizes, room=rooms, kills=st.integers(0, 3))
-def test_only_a_count_makes_it_certain(seen: tuple[Size, ...], room: Room | None, kills: int) -> None:
-    said = judge(MemoryEvidence(seen, room, kills, "in its cgroup")) or ""
-    assert said.startswith("out of memory: ") == (kills > 0)
-    assert said == "" or said.endswith(ADVICE)
-
-
-@given(room=rooms, size=st.integers(1, 64 * GIB), num=st.integers(1, 20))
-def test_a_worker_that_does_not_grow_is_not_put_down_to_memory_by_the_nodes_count(
-    room: Room | None, size: int, num: int
+@given(samples=any_sizes, pool=pools, kills=st.integers(0, 3))
+def test_death_is_certain_only_with_a_counted_kill(
+    samples: tuple[Size, ...], pool: MemoryPool | None, kills: int
 ) -> None:
-    is_full = room is not None and room.share >= 0.85
-    evidence = MemoryEvidence(tuple(Size(i, size) for i in range(num)), room, 1, "on the node")
+    message = judge(MemoryEvidence(samples, pool, kills, "in its cgroup")) or ""
+    assert message.startswith("out of memory: ") == (kills > 0)
+    assert message == "" or message.endswith(ADVICE)
+
+
+@given(pool=pools, size=st.integers(1, 64 * GIB), num=st.integers(1, 20))
+def test_kill_on_the_node_is_not_attributed_to_a_worker_that_does_not_grow(
+    pool: MemoryPool | None, size: int, num: int
+) -> None:
+    is_full = pool is not None and pool.used_fraction >= 0.85
+    evidence = MemoryEvidence(tuple(Size(i, size) for i in range(num)), pool, 1, "on the node")
     assert (judge(evidence) is not None) == is_full
-    assert judge(MemoryEvidence(evidence.sizes, room)) is None
+    assert judge(MemoryEvidence(evidence.sizes, pool)) is None

@@ -1,4 +1,4 @@
-"""Pickles of the user's objects: models unwrapped on the way, and errors that name the part that does not pickle."""
+"""The user's objects are pickled with models unwrapped; errors name the part that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCK = threading.Lock()
 
 
 def by_value(source: str, name: str = "train_func", **variables: Any) -> Any:
-    """A function as a notebook or a script defines it: it travels by value, with what it refers to."""
+    """Define a function as in a notebook or a script: it is pickled by value with its globals."""
     namespace = {"__name__": "__main__", **variables}
     exec(source, namespace)
     return namespace[name]
@@ -37,13 +37,13 @@ def path_of(obj: Any, name: str = "config") -> str:
 # -- what pickles ------------------------------------------------------------------------------------------------------
 
 
-def test_functions_defined_anywhere_come_back() -> None:
+def test_function_defined_anywhere_can_be_unpickled() -> None:
     base = 2
     function = loads(dumps(lambda x: x + base))
     assert function(3) == 5
 
 
-def test_a_pickle_opens_from_a_memoryview() -> None:
+def test_pickle_is_read_from_a_memoryview() -> None:
     assert loads(memoryview(dumps({"a": 1}))) == {"a": 1}
 
 
@@ -59,20 +59,20 @@ def test_a_pickle_opens_from_a_memoryview() -> None:
         ({3: LOCK}, "config[3]"),
     ],
 )
-def test_the_offending_key_is_named(config: Any, path: str) -> None:
+def test_error_names_the_key_that_cannot_be_pickled(config: Any, path: str) -> None:
     assert path_of(config) == path
 
 
-def test_the_message_says_what_it_is_why_and_what_to_do() -> None:
+def test_message_names_the_part_the_reason_and_the_advice() -> None:
     with pytest.raises(SerializationError) as caught:
         dumps_named({"connection": LOCK}, "config")
     text = str(caught.value)
-    for expected in ("config['connection']", "_thread.lock", "cannot pickle", "Make it inside train_func"):
+    for expected in ("config['connection']", "_thread.lock", "cannot pickle", "Create it inside train_func"):
         assert expected in text
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_the_offending_attribute_of_an_object_is_named() -> None:
+def test_error_names_the_attribute_of_an_object() -> None:
     class Model:
         def __init__(self) -> None:
             self.size = 3
@@ -81,7 +81,7 @@ def test_the_offending_attribute_of_an_object_is_named() -> None:
     assert path_of({"model": Model()}) == "config['model'].guard"
 
 
-def test_the_offending_closure_variable_is_named() -> None:
+def test_error_names_the_closure_variable() -> None:
     fine, lock = 1, threading.Lock()
 
     def train_func(config: Any) -> Any:
@@ -90,7 +90,7 @@ def test_the_offending_closure_variable_is_named() -> None:
     assert path_of(train_func, "train_func") == "train_func (its variable 'lock')"
 
 
-def test_the_offending_variable_of_a_function_that_is_called_is_named() -> None:
+def test_error_names_the_variable_of_a_called_function() -> None:
     lock = threading.Lock()
 
     def helper() -> Any:
@@ -111,17 +111,17 @@ def test_the_offending_variable_of_a_function_that_is_called_is_named() -> None:
         "def train_func(config):\n    return lock if config else train_func({})",
     ],
 )
-def test_the_offending_global_of_a_script_is_named(source: str) -> None:
+def test_error_names_the_global_variable_of_a_script(source: str) -> None:
     function = by_value(source, lock=LOCK, fine=1)
     assert path_of(function, "train_func") == "train_func (its global variable 'lock')"
 
 
-def test_a_default_value_that_does_not_pickle_is_named() -> None:
+def test_error_names_a_default_value() -> None:
     function = by_value("def train_func(config, guard=lock):\n    return guard", lock=LOCK)
     assert path_of(function, "train_func") == "train_func (a default value)"
 
 
-def test_what_a_partial_or_a_method_is_bound_to_is_named() -> None:
+def test_error_names_what_a_partial_or_a_method_is_bound_to() -> None:
     class Job:
         def __init__(self) -> None:
             self.guard = LOCK
@@ -135,7 +135,7 @@ def test_what_a_partial_or_a_method_is_bound_to_is_named() -> None:
     assert path_of(Job().train, "train_func") == "train_func.__self__.guard"
 
 
-def test_a_variable_that_has_no_value_yet_is_no_offender() -> None:
+def test_variable_without_a_value_is_ignored() -> None:
     lock = threading.Lock()
 
     def train_func(config: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_variable_that_has_no_value_yet_is_no_offender() -> None:
     assert later
 
 
-def test_an_object_whose_own_pickling_fails_is_named_itself() -> None:
+def test_error_names_an_object_whose_own_pickling_fails() -> None:
     class Closed:
         def __reduce__(self) -> Any:
             raise RuntimeError("not like this")
@@ -157,7 +157,7 @@ def test_an_object_whose_own_pickling_fails_is_named_itself() -> None:
     assert caught.value.path == "state[1]"
 
 
-def test_something_that_holds_itself_and_does_not_pickle_is_named_too() -> None:
+def test_error_names_an_object_that_refers_to_itself() -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
     loop["lock"] = LOCK
@@ -168,7 +168,7 @@ def test_something_that_holds_itself_and_does_not_pickle_is_named_too() -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """Stands for what `prepare_model` makes of a model."""
+    """A wrapper like that of `prepare_model`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def same(obj: Any) -> Any:
 UNWRAP: dict[type, Callable[[Any], tuple[Any, ...]]] = {Wrapped: lambda wrapped: (same, (wrapped.module,))}
 
 
-def test_wrapped_models_arrive_unwrapped_wherever_they_sit() -> None:
+def test_wrapped_models_are_unwrapped_anywhere_in_the_value() -> None:
     model = torch.nn.Linear(2, 1)
     value = {"model": Wrapped(model), "list": [Wrapped(model)], "loss": 0.5}
     back = loads(dumps_named(value, "the value", UNWRAP))
@@ -192,11 +192,11 @@ def test_wrapped_models_arrive_unwrapped_wherever_they_sit() -> None:
     assert torch.equal(back["model"].weight, model.weight)
 
 
-def test_a_wrapper_inside_a_wrapper_is_unwrapped_to_the_core() -> None:
+def test_nested_wrappers_are_unwrapped() -> None:
     assert type(loads(dumps(Wrapped(Wrapped(torch.nn.Linear(1, 1))), UNWRAP))) is torch.nn.Linear
 
 
-def test_the_part_of_a_wrapped_model_that_does_not_pickle_is_named() -> None:
+def test_error_names_the_part_of_a_wrapped_model() -> None:
     model = torch.nn.Linear(1, 1)
     model.guard = LOCK  # type: ignore[assignment]
     with pytest.raises(SerializationError, match="lock"):
@@ -207,7 +207,7 @@ def test_the_part_of_a_wrapped_model_that_does_not_pickle_is_named() -> None:
 
 
 class NeedsTwo(Exception):
-    """As many libraries have them: it is made of more than its message."""
+    """An exception with more parameters than its message, as many libraries have."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{text} ({code})")
@@ -223,7 +223,7 @@ class NeedsKeyword(ValueError):
 @pytest.mark.parametrize(
     "error", [ValueError("x"), KeyError("x"), NeedsTwo(3, "x"), NeedsKeyword(field="x"), OSError(2, "x")]
 )
-def test_an_exception_comes_back_as_its_own_type_with_all_it_has(error: BaseException) -> None:
+def test_exception_keeps_its_type_and_attributes(error: BaseException) -> None:
     data = dumps_error(error)
     assert data is not None
     back = cloudpickle.loads(data)
@@ -231,14 +231,14 @@ def test_an_exception_comes_back_as_its_own_type_with_all_it_has(error: BaseExce
     assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
 
 
-def test_an_exception_that_holds_what_does_not_pickle_is_none() -> None:
+def test_exception_with_an_unpicklable_attribute_gives_none() -> None:
     with socket.socket() as connection:
         error = ValueError("x")
         error.connection = connection  # type: ignore[attr-defined]
         assert dumps_error(error) is None
 
 
-def test_an_exception_whose_class_is_local_comes_back() -> None:
+def test_exception_of_a_local_class_can_be_unpickled() -> None:
     class Local(Exception):
         pass
 
@@ -248,10 +248,10 @@ def test_an_exception_whose_class_is_local_comes_back() -> None:
 
 
 class Known:
-    """Something that Ray was told how to pickle, as by `ray.util.register_serializer`."""
+    """A type with a serializer registered by `ray.util.register_serializer`."""
 
 
-def test_what_ray_was_told_holds_but_not_against_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_reducers_have_precedence_over_rays_serializers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ray.cloudpickle.CloudPickler.dispatch, Known, lambda _: (str, ("Ray's",)))
     assert loads(dumps([Known()])) == ["Ray's"]
     assert loads(dumps([Known()], {Known: lambda _: (str, ("the backend's",))})) == ["the backend's"]

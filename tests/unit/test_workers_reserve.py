@@ -1,4 +1,4 @@
-"""Who takes the place of a member."""
+"""A replacement for a member comes from a slot that is found, or is a joining worker that is ready earlier."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import Any
 
 import pytest
 
-from raysgd.workers.reserve import Reserve
+from raysgd.workers.group.reserve import Reserve
+from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 
 
-class FakeSeats:
-    """One seat is found when it is let go."""
+class FakeSlots:
+    """Finds one slot, when ``is_free`` is set."""
 
     def __init__(self) -> None:
         self.is_free = asyncio.Event()
+        self.is_searching = asyncio.Event()
         self.removed: list[str] = []
-        self.is_given_up = False
+        self.is_cancelled = False
 
     async def find(self, avoid: Any) -> str:
+        self.is_searching.set()
         try:
             await self.is_free.wait()
         except asyncio.CancelledError:
-            self.is_given_up = True
+            self.is_cancelled = True
             raise
-        return "seat"
+        return "slot"
 
-    def remove(self, seat: str) -> None:
-        self.removed.append(seat)
+    def remove(self, slot: str) -> None:
+        self.removed.append(slot)
 
 
-class FakeNewcomers:
+class FakeJoining:
     def __init__(self) -> None:
         self.ready: list[Any] = []
 
@@ -39,73 +42,75 @@ class FakeNewcomers:
 
 
 class FakeWorker:
-    """A process that answers when it is let."""
+    """Answers when ``may_answer`` is set."""
 
     def __init__(self) -> None:
-        self.seat = "its own"
+        self.slot = "its own"
         self.may_answer = asyncio.Event()
+        self.is_asked = asyncio.Event()
         self.handle = self.describe = self
         self.info: Any = None
 
     async def remote(self) -> Any:
+        self.is_asked.set()
         await self.may_answer.wait()
         return type("Info", (), {"node_id": "node"})
 
 
 class FakeStarter:
-    def start(self, seat: str, **settings: Any) -> str:
-        return f"started in {seat}"
+    def start(self, slot: str, **settings: Any) -> str:
+        return f"started in {slot}"
 
 
-def made() -> tuple[Reserve, FakeSeats, FakeNewcomers, list[Any]]:
-    seats, newcomers = FakeSeats(), FakeNewcomers()
+def make_reserve() -> tuple[Any, FakeSlots, FakeJoining, list[Any]]:
+    slots, joining = FakeSlots(), FakeJoining()
     ended: list[Any] = []
-    reserve: Any = Reserve(seats, FakeStarter(), 0, newcomers, ended.append, ())  # type: ignore[arg-type]
-    return reserve, seats, newcomers, ended
+    reserve = Reserve(slots, FakeStarter(), 0, joining, ended.append, AvoidedNodes({}, list))  # type: ignore[arg-type]
+    return reserve, slots, joining, ended
 
 
-async def test_a_process_is_started_in_the_seat_that_is_found() -> None:
-    reserve, seats, _, _ = made()
+async def test_worker_is_started_in_the_slot_that_is_found() -> None:
+    reserve, slots, _, _ = make_reserve()
     finding = asyncio.ensure_future(reserve.find())
-    await asyncio.sleep(0.01)
+    await slots.is_searching.wait()
     assert not finding.done()
-    seats.is_free.set()
-    assert await finding == "started in seat"  # type: ignore[comparison-overlap]
+    slots.is_free.set()
+    assert await finding == "started in slot"
 
 
-async def test_a_newcomer_that_comes_up_first_is_taken() -> None:
-    """It may have been started where the one was whose place is to be filled: there is no other seat then."""
-    reserve, seats, newcomers, _ = made()
+async def test_joining_worker_that_is_ready_earlier_is_taken() -> None:
+    """It may have been started in the dead member's place: there is no other slot then."""
+    reserve, slots, joining, _ = make_reserve()
     finding = asyncio.ensure_future(reserve.find())
-    await asyncio.sleep(0.01)
+    await slots.is_searching.wait()
     worker = FakeWorker()
     worker.may_answer.set()
-    newcomers.ready.append(worker)
-    assert await finding is worker  # type: ignore[comparison-overlap]
+    joining.ready.append(worker)
+    assert await finding is worker
     await asyncio.sleep(0)
-    assert seats.is_given_up
+    assert slots.is_cancelled
 
 
-async def test_a_seat_that_is_found_beside_a_newcomer_is_given_back() -> None:
-    reserve, seats, newcomers, _ = made()
+async def test_slot_found_at_the_same_time_as_a_joining_worker_is_removed() -> None:
+    reserve, slots, joining, _ = make_reserve()
     worker = FakeWorker()
-    newcomers.ready.append(worker)
+    joining.ready.append(worker)
     finding = asyncio.ensure_future(reserve.find())
-    await asyncio.sleep(0.01)
-    seats.is_free.set()
-    await asyncio.sleep(0.01)
+    await worker.is_asked.wait()
+    slots.is_free.set()
+    await asyncio.sleep(0)
     worker.may_answer.set()
-    assert await finding is worker  # type: ignore[comparison-overlap]
-    assert seats.removed == ["seat"]
+    assert await finding is worker
+    assert slots.removed == ["slot"]
 
 
-async def test_one_whose_answer_nobody_waits_for_any_more_is_ended() -> None:
-    reserve, seats, newcomers, ended = made()
+async def test_worker_is_ended_if_waiting_for_its_answer_is_cancelled() -> None:
+    reserve, slots, joining, ended = make_reserve()
     worker = FakeWorker()
-    newcomers.ready.append(worker)
-    taking = asyncio.ensure_future(reserve.take_newcomer())
-    await asyncio.sleep(0.01)
+    joining.ready.append(worker)
+    taking = asyncio.ensure_future(reserve.take_joining_worker())
+    await worker.is_asked.wait()
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await taking
-    assert ended == [worker] and seats.removed == ["its own"]
+    assert ended == [worker] and slots.removed == ["its own"]

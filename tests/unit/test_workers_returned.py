@@ -1,4 +1,4 @@
-"""What a function of the user's returned or raised, on its way out of a worker."""
+"""Values and errors of the user's functions are pickled in a worker for the driver."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from raysgd.errors import ConfigError, SerializationError
-from raysgd.workers.pickling import loads
-from raysgd.workers.returned import CallFailed, check_returned, dumps_returned, failed_call, root_of
+from raysgd.workers.pickling import CallFailed, check_returned, dumps_returned, failed_call, find_root_cause, loads
 
 
 async def coroutine() -> None: ...
@@ -28,7 +27,7 @@ def generator() -> Iterator[int]:
     yield 1
 
 
-def test_a_coroutine_is_refused_and_closed_so_that_nobody_complains() -> None:
+def test_coroutine_is_refused_and_closed_without_a_warning() -> None:
     value = coroutine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,13 +38,13 @@ def test_a_coroutine_is_refused_and_closed_so_that_nobody_complains() -> None:
 
 
 @pytest.mark.parametrize("value", [generator(), async_generator(), (n for n in range(3))])
-def test_a_generator_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="the function returned a generator, of which nothing has run"):
+def test_generator_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="the function returned a generator, whose body has not run"):
         check_returned(value, "the function")
 
 
 @pytest.mark.parametrize("value", [None, 1, [1], {"f": 1}, "text"])
-def test_a_value_travels(value: Any) -> None:
+def test_value_can_be_unpickled(value: Any) -> None:
     assert loads(dumps_returned(value, "train_func", {})) == value
 
 
@@ -57,15 +56,15 @@ def test_a_value_travels(value: Any) -> None:
         (threading.Lock(), None, "train_func's return value"),
     ],
 )
-def test_a_value_that_does_not_pickle_is_named(value: Any, rank: int | None, path: str) -> None:
+def test_error_names_the_part_that_cannot_be_pickled(value: Any, rank: int | None, path: str) -> None:
     with pytest.raises(SerializationError) as caught:
         dumps_returned(value, "train_func", {}, rank)
     assert caught.value.path == path
     assert str(caught.value).startswith(f"{path} cannot be sent to another process: a _thread.lock does not pickle")
-    assert str(caught.value).endswith("Return what it is made of.")
+    assert str(caught.value).endswith("Return the values it is built from.")
 
 
-def test_an_error_travels_with_its_place() -> None:
+def test_error_keeps_its_rank_node_and_traceback() -> None:
     try:
         raise LookupError("no data")
     except LookupError as error:
@@ -76,7 +75,7 @@ def test_an_error_travels_with_its_place() -> None:
     assert "test_workers_returned.py" in failed.data["traceback"]
 
 
-def test_of_several_ranks_the_one_that_the_others_followed_is_told() -> None:
+def test_root_cause_is_the_first_error_not_raised_by_a_collective() -> None:
     def failing(error: BaseException, in_collective: bool) -> BaseException:
         failed = failed_call(error, 0, "here", __file__)
         failed.data["in_collective"] = in_collective
@@ -90,8 +89,8 @@ def test_of_several_ranks_the_one_that_the_others_followed_is_told() -> None:
                 calls[-1].set_result(None)
             else:
                 calls[-1].set_exception(error)
-        calls.append(asyncio.get_running_loop().create_future())  # one that has not ended
-        return root_of(first, calls)
+        calls.append(asyncio.get_running_loop().create_future())  # a call that has not ended
+        return find_root_cause(first, calls)
 
     followed, own = failing(RuntimeError("Connection closed by peer"), True), failing(LookupError("x"), False)
     assert asyncio.run(find(followed, followed, None, own)) is own

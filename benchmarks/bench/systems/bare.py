@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bench.notes import NUM_WORKERS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.worker import NUM_WORKERS
 
 
 class Worker:

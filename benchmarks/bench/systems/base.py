@@ -1,4 +1,4 @@
-"""The interface of a system: run a train function on two workers, tell what came back and when. Driver side."""
+"""The interface of a system: run a train function on two workers, and pass on what arrives and when. Driver side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class System:
         """End all of it."""
 
     def reset(self) -> None:
-        """Something went wrong in a run: let go of what it may have left."""
+        """Release what a failed run may have left."""
 
     def run(
         self,

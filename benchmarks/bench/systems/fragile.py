@@ -71,12 +71,12 @@ class FragileSystem(RaySystem):
             shutil.rmtree(self._temp, ignore_errors=True)
 
     def is_whole(self, members: Collection[int]) -> bool:
-        """Whether the processes that are kept beside ``members``, the processes of the group, are up and idle."""
+        """Whether the spares, the processes other than ``members`` of the group, are ready and idle."""
         return True
 
     @contextlib.contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """A repetition that fails is counted and told, and the next one begins with new processes."""
+        """Count and print a failed repetition; the next one begins with new processes."""
         try:
             yield
         except Exception as error:
@@ -109,15 +109,15 @@ class FragileRaysgd(FragileSystem):
 
         given = self.params
         failure = {
-            name: given[name] for name in ("spares", "heartbeat_timeout_s", "progress_timeout_s") if name in given
+            name: given[name] for name in ("num_spares", "heartbeat_timeout_s", "progress_timeout_s") if name in given
         }
         num_workers = given["num_workers"]
         return raysgd.Trainer(
             num_workers if isinstance(num_workers, int) else (num_workers[0], num_workers[1]),
             self._framework,
-            run=raysgd.RunConfig(storage_path=self.folder / "runs"),
-            failure=raysgd.FailureConfig(max_failures=-1, **failure),
-            checkpoint=raysgd.CheckpointConfig(num_to_keep=2),
+            run_config=raysgd.RunConfig(storage_path=self.folder / "runs"),
+            failure_config=raysgd.FailureConfig(max_failures=-1, **failure),
+            checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
         )
 
     def run(
@@ -139,7 +139,7 @@ class FragileRaysgd(FragileSystem):
         """As many spares as there should be have the framework in their memory, and do nothing any more."""
         others = [each for each in processes_of("ray::WorkerActor") if each.pid not in members]
         spares = [each for each in others if has_framework(each, self._framework)]
-        if len(spares) < self.params.get("spares", 0):
+        if len(spares) < self.params.get("num_spares", 0):
             return False
         before = [wanted_s(each) for each in spares]
         time.sleep(_IDLE_S)

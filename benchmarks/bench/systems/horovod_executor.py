@@ -10,9 +10,9 @@ from typing import Any
 import ray.util
 from horovod.ray import RayExecutor
 
-from bench.notes import NUM_WORKERS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
-from raysgd.backends.meeting import interface_of
+from bench.worker import NUM_WORKERS
+from raysgd.backends.rendezvous import find_interface
 
 
 class HorovodExecutorSystem(RaySystem):
@@ -26,7 +26,7 @@ class HorovodExecutorSystem(RaySystem):
         on_report: OnReport | None = None,
         on_checkpoint: OnCheckpoint | None = None,
     ) -> None:
-        interface, full = interface_of(ray.util.get_node_ip_address()), self._full(config)
+        interface, full = find_interface(ray.util.get_node_ip_address()), self._full(config)
         self.called = time.time()
         executor = RayExecutor(RayExecutor.create_settings(), num_workers=NUM_WORKERS)
         executor.start()

@@ -16,11 +16,11 @@ from typing import Any
 
 import ray.util
 
-from bench.notes import NUM_WORKERS
 from bench.systems import FRAMEWORKS
 from bench.systems.base import OnCheckpoint, OnReport, System, TrainFunc, wait_for_calm
 from bench.systems.fragile import FragileSystem
-from raysgd.backends.meeting import free_address, interface_of
+from bench.worker import NUM_WORKERS
+from raysgd.backends.rendezvous import find_free_address, find_interface
 
 Command = list[str]
 Variables = dict[str, str]
@@ -41,14 +41,14 @@ def _horovodrun(node_ip: str, script: Command) -> Iterator[tuple[Command, Variab
 
 
 def _tensorflow(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
-    cluster = {"worker": [free_address(node_ip) for _ in range(NUM_WORKERS)]}
+    cluster = {"worker": [find_free_address(node_ip) for _ in range(NUM_WORKERS)]}
     for rank in range(NUM_WORKERS):
         task = {"cluster": cluster, "task": {"type": "worker", "index": rank}}
         yield [sys.executable, *script], {"TF_CONFIG": json.dumps(task)}
 
 
 def _jax(node_ip: str, script: Command) -> Iterator[tuple[Command, Variables]]:
-    address = free_address(node_ip)
+    address = find_free_address(node_ip)
     for rank in range(NUM_WORKERS):
         yield [sys.executable, *script], {"COORDINATOR": address, "RANK": str(rank)}
 
@@ -84,7 +84,7 @@ class LaunchedSystem(System):
 
 
 class FragileTorchrun(FragileSystem):
-    """torchrun, which starts all processes anew when one has died."""
+    """torchrun, which restarts all processes when one has died."""
 
     def start(self, params: Mapping[str, Any]) -> None:
         self.params = dict(params)
@@ -111,7 +111,7 @@ def _script(system: str, train_func: TrainFunc, config: dict[str, Any]) -> Comma
 
 
 def _environment(node_ip: str) -> Variables:
-    return os.environ | {"GLOO_SOCKET_IFNAME": interface_of(node_ip) or ""}
+    return os.environ | {"GLOO_SOCKET_IFNAME": find_interface(node_ip) or ""}
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:

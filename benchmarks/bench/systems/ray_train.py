@@ -18,8 +18,8 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
-from bench.notes import NUM_KEPT, NUM_WORKERS
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.worker import NUM_KEPT, NUM_WORKERS
 
 
 class Arrivals(UserCallback):

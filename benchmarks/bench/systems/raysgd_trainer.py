@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import raysgd
-from bench.notes import NUM_KEPT, NUM_WORKERS
 from bench.systems import framework_of
 from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.worker import NUM_KEPT, NUM_WORKERS
 
 
 class Commits(raysgd.Callback):
@@ -17,11 +17,11 @@ class Commits(raysgd.Callback):
 
     critical = True
 
-    def __init__(self, tell: OnCheckpoint) -> None:
-        self._tell = tell
+    def __init__(self, on_commit: OnCheckpoint) -> None:
+        self._on_commit = on_commit
 
     def on_checkpoint(self, checkpoint: Any) -> None:
-        self._tell(time.time())
+        self._on_commit(time.time())
 
 
 class RaysgdSystem(RaySystem):
@@ -54,8 +54,8 @@ class RaysgdSystem(RaySystem):
             self._trainer = raysgd.Trainer(
                 NUM_WORKERS,
                 framework_of(self.name),
-                run=raysgd.RunConfig(storage_path=self.folder / "runs"),
-                checkpoint=raysgd.CheckpointConfig(num_to_keep=NUM_KEPT),
+                run_config=raysgd.RunConfig(storage_path=self.folder / "runs"),
+                checkpoint_config=raysgd.CheckpointConfig(num_to_keep=NUM_KEPT),
             )
         full = self._full(config)
         self.called = time.time()

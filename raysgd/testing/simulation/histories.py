@@ -1,17 +1,19 @@
-"""The history of a simulated run, as its files would have it: what the machine commanded, and what `Run` adds to that."""
+"""The history that the files of a simulated run would have: the machine's commands, and what `Run` adds to them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from raysgd.checkpoint.manifest import FileEntry, Manifest
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.outcome import outcome_data
+from raysgd.controller.journal.outcome import outcome_data
+from raysgd.controller.run_plan import PreviousState, build_previous_state
 from raysgd.testing.record import History, Stored
 from raysgd.testing.simulation.stepping import SimulatedRun
 
@@ -19,7 +21,7 @@ NODE = "node0"
 
 
 class _Processes:
-    """The process of each rank: another one after it died."""
+    """The process of each rank. A rank whose process died gets another one."""
 
     def __init__(self) -> None:
         self._next = itertools.count(100)
@@ -36,7 +38,7 @@ class _Processes:
 
 
 def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
-    """What `check_history` would read of a run whose machine was stepped by hand."""
+    """Return what `raysgd.testing.check_history` would read of a simulated run."""
     made = tuple(replace(frame, seq=seq) for seq, frame in enumerate(_frames(run)))
     return History(made, _stored(run), max_failures, within_s)
 
@@ -44,32 +46,32 @@ def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: 
 def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line or two a case)
     processes, attempt = _Processes(), 0
     yield _event("run_start", 0, {"name": "run_001", "run_dir": "/run"})
-    for command in run.told:
+    for command in run.commands:
         match command:
-            case c.Say():
+            case c.EmitFrame():
                 if command.kind == frames.ATTEMPT:
                     for rank in range(command.data["world_size"]):
                         up = {"rank": rank, "node": NODE, "pid": processes.of(rank)}
                         yield _event("worker_up", attempt, up)
                     attempt = command.attempt
                 yield Frame(0, command.kind, command.attempt, command.rank, command.data, command.rows)
-            case c.Note():
+            case c.RecordEvent():
                 yield _event(command.kind, attempt, command.data)
                 for rank in command.data["ranks"] if command.kind == "failure" else ():
                     processes.lose(rank)
                 if command.kind in ("controller_restart", "paused"):
                     processes.lose_all()
-            case c.KillRanks():
+            case c.KillWorkers():
                 for rank in command.ranks:
                     processes.lose(rank)
-            case c.TellOutcome():
+            case c.PublishOutcome():
                 outcome = command.outcome
                 data = {key: value for key, value in outcome_data(outcome).items() if not isinstance(value, bytes)}
                 yield Frame(0, frames.RUN_END, attempt, data=data)
                 failed = outcome.failed
                 message = outcome.message if failed is None else f"rank {outcome.rank}: {failed.summary}"
                 yield _event("run_end", attempt, {"kind": outcome.kind, "message": message})
-            case c.Close():
+            case c.CloseRun():
                 yield Frame(0, frames.RUN_CLOSED, attempt)
 
 
@@ -78,13 +80,29 @@ def _event(kind: str, attempt: int, data: dict[str, Any]) -> Frame:
 
 
 def _stored(run: SimulatedRun) -> dict[int, Stored]:
-    told = [say.data["number"] for say in run.said(frames.CHECKPOINT)]
+    committed = [say.data["number"] for say in run.emitted(frames.CHECKPOINT)]
     deleted = {command.number for command in run.all_of(c.DeleteCheckpoint)}
-    manifests = {commit.manifest.number: commit.manifest for commit in run.all_of(c.Commit)}
-    return {number: Stored(_with_files(manifests[number])) for number in told if number not in deleted}
+    manifests = {commit.manifest.number: commit.manifest for commit in run.all_of(c.CommitCheckpoint)}
+    return {number: Stored(_with_files(manifests[number])) for number in committed if number not in deleted}
 
 
 def _with_files(manifest: Manifest) -> Manifest:
     """Simulated parts have no files."""
     ranks = range(manifest.world_size) if manifest.all_ranks else range(1)
     return replace(manifest, parts={rank: [FileEntry(f"r{rank}", 10, 1)] for rank in ranks})
+
+
+def previous_state_of(run: SimulatedRun, on_storage: Iterable[Manifest] | None = None) -> PreviousState:
+    """Return what a restarted controller would read of the run.
+
+    Args:
+        run: The run until now.
+        on_storage: The manifests on storage; by default those of the committed checkpoints.
+    """
+    history = history_of(run)
+    journal = [frame for frame in history.frames if frame.kind != frames.REPORTS]
+    known = [stored.manifest for stored in history.stored.values() if stored.manifest is not None]
+    manifests = sorted(known if on_storage is None else on_storage, key=lambda manifest: manifest.number)
+    return build_previous_state(
+        journal, history.frames[-1].seq, manifests, max((m.number for m in manifests), default=0)
+    )

@@ -1,37 +1,81 @@
-"""Workers of a simulated run, and what the controller was told of them in one attempt."""
+"""The workers of a simulated run, and the events that the controller got from them in one attempt."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.session import events as e
-from raysgd.testing.simulation.said import part
 
-#: In an outbox: the stream ends.
+
+def reports(first: int, count: int = 1, rows: list[Any] | None = None) -> e.Reports:
+    """Return reports ``first`` to ``first + count - 1`` of a rank; each row has its number as the metric ``n``."""
+    made = [[float(n), float(n), {"n": n}] for n in range(first, first + count)] if rows is None else rows
+    return e.Reports(first, count, json.dumps(made).encode())
+
+
+def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = None, **flags: Any) -> e.Saved:
+    """Return the ``call``-th save of a rank, after ``reports`` reports."""
+    fields = {
+        "time_total_s": float(reports),
+        "all_ranks": False,
+        "is_files": False,
+        "allow_pickle": False,
+        **flags,
+    }
+    return e.Saved(
+        call=call, reports=reports, metrics=None if metrics is None else json.dumps(metrics).encode(), **fields
+    )
+
+
+def part(call: int = 0, *files: str, consumed: int | None = None) -> e.PartSafe:
+    """Return the event that the part of save ``call`` is on storage. ``consumed``: the rank's rows of its dataset so far."""
+    entries = tuple((name, 10, 1) for name in files)
+    if consumed is None:
+        return e.PartSafe(call, entries)
+    return e.PartSafe(call, entries, {"data": {"train": {"epoch": 2, "consumed": consumed, "num_rows": 100}}})
+
+
+def failed(text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool) -> e.Failed:
+    """Return an exception that train_func raised at ``at``; ``flags``: ``in_collective`` or ``in_setup``."""
+    return e.Failed(b"pickle of " + text.encode(), type_name, text, f"Traceback: {text}", at, **flags)
+
+
+def broken(text: str = "connection closed by peer", at: float = 0.0) -> e.Failed:
+    """Return the error of a broken collective."""
+    return failed(text, at, type_name="builtins.RuntimeError", in_collective=True)
+
+
+RETURNED = e.Returned(b"value", 5)
+
+
+#: In an event queue: the stream ends.
 GONE = object()
 
 
 @dataclass
 class SimulatedRank:
-    """A simulated worker in one attempt. What it says waits in ``outbox`` until it is delivered.
+    """A simulated worker in one attempt. Its events wait in ``event_queue`` until they are delivered.
 
     Attributes:
         first_save_after: Reports before its first save.
-        unscored: A save whose round is to come, in a loop that saves before it reports.
-        unwritten: Saves whose bytes are not on storage yet.
-        has_left: It has said its last word.
-        is_stuck: It does not notice that its attempt is over.
-        last_save: The save that all ranks leave after, if they are to.
-        waits: It has made that save.
-        is_asked: It finds ``should_stop()`` true.
-        is_preempted: Its process was told to end.
+        unscored: A save whose round has not been reported yet, in a loop that saves before it reports.
+        unwritten: Saves that are not on storage yet.
+        has_left: It has sent its last event.
+        was_ended: Its attempt was ended.
+        is_stuck: It does not notice that its attempt was ended.
+        last_save: The save after which all ranks leave, if there is a save point.
+        is_waiting: It waits after that save.
+        sees_stop: It finds ``should_stop()`` true.
+        is_preempted: Its process got SIGTERM.
     """
 
     number: int
-    outbox: deque[Any] = field(default_factory=deque)
+    event_queue: deque[Any] = field(default_factory=deque)
     num_reports: int = 0
     num_calls: int = 0
     saves_first: bool = False
@@ -39,49 +83,49 @@ class SimulatedRank:
     unscored: int | None = None
     unwritten: list[int] = field(default_factory=list)
     has_left: bool = False
-    is_told: bool = False
+    was_ended: bool = False
     is_stuck: bool = False
     last_save: int | None = None
-    waits: bool = False
+    is_waiting: bool = False
     died: str | None = None
-    is_asked: bool = False
+    sees_stop: bool = False
     is_preempted: bool = False
 
     def leave(self, last_word: e.WorkerEvent) -> None:
-        """Say a last word, when what it saves is written."""
-        self.outbox += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
+        """Send the last event, after everything that was saved is written."""
+        self.event_queue += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
         self.unwritten.clear()
-        self.outbox += [last_word, GONE]
+        self.event_queue += [last_word, GONE]
         self.has_left = True
 
     def wait_if_due(self) -> None:
-        """It has made the save that all leave after, and the report that belongs to it."""
+        """Wait if this rank has made the save that all ranks leave after, and the report that belongs to it."""
         if self.last_save is None or self.num_calls <= self.last_save or self.unscored is not None:
             return
-        if not self.waits:
-            self.waits = True
-            self.outbox.append(e.AtSavePoint(self.last_save))
+        if not self.is_waiting:
+            self.is_waiting = True
+            self.event_queue.append(e.AtSavePoint(self.last_save))
 
-    def die(self, why: str, *, loses: bool) -> None:
-        """Its process ends.
+    def die(self, why: str, *, loses_unsent: bool) -> None:
+        """End the worker's process.
 
         Args:
-            why: What the controller is told.
-            loses: With what it had said and not yet sent.
+            why: The reason that the controller gets.
+            loses_unsent: The events that were not sent are lost too.
         """
-        if loses:
-            self.outbox.clear()
+        if loses_unsent:
+            self.event_queue.clear()
         self.died, self.has_left = why, True
         self.unwritten.clear()
-        self.outbox = deque(item for item in self.outbox if item is not GONE)
-        self.outbox.append(GONE)
+        self.event_queue = deque(item for item in self.event_queue if item is not GONE)
+        self.event_queue.append(GONE)
 
 
 @dataclass
 class SimulatedAttempt:
-    """What the controller has been told in one attempt."""
+    """What the controller knows of one attempt."""
 
-    entered: c.Enter
+    entered: c.StartAttempt
     ranks: list[SimulatedRank]
     returned: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
@@ -94,7 +138,7 @@ class SimulatedAttempt:
     saw_stop: bool = False
 
     def note(self, rank: int, event: e.WorkerEvent) -> None:
-        """It is told something by a worker."""
+        """Note an event of a worker."""
         match event:
             case e.Entered():
                 self.is_entered = True

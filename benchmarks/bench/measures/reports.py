@@ -1,0 +1,234 @@
+"""What reports cost and how soon they arrive. Each measure runs in the driver, its train function in workers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bench.measures.base import ALL, Measure
+from bench.systems.base import System
+from bench.worker import NUM_WORKERS, gather, note, session_of
+
+#: Calls per block, blocks, calls with a pause before. A system whose call blocks gets few, and no pauses: they would
+#: only hide a part of the blocking.
+_COST_SIZES = {"raysgd": (100, 200, 1000), "ray_train": (1, 4, 0), "ray_train_tuned": (1, 30, 0)}
+
+
+def _params_of_report_cost(system: str, quick: bool) -> dict[str, Any]:
+    block, blocks, paced = _COST_SIZES[system]
+    if quick:
+        blocks, paced = max(2, blocks // 10), paced // 10
+    return {"block": block, "blocks": blocks, "paced": paced}
+
+
+def run_report_cost(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
+    """What ``report`` costs the training thread: in a loop that does nothing else, and once a millisecond."""
+    system.run(train_report_cost, params)
+    costs = gather(system.folder, "costs")
+    return {"call_s": [c for cost in costs for c in cost[0]], "paced_call_s": [c for cost in costs for c in cost[1]]}
+
+
+def train_report_cost(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    report = session_of(config).report
+    for i in range(2):  # the first ones fill queues that are full from then on
+        report({"i": i, "loss": 0.5})
+    dist.barrier()
+    blocks = []
+    for _ in range(config["blocks"]):
+        start = time.perf_counter()
+        for i in range(config["block"]):
+            report({"i": i, "loss": 0.5})
+        blocks.append((time.perf_counter() - start) / config["block"])
+    time.sleep(0.2)
+    paced = []
+    for i in range(config["paced"]):
+        time.sleep(0.001)
+        start = time.perf_counter()
+        report({"i": i, "loss": 0.5})
+        paced.append(time.perf_counter() - start)
+    note(config, "costs", dist.get_rank(), [blocks, paced])
+
+
+REPORT_COST = Measure(
+    name="report_cost",
+    title="`report()` in the training thread",
+    systems=ALL,
+    units={"call_s": "s", "paced_call_s": "s"},
+    is_fresh=False,
+    repeat=2,
+    params=_params_of_report_cost,
+    run=run_report_cost,
+)
+
+
+#: Reports at 10 Hz and at 100 Hz. Ray Train keeps neither rate: its report() blocks.
+_LATENCY_COUNTS = {"raysgd": (200, 1000), "ray_train": (4, 0), "ray_train_tuned": (60, 100)}
+
+
+def _params_of_latency(system: str, quick: bool) -> dict[str, Any]:
+    counts = [count // 10 if quick and count > 10 else count for count in _LATENCY_COUNTS[system]]
+    return {"rates": [(hz, count) for hz, count in zip((10, 100), counts, strict=True) if count]}
+
+
+def run_latency(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
+    """From ``report`` in a worker to the driver's loop, at a steady rate.
+
+    A round is complete when the last rank has reported, so its time counts.
+    """
+    return {f"at_{hz}hz_s": _latencies(system, hz, count) for hz, count in params["rates"]}
+
+
+def _latencies(system: System, hz: int, count: int) -> list[float]:
+    rounds: list[tuple[float, list[dict[str, Any]]]] = []
+    system.run(train_latency, {"hz": hz, "count": count}, on_report=lambda *arrived: rounds.append(arrived))
+    if len(rounds) != count:
+        raise RuntimeError(f"{len(rounds)} of {count} rounds arrived")
+    latencies = [arrived - max(worker["t"] for worker in workers) for arrived, workers in rounds]
+    return latencies[1:]  # the first comes while the run is still being set up
+
+
+def train_latency(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    report = session_of(config).report
+    dist.barrier()
+    begin = time.monotonic()
+    for i in range(config["count"]):
+        wait_s = begin + i / config["hz"] - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+        report({"i": i, "t": time.time()})
+
+
+LATENCY = Measure(
+    name="latency",
+    title="`report()` to the driver's loop",
+    systems=ALL,
+    units={"at_10hz_s": "s", "at_100hz_s": "s"},
+    is_fresh=False,
+    repeat=2,
+    params=_params_of_latency,
+    run=run_latency,
+)
+
+
+#: Reports of each worker; raysgd's are more than its queue in the worker holds, so that backpressure takes part.
+_RATE_COUNTS = {"raysgd": (300_000, 20_000), "ray_train": (4, 3), "ray_train_tuned": (60, 10)}
+
+
+def _params_of_rate(system: str, quick: bool) -> dict[str, Any]:
+    full, small = _RATE_COUNTS[system]
+    return {"count": small if quick else full}
+
+
+def run_rate(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
+    """Reports a second: both workers report as fast as they can, and every round must arrive, in order and complete."""
+    check = RoundCheck()
+    system.run(train_rate, params, on_report=check)
+    if check.num_rounds != params["count"]:
+        raise RuntimeError(f"{check.num_rounds} of {params['count']} rounds arrived")
+    # The time is that of the rounds after the first, whose arrival starts the clock.
+    return {"reports_per_s": [NUM_WORKERS * (check.num_rounds - 1) / (check.last - check.first)]}
+
+
+class RoundCheck:
+    """Takes each round as it arrives."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self.first = self.last = 0.0
+
+    def __call__(self, arrived: float, workers: list[dict[str, Any]]) -> None:
+        if [worker["i"] for worker in workers] != [self.num_rounds] * NUM_WORKERS:
+            raise RuntimeError(f"round {self.num_rounds} arrived as {workers}")
+        if not self.num_rounds:
+            self.first = arrived
+        self.num_rounds += 1
+        self.last = arrived
+
+
+def train_rate(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    report = session_of(config).report
+    dist.barrier()
+    for i in range(config["count"]):
+        report({"i": i, "loss": 0.5})
+
+
+RATE = Measure(
+    name="rate",
+    title="Reports a second, 2 workers, none lost",
+    systems=ALL,
+    units={"reports_per_s": "1/s"},
+    is_fresh=False,
+    repeat=2,
+    params=_params_of_rate,
+    run=run_rate,
+)
+
+
+_STEP_S = 0.01
+_REPORT_EVERY = 10
+#: Steps in a block, pairs of blocks.
+_OVERHEAD_SIZES = {"raysgd": (100, 60), "ray_train": (20, 2), "ray_train_tuned": (50, 6)}
+
+
+def _params_of_overhead(system: str, quick: bool) -> dict[str, Any]:
+    steps, pairs = _OVERHEAD_SIZES[system]
+    return {"steps": steps, "pairs": 2 if quick else pairs}
+
+
+def run_overhead(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
+    """What the service costs a loop of 10 ms steps that reports every 10th step, all of it on the cores that train.
+
+    Blocks of steps with and without reports take turns in the same processes; each pair of blocks gives a percentage.
+    """
+    system.run(train_overhead, params)
+    blocks = [pair for rank in gather(system.folder, "blocks") for pair in rank]
+    return {
+        "percent": [100 * (reporting / silent - 1) for silent, reporting in blocks],
+        "step_s": [silent / params["steps"] for silent, _ in blocks],
+    }
+
+
+def train_overhead(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    from bench.worker import BusyStep
+
+    report, step = session_of(config).report, BusyStep(_STEP_S)
+
+    def block(reports: bool) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for i in range(config["steps"]):
+            step()
+            if reports and i % _REPORT_EVERY == 0:
+                report({"i": i, "loss": 0.5})
+        took = time.perf_counter() - start
+        time.sleep(0.03)  # what is still on its way belongs to this block, not to the next
+        return took
+
+    block(True)
+    pairs = []
+    for number in range(config["pairs"]):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        took = {reports: block(reports) for reports in order}
+        pairs.append((took[False], took[True]))
+    note(config, "blocks", dist.get_rank(), pairs)
+
+
+OVERHEAD = Measure(
+    name="overhead",
+    title="Cost of the service in a 10 ms step that reports every 10th",
+    systems=ALL,
+    quick_systems=("ray_train_tuned", "raysgd"),
+    units={"percent": "%", "step_s": "s"},
+    is_fresh=False,
+    repeat=2,
+    params=_params_of_overhead,
+    run=run_overhead,
+)

@@ -1,0 +1,107 @@
+"""The rows and the page of the measures of recovery. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.systems import VARIANTS
+from bench.table import (
+    Limit,
+    Page,
+    Row,
+    comparison,
+)
+
+_SPARE, _NEW, _ELASTIC = VARIANTS
+_KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
+_NODE_KILLED = "node killed to next step, heartbeat timeout 10 s"
+_NODE_FROZEN = "node frozen to next step, heartbeat timeout 10 s"
+_AGAIN = "one of 5 ranks killed, again and again"
+ROWS = (
+    Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours=_SPARE),
+    Row("kill_elastic", f"{_KILLED}, elastic", "kill", "seconds", "s", (Limit(0.5),), ours=_ELASTIC),
+    Row("kill_replace", f"{_KILLED}, in a new process", "kill", "seconds", "s", (Limit(1.3, "bare"),), ours=_NEW),
+    Row("stop_spare", f"{_STOPPED}, with a spare", "stop", "seconds", "s", (Limit(11),), ours=_SPARE),
+    Row("stop_elastic", f"{_STOPPED}, elastic", "stop", "seconds", "s", (Limit(11),), ours=_ELASTIC),
+    Row("shrink", "elastic group of 3 loses a worker, to next step", "resize", "shrink_s", "s", (Limit(0.5),), ours=_ELASTIC),
+    Row("grow", "room for a third worker, to first step of three", "resize", "grow_s", "s", (), ours=_ELASTIC),
+    Row("grow_look", "of it: until the room is taken", "resize", "grow_look_s", "s", (), ours=_ELASTIC),
+    Row("grow_start", "of it: starting a process, while two train on", "resize", "grow_start_s", "s", (), ours=_ELASTIC),
+    Row("grow_pause", "of it: pause from last step of two to first of three", "resize", "grow_pause_s", "s", (), ours=_ELASTIC),
+    Row("node_killed", f"{_NODE_KILLED}, in a new process", "node", "killed_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_frozen", f"{_NODE_FROZEN}, in a new process", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
+    Row("node_killed_spare", f"{_NODE_KILLED}, with a spare on another", "node", "killed_s", "s", (Limit(12),), ours=_SPARE),
+    Row("node_frozen_spare", f"{_NODE_FROZEN}, with a spare on another", "node", "frozen_s", "s", (Limit(12),), ours=_SPARE),
+    Row("again", f"{_AGAIN}: recovered", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours=_NEW),
+    Row("again_s", f"{_AGAIN}: to next step", "reliability", "seconds", "s", (), ours=_NEW),
+    Row("again_max", f"{_AGAIN}: the slowest", "reliability", "seconds", "s", (), share=1.0, ours=_NEW),
+    Row("steady", "cost of readiness in a 10 ms step", "steady", "percent", "%", (Limit(1),), ours=_SPARE),
+    Row("steady_idle", "a spare that does nothing, of a core", "steady", "idle_percent", "%", (), ours=_SPARE),
+)  # fmt: skip
+
+_HEAD = """\
+# Recovery
+
+<!-- Written by benchmarks/recovery.py from recovery.json; changes made here are lost. -->
+
+How long training is interrupted by a failure, and what readiness for failures costs: raysgd and Ray Train on the same
+machine, in one run. To measure again:
+
+```console
+$ python benchmarks/recovery.py
+```
+"""
+
+_METHOD = """\
+## Method
+
+Measured on {machine}. A DistributedDataParallel loop over gloo with steps of about 15 ms, `OMP_NUM_THREADS=1`, on
+logical CPUs: workers, spares and Ray share the cores. Every process records when it finished a step. A time begins
+when the signal is sent, at a random moment of a step, and ends when the slowest rank of the next group has finished
+its first step, with the checkpoint loaded. Values are medians; every sample is in [recovery.json](recovery.json).
+
+- **Killed** is SIGKILL. *Bare actors* is the mechanism alone, in plain Ray: wait for the death, start an actor,
+  import torch, form a new group of survivor and new actor. Ray Train restarts its whole group.
+- **Stopped** is SIGSTOP, which closes no connection, so only silence shows it. raysgd has its default,
+  `heartbeat_timeout_s=10`; Ray Train has `RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10`. Its default, 600 s, would take
+  ten minutes longer and was not measured.
+- **Growing** begins when a job releases the CPU for the third worker. raysgd looks for room every 2 s, starts the
+  process and waits 1 s for others, while the two train; then they leave out of a checkpoint. Ray Train's elastic
+  group (which looks every 60 s by default) was only shrunk: with a job that holds a CPU it had not started within 90
+  s, so nothing could grow.
+- **Nodes** are raylets with their processes on this machine, killed with SIGKILL, or stopped with SIGSTOP like a
+  hanging machine.
+- **Repeated kills**: {tries} kills. A try without recovery within its limit counts as a failure.
+- **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer with heartbeats once in weeks
+  and no spare, in alternating blocks of equal work.
+"""
+
+
+#: Why a target is missed, by the row's key.
+_WHY_MISSED = {
+    "node_frozen": (
+        "Silence is certain 10 s after the last heartbeat. In an examined run, a process with torch was ready on "
+        "another node 2.2 s later, and train_func took 1.2 s to its first step, including its DDP model."
+    ),
+}
+
+
+def num_tries(document: Mapping[str, Any]) -> int:
+    """How often the measure of reliability killed."""
+    entry = document["measures"].get("reliability", {}).get("systems", {}).get("raysgd_replace")
+    if entry is None:
+        return 0
+    return entry["series"].get("seconds", {}).get("n", 0) + len(entry["errors"])
+
+
+PAGE = Page(
+    rows=ROWS,
+    stem="recovery",
+    head=_HEAD,
+    method=_METHOD,
+    reasons=_WHY_MISSED,
+    quick="few repetitions",
+    compare=comparison,
+    fields=lambda document: {"tries": num_tries(document)},
+)

@@ -1,0 +1,93 @@
+"""Finds which ranks a hanging collective waits for. Pure.
+
+The records are those of PyTorch's flight recorder
+(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); only the last entry of each group counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The last collective that a rank began in a process group.
+
+    Attributes:
+        group: The group's name.
+        number: The collective's sequence number in the group, from 1; the same on all ranks.
+        operation: For example ``gloo:all_reduce``.
+        sizes: The shapes of the inputs.
+        is_done: The collective has ended on this rank.
+    """
+
+    group: str
+    number: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    is_done: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**vars(self), "sizes": [list(size) for size in self.sizes]}
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The recent collectives of a process.
+
+    Attributes:
+        last: The last collective of each group.
+        dump: The whole record, in the framework's own format.
+    """
+
+    last: tuple[Collective, ...]
+    dump: bytes
+
+
+def last_collectives(dump: Mapping[str, Any]) -> tuple[Collective, ...]:
+    """Return the last collective of each group in a dump of PyTorch's flight recorder."""
+    last: dict[str, Collective] = {}
+    for entry in dump.get("entries", ()):
+        if not entry["is_p2p"]:
+            group = _display_name(*entry["process_group"])
+            sizes = tuple(tuple(size) for size in entry["input_sizes"])
+            is_done = entry["retired"] or entry["state"] == "completed"
+            last[group] = Collective(group, entry["collective_seq_id"], entry["profiling_name"], sizes, is_done)
+    return tuple(last.values())
+
+
+def _display_name(name: str, description: str) -> str:
+    # The name is the same on all ranks of a group; several groups may share a description.
+    if description in ("", "undefined"):
+        return name
+    return description if description == "default_pg" else f"{description} ({name})"
+
+
+def explain_hang(by_rank: Mapping[int, Sequence[Collective]], ranks: Collection[int]) -> str | None:
+    """Say which of ``ranks`` the others wait for in a collective; None if no rank waits, or all ranks do."""
+    for group in dict.fromkeys(last.group for collectives in by_rank.values() for last in collectives):
+        in_group = {rank: last for rank, collectives in by_rank.items() for last in collectives if last.group == group}
+        waiting = {rank: last for rank, last in in_group.items() if not last.is_done}
+        newest = max((last.number for last in waiting.values()), default=0)
+        behind = [rank for rank, last in in_group.items() if last.number < newest]
+        silent = set(ranks) - set(by_rank)
+        in_newest = {rank: last for rank, last in waiting.items() if last.number == newest}
+        if in_newest and (behind or silent):
+            operation = next(iter(in_newest.values())).operation
+            waits = f"{_ranks(in_newest, 'waits', 'wait')} in collective {newest} of {group} ({operation})"
+            if behind:
+                return f"{waits}, which {_ranks(behind, 'has', 'have')} not begun"
+            return f"{waits}; {_ranks(silent, 'has', 'have')} not answered"
+        operations = {last.operation: rank for rank, last in in_group.items() if last.number == newest}
+        if len(operations) > 1:
+            listed = ", ".join(f"rank {rank} {operation}" for operation, rank in sorted(operations.items()))
+            return f"collective {newest} of {group} is not the same on all ranks: {listed}"
+    return None
+
+
+def _ranks(ranks: Collection[int], singular: str, plural: str) -> str:
+    listed = ", ".join(map(str, sorted(ranks)))
+    return f"rank {listed} {singular}" if len(ranks) == 1 else f"ranks {listed} {plural}"

@@ -1,0 +1,99 @@
+"""The progress display, which a run has by default. Runs in the driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Literal, Protocol, TextIO, get_args
+
+from raysgd.callbacks.base import Callback
+from raysgd.config.checks import check_amount, check_choice
+from raysgd.result import Event, Result, RunInfo
+
+Mode = Literal["auto", "live", "lines", "off"]
+
+
+class Display(Protocol):
+    """Shows one run, from ``start`` to ``end``."""
+
+    def start(self, info: RunInfo) -> None: ...
+
+    def result(self, result: Result) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def end(self, error: BaseException | None) -> None: ...
+
+
+class ProgressCallback(Callback):
+    """Shows a run while it goes: its state, latest metrics and their history, each worker's load, checkpoints, warnings.
+
+    ``mode="auto"`` chooses when the run starts: a live table on a terminal and in a notebook, otherwise plain lines, one per
+    result and at most one a second. ``"live"`` always shows the table, ``"lines"`` always lines (which suits a debugger in the
+    driver), ``"off"`` nothing. A run without a ProgressCallback gets ``ProgressCallback()``.
+
+    Args:
+        mode: ``"auto"``, ``"live"``, ``"lines"`` or ``"off"``.
+        refresh_hz: How often the table is drawn, per second.
+        file: Where to write. None: ``sys.stdout``.
+    """
+
+    def __init__(self, mode: Mode = "auto", refresh_hz: float = 4, file: TextIO | None = None) -> None:
+        self._mode = check_choice("ProgressCallback(mode)", mode, get_args(Mode))
+        self._refresh_hz = check_amount("ProgressCallback(refresh_hz)", refresh_hz, positive=True)
+        self._file = file
+        self._display: Display | None = None
+
+    def on_run_start(self, info: RunInfo) -> None:
+        self._display = make_display(self._mode, self._refresh_hz, self._file)
+        if self._display is not None:
+            self._display.start(info)
+
+    def on_result(self, result: Result) -> None:
+        if self._display is not None:
+            self._display.result(result)
+
+    def on_event(self, event: Event) -> None:
+        if self._display is not None:
+            self._display.event(event)
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        display, self._display = self._display, None
+        if display is not None:
+            display.end(error)
+
+
+def make_display(mode: str, refresh_hz: float, file: TextIO | None) -> Display | None:
+    """Make the display for a mode; None for ``"off"``."""
+    if mode == "off":
+        return None
+    notebook = file is None and in_notebook()
+    if mode == "lines" or (mode == "auto" and not notebook and not is_terminal(file)):
+        from raysgd.callbacks.progress.lines import LinesDisplay
+
+        return LinesDisplay(file)
+    from raysgd.callbacks.progress.live import NotebookDisplay, TerminalDisplay
+
+    return NotebookDisplay(refresh_hz) if notebook else TerminalDisplay(refresh_hz, file)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook (not IPython in a terminal)."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # a kernel has imported it
+    shell = get_ipython() if get_ipython is not None else None
+    return shell is not None and shell.has_trait("kernel") and shell.kernel is not None
+
+
+def is_terminal(file: TextIO | None) -> bool:
+    """Return whether the file (None: ``sys.stdout``) is a terminal that can move its cursor."""
+    stream = sys.stdout if file is None else file
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def default_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Add a `ProgressCallback` to the callbacks, unless they have one (``mode="off"`` counts)."""
+    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
+        return list(callbacks)
+    return [*callbacks, ProgressCallback()]

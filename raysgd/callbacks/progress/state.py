@@ -1,0 +1,188 @@
+"""The state of a run as the progress display shows it. The stream's reader thread writes it, the drawing thread reads it.
+
+Storing a result is one append: results are processed only when the display is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.callbacks.values import clip, end_state, flatten, is_finite, one_line, split_automatic
+from raysgd.result import Event, Result, RunInfo
+
+_MAX_RECENT = 256  # results between two drawings that enter the histories; of more, the last ones
+_MAX_NOTES = 3
+_HUGE = 1e290  # larger values are drawn as this, so that sums stay finite
+
+
+class History:
+    """A number over the whole run, in a bounded number of buckets. When all are full, neighbours are merged.
+
+    Attributes:
+        smallest: The least value ever added.
+        largest: The greatest value ever added.
+    """
+
+    def __init__(self, max_buckets: int = 128) -> None:
+        self.smallest, self.largest = math.inf, -math.inf
+        self._max_buckets = max_buckets
+        self._buckets: list[float] = []
+        self._per_bucket = 1
+        self._sum, self._count = 0.0, 0  # of the bucket that is being filled
+
+    def add(self, value: float) -> None:
+        self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
+        value = min(max(value, -_HUGE), _HUGE)
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count == self._per_bucket:
+            self._buckets.append(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+        if len(self._buckets) == self._max_buckets:
+            self._buckets = [(first + second) / 2 for first, second in zip(*[iter(self._buckets)] * 2, strict=True)]
+            self._per_bucket *= 2
+
+    def means(self) -> list[float]:
+        """Return the means of the buckets, oldest first."""
+        return [*self._buckets, self._sum / self._count] if self._count else list(self._buckets)
+
+
+@dataclass
+class Snapshot:
+    """The run at one moment, for drawing."""
+
+    info: RunInfo
+    state: str
+    elapsed_s: float
+    iteration: int
+    attempt: int
+    world_size: int
+    num_results: int
+    metrics: dict[str, Any]
+    histories: dict[str, History]
+    workers: list[dict[str, Any]]
+    checkpoint: dict[str, Any] | None
+    checkpoint_age_s: float
+    notes: list[str]
+    error: str
+
+
+class ProgressState:
+    """Collects a run's results and events. Thread-safe.
+
+    Args:
+        info: The run.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(self, info: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._info = info
+        self._clock = clock
+        self._start = clock()
+        self._lock = threading.Lock()
+        self._recent: deque[Result] = deque(maxlen=_MAX_RECENT)
+        self._num_results = 0
+        self._metrics: dict[str, Any] = {}
+        self._histories: dict[str, History] = {}
+        self._workers: dict[int, dict[str, Any]] = {}
+        self._checkpoint: dict[str, Any] | None = None
+        self._checkpoint_at = 0.0
+        self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
+        self._state, self._error = "starting", ""
+        self._iteration, self._attempt, self._world_size = 0, 1, info.num_workers
+        self._end: float | None = None
+
+    def result(self, result: Result) -> None:
+        with self._lock:
+            self._recent.append(result)
+            self._num_results += 1
+
+    def event(self, event: Event) -> None:
+        data = event.data
+        with self._lock:
+            if event.kind in ("sample", "worker_up"):
+                self._workers.setdefault(data["rank"], {}).update(data)
+            elif event.kind == "checkpoint":
+                self._checkpoint, self._checkpoint_at = dict(data), self._clock()
+            elif event.kind == "attempt_start":
+                self._begin_attempt(data)
+            elif event.kind == "stop" and self._state != "stopping":
+                self._state = "stopping"
+                self._notes.append(stop_text(data))
+            elif event.kind == "failure":
+                self._state = "recovering"
+                self._notes.append(failure_text(data))
+            elif event.kind == "regroup":
+                self._notes.append(regroup_text(data))
+            elif event.kind == "warning":
+                self._notes.append(str(data.get("message", "")).partition("\n")[0])
+
+    def end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._end = self._clock()
+            self._state = end_state(error)
+            self._error = "" if error is None else one_line(error)
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            self._process_recent()
+            now = self._clock()
+            return Snapshot(
+                info=self._info,
+                state=self._state,
+                elapsed_s=(now if self._end is None else self._end) - self._start,
+                iteration=self._iteration,
+                attempt=self._attempt,
+                world_size=self._world_size,
+                num_results=self._num_results,
+                metrics=dict(self._metrics),
+                histories=dict(self._histories),
+                workers=[dict(self._workers[rank]) for rank in sorted(self._workers)],
+                checkpoint=self._checkpoint,
+                checkpoint_age_s=now - self._checkpoint_at,
+                notes=list(self._notes),
+                error=self._error,
+            )
+
+    def _begin_attempt(self, data: dict[str, Any]) -> None:
+        self._attempt = data.get("attempt", self._attempt)
+        self._world_size = data.get("world_size", self._world_size)
+        self._state = "running"
+        self._workers = {rank: row for rank, row in self._workers.items() if rank < self._world_size}
+
+    def _process_recent(self) -> None:
+        while self._recent:
+            result = self._recent.popleft()
+            own, automatic = split_automatic(result)
+            self._iteration = automatic.get("training_iteration", self._iteration)
+            self._attempt = automatic.get("attempt", self._attempt)
+            self._world_size = automatic.get("world_size", self._world_size)
+            if self._state == "starting":
+                self._state = "running"
+            for key, value in flatten(own).items():
+                self._metrics[key] = value
+                if is_finite(value):
+                    self._histories.setdefault(key, History()).add(value)
+
+
+def stop_text(data: dict[str, Any]) -> str:
+    """Format a ``stop`` event, by which a callback or the user ends the run, as one line."""
+    return f"stopping: {' '.join(str(data.get('why', '')).split())}"
+
+
+def regroup_text(data: dict[str, Any]) -> str:
+    """Format a ``regroup`` event as one line."""
+    return f"the group forms again: {clip(' '.join(str(data.get('why', '')).split()), 120)}"
+
+
+def failure_text(data: dict[str, Any]) -> str:
+    """Format a ``failure`` event as one line."""
+    ranks = ", ".join(map(str, data.get("ranks") or ()))
+    error = clip(" ".join(str(data.get("error", "")).split()), 120)
+    action = data.get("action")
+    return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")

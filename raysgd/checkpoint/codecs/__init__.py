@@ -1,0 +1,1 @@
+"""How a state becomes JSON and tensors, and how it is restored: one codec per library."""

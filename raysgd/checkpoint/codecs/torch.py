@@ -1,0 +1,245 @@
+"""Encodes torch tensors, parameters, generators, dtypes, devices and sizes.
+
+What loading returns:
+    - Tensors are contiguous, on the CPU, and have the same dtype, shape and values. Parameters stay parameters.
+    - Leaf tensors keep ``requires_grad``. Gradients, hooks and names of dims are not kept.
+    - A tensor object at two places is one object again. Two tensors over exactly the same memory (same address, dtype,
+      shape and strides, as ``state_dict()`` gives for tied weights) share memory again. Tensors that overlap only
+      partly are stored separately.
+
+This module is imported only where torch is in use, and imports torch on the first value.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raysgd.checkpoint.codecs.leaves import ByteArray, Leaf
+from raysgd.errors import CheckpointError
+
+Json: TypeAlias = Any
+
+# torch dtype -> (safetensors dtype, number of those per element). Types that the format lacks are stored as bytes or pairs.
+_DTYPES = {
+    "bool": ("BOOL", 1),
+    **{
+        f"{kind}{bits}": (f"{letter}{bits}", 1)
+        for kind, letter in (("int", "I"), ("float", "F"))
+        for bits in (16, 32, 64)
+    },
+    **{f"uint{bits}": (f"U{bits}", 1) for bits in (8, 16, 32, 64)},
+    "int8": ("I8", 1),
+    "bfloat16": ("BF16", 1),
+    "complex32": ("F16", 2),
+    "complex64": ("C64", 1),
+    "complex128": ("F64", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("U8", 1),
+    "float8_e5m2fnuz": ("U8", 1),
+    "float4_e2m1fn_x2": ("U8", 1),
+}
+_COMPRESSED = {
+    "sparse_csr": ("crow_indices", "col_indices"),
+    "sparse_bsr": ("crow_indices", "col_indices"),
+    "sparse_csc": ("ccol_indices", "row_indices"),
+    "sparse_bsc": ("ccol_indices", "row_indices"),
+}
+_DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
+
+
+@functools.cache
+def torch() -> Any:
+    """Import torch; say what to install if it is missing."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError("this checkpoint holds torch tensors: install raysgd[torch] to load it") from error
+
+
+def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
+    """Return the encoder of a torch value, or None."""
+    for name, encoder in _KINDS:
+        if isinstance(value, getattr(torch(), name)):
+            return encoder
+    return None
+
+
+def _encode_tensor(encoder: Any, tensor: Any) -> Json:
+    reason = _why_not_plain(tensor)
+    if reason is not None:
+        return encoder.unsafe(tensor, reason)
+    layout = _name(tensor.layout)
+    if layout == "strided":
+        return _encode_dense(encoder, tensor)
+    if layout == "sparse_coo":
+        parts = [tensor._indices(), tensor._values()]
+        return _sparse_node(encoder, tensor, layout, parts, tensor.is_coalesced())
+    parts = [getattr(tensor, name)() for name in _COMPRESSED[layout]] + [tensor.values()]
+    return _sparse_node(encoder, tensor, layout, parts, True)
+
+
+def _why_not_plain(tensor: Any) -> str | None:
+    kind = type(tensor)
+    if "Uninitialized" in kind.__name__:
+        return f"is an {kind.__name__}, which has no values yet: run the model once before saving"
+    if kind not in (torch().Tensor, torch().nn.Parameter):
+        return f"is a {kind.__name__}, a subclass of Tensor: save a plain tensor (of a DTensor its .full_tensor())"
+    if tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn or tensor.device.type == "meta":
+        return f"is a quantized, nested, mkldnn or meta tensor ({_describe(tensor)}): save a dense copy of it"
+    return None
+
+
+def _encode_dense(encoder: Any, tensor: Any) -> Json:
+    dtype = _name(tensor.dtype)
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{encoder.where()} has dtype {dtype}, which a checkpoint cannot hold; convert it")
+    stored, lanes = _DTYPES[dtype]
+    shape = list(tensor.shape)
+    reference = encoder.leaves.add(_leaf(encoder, tensor, stored, shape if lanes == 1 else [*shape, lanes]))
+    kind = "parameter" if isinstance(tensor, torch().nn.Parameter) else "tensor"
+    return [f"torch.{kind}", reference, dtype, shape, _keeps_grad(tensor)]
+
+
+def _leaf(encoder: Any, tensor: Any, stored: str, shape: list[int]) -> Leaf:
+    source = tensor.detach()
+    item_bytes = source.element_size()
+    num_bytes = source.numel() * item_bytes
+    key = _memory(source) if num_bytes else None
+    device = source.device if source.device.type != "cpu" else None
+    return Leaf(tuple(encoder.path), stored, tuple(shape), num_bytes, item_bytes, source, _fill, key, device)
+
+
+def _fill(source: Any, area: ByteArray) -> None:
+    if not area.size:
+        return
+    if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+        flat = source.reshape(-1)
+        if flat.stride(0) == 1:  # one element may have any stride
+            np.copyto(area, flat.view(torch().uint8).numpy())  # a plain memcpy; torch's copy_ is slower
+            return
+    if source.element_size() == 1:  # copy_ lacks some 8-bit types
+        source = source.view(torch().uint8)
+    torch().frombuffer(area, dtype=source.dtype).view(source.shape).copy_(source, non_blocking=True)
+
+
+def _memory(tensor: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that view the same memory in the same way."""
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return ("torch", tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *lazy)
+
+
+def _decode_dense(decoder: Any, node: Json) -> Any:
+    _, reference, dtype, shape, requires_grad = node
+    stored, lanes = _DTYPES[dtype]
+    leaf = decoder.leaves.get(reference)
+    expected = tuple(shape) if lanes == 1 else (*shape, lanes)
+    if leaf.dtype != stored or leaf.shape != expected:
+        raise ValueError(f"{leaf.dtype} of shape {leaf.shape} does not store {dtype} of shape {shape}")
+    tensor = _view(leaf.data, getattr(torch(), dtype), shape)
+    if node[0] == "torch.parameter":
+        return torch().nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _view(data: ByteArray, dtype: Any, shape: list[int]) -> Any:
+    if not math.prod(shape):
+        return torch().empty(shape, dtype=dtype)
+    return torch().from_numpy(data).view(dtype).view(shape)
+
+
+def _keeps_grad(tensor: Any) -> bool:
+    """Only a leaf of the autograd graph can be made with ``requires_grad``."""
+    return bool(tensor.requires_grad and tensor.is_leaf)
+
+
+def _sparse_node(encoder: Any, tensor: Any, layout: str, parts: list[Any], coalesced: bool) -> Json:
+    nodes = [encoder.encode(part.detach()) for part in parts]
+    return ["torch.sparse", layout, list(tensor.shape), coalesced, _keeps_grad(tensor), *nodes]
+
+
+def _decode_sparse(decoder: Any, node: Json) -> Any:
+    _, layout, shape, coalesced, requires_grad, *nodes = node
+    parts = [decoder.decode(part) for part in nodes]
+    # Check invariants: wrong indices from a damaged file would read out of bounds.
+    if layout == "sparse_coo":
+        tensor = torch().sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=True)
+    elif layout in _COMPRESSED:
+        kind = getattr(torch(), layout)
+        tensor = torch().sparse_compressed_tensor(*parts, shape, layout=kind, check_invariants=True)
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return tensor.requires_grad_(requires_grad)
+
+
+def _decode_generator(decoder: Any, node: Json) -> Any:
+    state = decoder.decode(node[2])
+    try:
+        generator = torch().Generator(device=_decode_device(decoder, node))
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        text = f"{decoder.where()} is a generator of {node[1]}, which this process lacks: its state is loaded as a tensor ({why})"
+        warnings.warn(text, stacklevel=2)
+        return state
+    generator.set_state(state)
+    return generator
+
+
+def _decode_device(decoder: Any, node: Json) -> Any:
+    if not _DEVICE.fullmatch(node[1]):
+        raise ValueError(f"{node[1]!r} is not a device")
+    return torch().device(node[1])
+
+
+def _decode_dtype(decoder: Any, node: Json) -> Any:
+    dtype = getattr(torch(), node[1]) if re.fullmatch("[a-z0-9_]+", node[1]) else None
+    if not isinstance(dtype, torch().dtype):
+        raise ValueError(f"{node[1]!r} is not a dtype")
+    return dtype
+
+
+def synchronize(devices: Iterable[Any]) -> None:
+    """Wait for the copies that `_leaf` started on the current stream of each device."""
+    for device in devices:
+        library: Any = getattr(torch(), device.type, None)
+        if hasattr(library, "current_stream"):
+            library.current_stream(device).synchronize()
+        elif hasattr(library, "synchronize"):
+            library.synchronize()
+
+
+@functools.cache
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _describe(tensor: Any) -> str:
+    return f"{_name(tensor.dtype)}, {_name(tensor.layout)}, on {tensor.device}"
+
+
+_KINDS: tuple[tuple[str, Callable[[Any, Any], Json]], ...] = (
+    ("Tensor", _encode_tensor),
+    ("Size", lambda e, v: ["torch.size", *map(int, v)]),
+    ("dtype", lambda e, v: ["torch.dtype", _name(v)]),
+    ("device", lambda e, v: ["torch.device", str(v)]),
+    ("Generator", lambda e, v: ["torch.generator", str(v.device), e.encode(v.get_state())]),
+)
+
+DECODERS: dict[str, Callable[[Any, Any], Any]] = {
+    "torch.tensor": _decode_dense,
+    "torch.parameter": _decode_dense,
+    "torch.sparse": _decode_sparse,
+    "torch.size": lambda d, n: torch().Size(n[1:]),
+    "torch.dtype": _decode_dtype,
+    "torch.device": _decode_device,
+    "torch.generator": _decode_generator,
+}

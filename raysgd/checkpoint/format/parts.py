@@ -1,0 +1,462 @@
+"""One rank's part of a checkpoint: a tensors file (safetensors) and a tree file (JSON), on storage or in memory.
+
+In memory a part is a payload: an array of bytes with both files and a footer that says where they end. A part is read as a
+whole (`read_part`, `load_payload`), or some of its tensors or stretches of them (`StoredPart`, `MemoryPart`).
+
+Each tensor is read into memory of its own. Views on one large buffer would keep that buffer alive until the last of its
+tensors is freed. At an odd address some BLAS kernels sum in another order, and a resumed run would not be bit-identical.
+
+Runs in workers and drivers.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import json
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, final
+
+import numpy as np
+
+from raysgd.checkpoint.codecs.leaves import ByteArray, LeafReader, StoredLeaf
+from raysgd.checkpoint.codecs.shards import SHARDS_KEY, ArrayShards, read_table
+from raysgd.checkpoint.codecs.tree import NO_SHARDS, Decoder
+from raysgd.checkpoint.format.json import parse_json
+from raysgd.checkpoint.format.manifest import check_size, mismatch, verify_entries
+from raysgd.checkpoint.format.safetensors import LENGTH_BYTES, TensorSpec, decode_header, header_length
+from raysgd.checkpoint.storage.files import CHUNK_BYTES, Checksum
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.errors import CheckpointCorruptError
+
+TENSORS_SUFFIX = ".safetensors"
+TREE_SUFFIX = ".json"
+IN_MEMORY = "a checkpoint in memory"
+_FORMAT = "raysgd-state"
+_VERSION = 1
+_FOOTER = struct.Struct("<QQ8s")  # bytes of the tensors file, bytes of the tree file, magic
+_MAGIC = b"raysgd-1"
+FOOTER_BYTES = _FOOTER.size
+_ALIGNMENT = 64  # torch aligns its own tensors to this
+_SMALL_BYTES = 1 << 20  # tensors below this are read many at a time
+
+
+# -- the tree file -------------------------------------------------------------------------------------
+
+
+def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> tuple[bytes, int]:
+    """Make the content of the tree file.
+
+    Args:
+        node: Of the state.
+        shards: The table of shards.
+
+    Returns:
+        The content, and the offset at which the table of shards begins (its end if there is no table).
+    """
+    document = _dumps({"format": _FORMAT, "version": _VERSION, "state": node})
+    if not shards:
+        return document, len(document)
+    return b'%b,"%b":%b}' % (document[:-1], SHARDS_KEY.encode(), _dumps(shards)), len(document) - 1
+
+
+def decode_tree(text: bytes, leaves: LeafReader, where: str, *, allow_pickle: bool) -> Any:
+    """Decode the state in a tree file.
+
+    Args:
+        text: Content of the file.
+        leaves: The tensors that it refers to.
+        where: What to call the file in messages.
+        allow_pickle: Allow pickled leaves.
+    """
+    return Decoder(leaves, where, allow_pickle=allow_pickle).decode_state(parse_tree(text, where)["state"])
+
+
+def parse_tree(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a tree file: a dict with ``"state"``, and ``"shards"`` if the part has array shards.
+
+    Raises:
+        CheckpointCorruptError: It is not a tree file of this version.
+    """
+    document = parse_json(text, where)
+    if not isinstance(document, dict) or document.get("format") != _FORMAT or "state" not in document:
+        raise CheckpointCorruptError(f"{where} does not hold a state of raysgd")
+    if document.get("version") != _VERSION:
+        version = document.get("version")
+        raise CheckpointCorruptError(f"{where} has version {version!r:.50}; this raysgd reads version {_VERSION}")
+    return document
+
+
+def _read_tree(directory: Storage, entry: FileEntry, *, verify: bool) -> bytes:
+    check_size(directory, entry)
+    text = directory.read_bytes(entry.name, entry.size)
+    if len(text) != entry.size or (verify and zlib.crc32(text) != entry.crc32):
+        raise mismatch(directory, entry)
+    return text
+
+
+def _dumps(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+# -- the tensors file ----------------------------------------------------------------------------------
+
+
+@final
+class LoadedLeaves:
+    """Tensors by name, as a `LeafReader`."""
+
+    def __init__(self, leaves: Iterable[tuple[str, StoredLeaf]] = ()) -> None:
+        self._leaves = dict(leaves)
+
+    def get(self, reference: Any) -> StoredLeaf:
+        return self._leaves[reference]
+
+
+def read_leaves(directory: Storage, entry: FileEntry, *, verify: bool) -> LoadedLeaves:
+    """Read all tensors of a file on storage, once and straight to where they stay.
+
+    Raises:
+        CheckpointCorruptError: Its size, structure or (with ``verify``) checksum is wrong.
+    """
+    check_size(directory, entry)
+
+    def read(stream: BinaryIO) -> LoadedLeaves:
+        with Checksum() as checksum:
+            reader = _Reader(stream, checksum, directory.path_of(entry.name))
+            specs = reader.read_specs(entry.size)
+            leaves = LoadedLeaves(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
+            if verify and checksum.result() != entry.crc32:
+                raise mismatch(directory, entry)
+            return leaves
+
+    return directory.read_with(entry.name, read)
+
+
+def copy_leaves(file: ByteArray, where: str) -> LoadedLeaves:
+    """Copy all tensors out of a file that is in memory."""
+    specs = _specs_in_memory(file, where).values()
+    return LoadedLeaves((spec.name, _stored_leaf(spec, _aligned_copy(file[spec.begin : spec.end]))) for spec in specs)
+
+
+def aligned_empty(num_bytes: int) -> ByteArray:
+    """Allocate memory, aligned as torch aligns its own."""
+    memory: ByteArray = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def _aligned_copy(data: ByteArray) -> ByteArray:
+    copy = aligned_empty(data.size)
+    copy[:] = data
+    return copy
+
+
+def _specs_on_storage(directory: Storage, entry: FileEntry) -> dict[str, TensorSpec]:
+    check_size(directory, entry)
+    where = directory.path_of(entry.name)
+    specs = directory.read_with(entry.name, lambda stream: _Reader(stream, None, where).read_specs(entry.size))
+    return {spec.name: spec for spec in specs}
+
+
+def _specs_in_memory(file: ByteArray, where: str) -> dict[str, TensorSpec]:
+    specs = decode_header(file[: LENGTH_BYTES + header_length(file.data, file.size, where)].tobytes(), file.size, where)
+    return {spec.name: spec for spec in specs}
+
+
+def _read_stretch(directory: Storage, name: str, begin: int, area: ByteArray) -> None:
+    """Fill ``area`` with the bytes of a file from ``begin`` on."""
+    where = directory.path_of(name)
+
+    def read(stream: BinaryIO) -> None:
+        stream.seek(begin)
+        _Reader(stream, None, where).read_into(area)
+
+    directory.read_with(name, read)
+
+
+def _group(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """Group neighbours that are read at once: a large tensor alone, small ones together."""
+    group: list[TensorSpec] = []
+    for spec in specs:
+        is_large = spec.end - spec.begin >= _SMALL_BYTES
+        if group and (is_large or spec.end - group[0].begin > CHUNK_BYTES):
+            yield group
+            group = []
+        group.append(spec)
+        if is_large:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class _Reader:
+    """Reads a stream from its current position, and updates the checksum if there is one."""
+
+    def __init__(self, stream: BinaryIO, checksum: Checksum | None, where: str) -> None:
+        self._where = where
+        self._stream = stream
+        self._checksum = checksum
+
+    def read_specs(self, file_bytes: int) -> list[TensorSpec]:
+        """Read the header of a file of this size."""
+        length = self._read(min(LENGTH_BYTES, file_bytes))
+        header = self._read(header_length(length.data, file_bytes, self._where))
+        return decode_header(length.tobytes() + header.tobytes(), file_bytes, self._where)
+
+    def read_tensors(self, specs: list[TensorSpec]) -> Iterator[tuple[str, StoredLeaf]]:
+        """Read tensors that follow each other."""
+        start = specs[0].begin
+        block = self._read(specs[-1].end - start)
+        for spec in specs:
+            data = block if len(specs) == 1 else _aligned_copy(block[spec.begin - start : spec.end - start])
+            yield spec.name, _stored_leaf(spec, data)
+
+    def read_into(self, area: ByteArray) -> None:
+        """Fill an area with the next bytes."""
+        done = 0
+        while done < area.size:
+            count = self._stream.readinto(area.data[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointCorruptError(f"{self._where} ends in the middle of a tensor or its header")
+            if self._checksum is not None:
+                self._checksum.update(area.data[done : done + count])
+            done += count
+
+    def _read(self, num_bytes: int) -> ByteArray:
+        area = aligned_empty(num_bytes)
+        self.read_into(area)
+        return area
+
+
+def _stored_leaf(spec: TensorSpec, data: ByteArray) -> StoredLeaf:
+    return StoredLeaf(spec.dtype, spec.shape, data)
+
+
+# -- payloads ------------------------------------------------------------------------------------------
+
+
+def write_footer(payload: ByteArray, num_tensor_bytes: int, num_tree_bytes: int) -> None:
+    """Complete a payload in which both files are in place."""
+    payload[-FOOTER_BYTES:] = np.frombuffer(_FOOTER.pack(num_tensor_bytes, num_tree_bytes, _MAGIC), np.uint8)
+
+
+def write_payload(payload: ByteArray, storage: Storage, prefix: str) -> list[FileEntry]:
+    """Write the files of a payload: ``{prefix}.safetensors`` (if it has tensors) and ``{prefix}.json``.
+
+    Blocks until both are durable. The payload must not change meanwhile.
+
+    Raises:
+        StorageError: Writing still failed after all retries.
+    """
+    tensors, tree = _split_payload(payload)
+    files = [(prefix + TENSORS_SUFFIX, tensors)] if tensors.size else []
+    files.append((prefix + TREE_SUFFIX, tree))
+    return [FileEntry(name, *storage.write_chunks(name, _chunks_of(data))) for name, data in files]
+
+
+def load_payload(payload: Any, allow_pickle: bool = False) -> Any:
+    """Load the state in a payload.
+
+    Args:
+        payload: uint8 array, or bytes; tensors are copied out of it.
+        allow_pickle: Allow pickled leaves.
+    """
+    data = np.frombuffer(payload, np.uint8) if not isinstance(payload, np.ndarray) else payload
+    tensors, tree = _split_payload(data)
+    leaves = copy_leaves(tensors, IN_MEMORY) if tensors.size else LoadedLeaves()
+    return decode_tree(tree.tobytes(), leaves, IN_MEMORY, allow_pickle=allow_pickle)
+
+
+def _split_payload(payload: ByteArray) -> tuple[ByteArray, ByteArray]:
+    """Return views of the two files in a payload: tensors (empty if there are none) and tree."""
+    if payload.dtype != np.uint8 or payload.ndim != 1 or payload.size < FOOTER_BYTES:
+        raise CheckpointCorruptError(f"{IN_MEMORY} is not an array of bytes with a footer")
+    num_tensor_bytes, num_tree_bytes, magic = _FOOTER.unpack(payload[-FOOTER_BYTES:].tobytes())
+    if magic != _MAGIC or num_tensor_bytes + num_tree_bytes + FOOTER_BYTES != payload.size:
+        raise CheckpointCorruptError(f"{IN_MEMORY} has a footer that does not match its size")
+    return payload[:num_tensor_bytes], payload[num_tensor_bytes : num_tensor_bytes + num_tree_bytes]
+
+
+def _chunks_of(data: ByteArray) -> Any:
+    view = data.data
+
+    def chunks() -> Iterator[memoryview]:
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+    return chunks
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+def read_part(directory: Storage, entries: Sequence[FileEntry], *, allow_pickle: bool, verify: bool = True) -> Any:
+    """Read the state in the files of one part.
+
+    Args:
+        directory: The checkpoint's folder.
+        entries: The part's files, as the manifest lists them.
+        allow_pickle: Allow pickled leaves.
+        verify: Compare checksums; sizes are always compared.
+
+    Raises:
+        CheckpointCorruptError: A file is missing, or differs from the manifest or from its own header.
+        UnsafeStateError: It holds pickles, and ``allow_pickle`` is False.
+    """
+    tree, tensors = _split_entries(directory, entries)
+    text = _read_tree(directory, tree, verify=verify)
+    leaves = LoadedLeaves() if tensors is None else read_leaves(directory, tensors, verify=verify)
+    return decode_tree(text, leaves, directory.path_of(tree.name), allow_pickle=allow_pickle)
+
+
+def _split_entries(directory: Storage, entries: Sequence[FileEntry]) -> tuple[FileEntry, FileEntry | None]:
+    """Find the tree file, and the tensors file if there is one."""
+    found = {
+        suffix: entry for entry in entries for suffix in (TENSORS_SUFFIX, TREE_SUFFIX) if entry.name.endswith(suffix)
+    }
+    if TREE_SUFFIX not in found or len(found) != len(entries):
+        names = [entry.name for entry in entries]
+        raise CheckpointCorruptError(f"{directory.uri}: its manifest lists files that do not form a part: {names}")
+    return found[TREE_SUFFIX], found.get(TENSORS_SUFFIX)
+
+
+class PartReader(abc.ABC):
+    """Reads a part, or some of its tensors. Nothing is read before it is asked for. Thread-safe.
+
+    Attributes:
+        where: What to call the part in messages.
+    """
+
+    where: str
+
+    @abc.abstractmethod
+    def load(self, *, allow_pickle: bool) -> Any:
+        """Load the state of a part without array shards."""
+
+    @abc.abstractmethod
+    def read(self, name: str, skip: int, area: ByteArray) -> None:
+        """Fill ``area`` with the bytes of a tensor from ``skip`` on.
+
+        Raises:
+            CheckpointCorruptError: The part has no such bytes.
+        """
+
+    @abc.abstractmethod
+    def _tree_text(self) -> bytes: ...
+
+    @abc.abstractmethod
+    def _tensor_specs(self) -> dict[str, TensorSpec]: ...
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """The JSON of the state."""
+        return self._document["state"]
+
+    @functools.cached_property
+    def shards(self) -> dict[str, ArrayShards]:
+        """Its table of shards; empty for a part without shards."""
+        return read_table(self._document.get(SHARDS_KEY, {}), self.where)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Its tensors by name."""
+        return self._tensor_specs()
+
+    @property
+    def unsharded_names(self) -> list[str]:
+        """The tensors that are not shards of an array."""
+        shards = {name for array in self.shards.values() for _, name in array.shards}
+        return [name for name in self.specs if name not in shards]
+
+    def leaves(self, names: Iterable[str]) -> LoadedLeaves:
+        """Read some of its tensors, each into memory of its own."""
+        return LoadedLeaves((name, self._leaf(self.specs[name])) for name in names)
+
+    @functools.cached_property
+    def _document(self) -> dict[str, Any]:
+        return parse_tree(self._tree_text(), self.where)
+
+    def _begin(self, name: str, skip: int, num_bytes: int) -> int:
+        """Return where a stretch of a tensor begins in the file."""
+        spec = self.specs.get(name)
+        if spec is None or skip + num_bytes > spec.end - spec.begin:
+            raise CheckpointCorruptError(f"{self.where} names the tensor {name!r}, which is missing or too small")
+        return spec.begin + skip
+
+    def _leaf(self, spec: TensorSpec) -> StoredLeaf:
+        data = aligned_empty(spec.end - spec.begin)
+        self.read(spec.name, 0, data)
+        return _stored_leaf(spec, data)
+
+
+@final
+class StoredPart(PartReader):
+    """A part on storage. Before its first tensor is used, the whole tensors file is compared with its checksum.
+
+    Args:
+        directory: The checkpoint's folder.
+        entries: The part's files.
+        verify: Compare checksums; sizes are always compared.
+    """
+
+    def __init__(self, directory: Storage, entries: Sequence[FileEntry], *, verify: bool) -> None:
+        self._directory = directory
+        self._entries = entries
+        self._verify = verify
+        self._tree, self._tensors = _split_entries(directory, entries)
+        self._lock = threading.Lock()
+        self._is_verified = not verify
+        self.where = directory.path_of(self._tree.name)
+
+    def load(self, *, allow_pickle: bool) -> Any:
+        return read_part(self._directory, self._entries, allow_pickle=allow_pickle, verify=self._verify)
+
+    def read(self, name: str, skip: int, area: ByteArray) -> None:
+        begin = self._begin(name, skip, area.size)
+        assert self._tensors is not None  # as it has a tensor
+        with self._lock:
+            if not self._is_verified:
+                verify_entries(self._directory, [self._tensors], checksums=True)
+                self._is_verified = True
+        _read_stretch(self._directory, self._tensors.name, begin, area)
+
+    def _tree_text(self) -> bytes:
+        return _read_tree(self._directory, self._tree, verify=self._verify)
+
+    def _tensor_specs(self) -> dict[str, TensorSpec]:
+        return {} if self._tensors is None else _specs_on_storage(self._directory, self._tensors)
+
+
+@final
+class MemoryPart(PartReader):
+    """A part in memory.
+
+    Args:
+        get: Returns the payload; called for each read, so that the payload need not be kept between reads.
+    """
+
+    where = IN_MEMORY
+
+    def __init__(self, get: Callable[[], ByteArray]) -> None:
+        self._get = get
+
+    def load(self, *, allow_pickle: bool) -> Any:
+        return load_payload(self._get(), allow_pickle=allow_pickle)
+
+    def read(self, name: str, skip: int, area: ByteArray) -> None:
+        begin = self._begin(name, skip, area.size)
+        tensors, _ = _split_payload(self._get())
+        area[:] = tensors[begin : begin + area.size]
+
+    def _tree_text(self) -> bytes:
+        return bytes(_split_payload(self._get())[1].tobytes())
+
+    def _tensor_specs(self) -> dict[str, TensorSpec]:
+        tensors, _ = _split_payload(self._get())
+        return _specs_in_memory(tensors, IN_MEMORY) if tensors.size else {}

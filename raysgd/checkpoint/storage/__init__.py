@@ -1,0 +1,1 @@
+"""Storage of checkpoints: local disks and ``pyarrow.fs`` file systems, with retries."""

@@ -1,0 +1,183 @@
+"""Refuse an argument that does not exist, and name the right one: the nearest, or what other libraries' name is called here.
+
+The decorators keep the visible signature, so editors, type checkers and the reference show the arguments as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from raysgd.errors import UnknownArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_GIVE_TO_TRAINER = "give {0}= to raysgd.Trainer(...)"
+_GIVE_TO_RUN = "give {0}= to Trainer.run(...)"
+_RUN_CONFIG = "give run_config=raysgd.RunConfig({0}=...)"
+_FAILURE_CONFIG = "give failure_config=raysgd.FailureConfig({0}=...)"
+_CHECKPOINT_CONFIG = "give checkpoint_config=raysgd.CheckpointConfig({0}=...)"
+_SCALING = (
+    "there is no ScalingConfig; give num_workers=, cpus_per_worker=, gpus_per_worker=, resources_per_worker= and "
+    "placement_strategy= to raysgd.Trainer(...) itself"
+)
+
+
+def _use(name: str) -> str:
+    return f"use {name}="
+
+
+#: What other libraries, and earlier drafts of this one, call the arguments of a Trainer.
+TRAINER_HINTS = {
+    "workers": _use("num_workers"),
+    "n_workers": _use("num_workers"),
+    "nproc_per_node": _use("num_workers"),
+    "world_size": _use("num_workers"),
+    "cpu_per_worker": _use("cpus_per_worker"),
+    "num_cpus_per_worker": _use("cpus_per_worker"),
+    "num_cpus": _use("cpus_per_worker"),
+    "gpu_per_worker": _use("gpus_per_worker"),
+    "num_gpus_per_worker": _use("gpus_per_worker"),
+    "num_gpus": _use("gpus_per_worker"),
+    "use_gpu": "use gpus_per_worker=1",
+    "resources": _use("resources_per_worker"),
+    "scaling_config": _SCALING,
+    "ScalingConfig": _SCALING,
+    **dict.fromkeys(
+        ("backend_config", "torch_config", "horovod_config", "tensorflow_config", "jax_config"), _use("backend_args")
+    ),
+    "run": _use("run_config"),
+    "failure": _use("failure_config"),
+    "checkpoint": _use("checkpoint_config"),
+    "name": _RUN_CONFIG.format("name"),
+    "storage_path": _RUN_CONFIG.format("storage_path"),
+    "logdir": _RUN_CONFIG.format("storage_path"),
+    "detached": _RUN_CONFIG.format("detached"),
+    "max_failures": _FAILURE_CONFIG.format("max_failures"),
+    "max_retries": _FAILURE_CONFIG.format("max_failures"),
+    "num_spares": _FAILURE_CONFIG.format("num_spares"),
+    "num_to_keep": _CHECKPOINT_CONFIG.format("num_to_keep"),
+    "train_func": _GIVE_TO_RUN.format("train_func"),
+    "train_loop_per_worker": _GIVE_TO_RUN.format("train_func"),
+    "config": _GIVE_TO_RUN.format("config"),
+    "train_loop_config": _GIVE_TO_RUN.format("config"),
+    "dataset": _GIVE_TO_RUN.format("dataset"),
+    "datasets": _GIVE_TO_RUN.format("dataset"),
+    "callbacks": _GIVE_TO_RUN.format("callbacks"),
+    "resume_from": _GIVE_TO_RUN.format("resume_from"),
+    "resume_from_checkpoint": _GIVE_TO_RUN.format("resume_from"),
+}
+
+#: The same for `Trainer.run`, `Trainer.run_generator` and `Trainer.to_trainable`.
+RUN_HINTS = {
+    "train_loop_per_worker": _use("train_func"),
+    "train_fn": _use("train_func"),
+    "training_function": _use("train_func"),
+    "train_loop_config": _use("config"),
+    "train_config": _use("config"),
+    "args": "put the values into config=, which train_func gets",
+    "kwargs": "put the values into config=, which train_func gets",
+    "datasets": _use("dataset"),
+    "data": _use("dataset"),
+    "callback": _use("callbacks"),
+    "checkpoint": _use("resume_from"),
+    "resume_from_checkpoint": _use("resume_from"),
+    "checkpoint_path": _use("resume_from"),
+    "metrics_reduce": _use("reduce"),
+    **{
+        name: _GIVE_TO_TRAINER.format(name)
+        for name in (
+            "num_workers", "backend", "backend_args", "cpus_per_worker", "gpus_per_worker", "resources_per_worker",
+            "placement_strategy", "runtime_env", "seed", "run_config", "failure_config", "checkpoint_config",
+        )
+    },
+    "workers": _GIVE_TO_TRAINER.format("num_workers"),
+    "gpu_per_worker": _GIVE_TO_TRAINER.format("gpus_per_worker"),
+    "use_gpu": "give gpus_per_worker=1 to raysgd.Trainer(...)",
+    "scaling_config": _SCALING,
+    "checkpoint_strategy": _GIVE_TO_TRAINER.format("checkpoint_config"),
+}  # fmt: skip
+
+RUN_CONFIG_HINTS = {
+    "failure_config": _GIVE_TO_TRAINER.format("failure_config"),
+    "checkpoint_config": _GIVE_TO_TRAINER.format("checkpoint_config"),
+    "callbacks": _GIVE_TO_RUN.format("callbacks"),
+    "local_dir": _use("storage_path"),
+    "storage_filesystem": "give the file system as a URI in storage_path=",
+    "stop": "raise raysgd.Stop in a callback, or use raysgd.callbacks.EarlyStoppingCallback",
+    "verbose": "give callbacks=[raysgd.callbacks.ProgressCallback(mode=...)] to Trainer.run(...)",
+    "progress_reporter": "give callbacks=[raysgd.callbacks.ProgressCallback(mode=...)] to Trainer.run(...)",
+}
+
+FAILURE_CONFIG_HINTS = {
+    "max_retries": _use("max_failures"),
+    "fail_fast": "use max_failures=0",
+    "spares": _use("num_spares"),
+    "timeout_s": "use heartbeat_timeout_s=, progress_timeout_s= or start_timeout_s=",
+}
+
+CHECKPOINT_CONFIG_HINTS = {
+    "checkpoint_score_attribute": _use("score_attribute"),
+    "checkpoint_score_order": _use("score_order"),
+    "mode": _use("score_order"),
+    "metric": _use("score_attribute"),
+    "max_to_keep": _use("num_to_keep"),
+    "save_total_limit": _use("num_to_keep"),
+    "checkpoint_frequency": "call raysgd.save_checkpoint in train_func as often as wanted",
+    "checkpoint_at_end": "call raysgd.save_checkpoint at the end of train_func",
+}
+
+
+def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callable[[F], F]:
+    """Decorate a function so that an argument it does not have raises `UnknownArgumentError` with what to use instead.
+
+    Args:
+        owner: The function's name in the message, such as ``Trainer.run``.
+        hints: What to do instead, by the names that other libraries use.
+    """
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters.values()
+        known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= known:
+                raise _unknown(
+                    owner, next(name for name in kwargs if name not in known), known - {"self", "cls"}, hints or {}
+                )
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def refuse_unknown_fields(hints: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass as `refuse_unknown` decorates a function."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__init__ = refuse_unknown(cls.__name__, hints)(cls.__init__)  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
+def nearest(name: object, known: Collection[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the known name that is most like this one, or ``""``."""
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _unknown(owner: str, name: str, known: Collection[str], hints: Mapping[str, str]) -> UnknownArgumentError:
+    if name in hints:
+        advice = f": {hints[name]}."
+    elif hint := nearest(name, known):
+        advice = f"{hint}."
+    else:
+        advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
+    return UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")

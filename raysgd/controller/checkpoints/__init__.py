@@ -1,0 +1,1 @@
+"""Checkpoint coordination: collecting the parts of each save, committing, retention, memory copies."""

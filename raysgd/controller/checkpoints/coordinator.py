@@ -1,0 +1,392 @@
+"""The checkpoints of a run, from a rank's call to storage and memory. Pure: part of the run's state machine.
+
+`CheckpointCoordinator` decides which checkpoints are complete, commits them, deletes those that retention does not keep, and
+knows from which checkpoint the next attempt starts. `MemoryTier` does the same for checkpoints in the cluster's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.controller import frames
+from raysgd.controller.checkpoints.index import CheckpointIndex
+from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
+from raysgd.controller.commands import (
+    Command,
+    CommitCheckpoint,
+    DeleteCheckpoint,
+    EmitFrame,
+    KeepInMemory,
+    MemoryCopyLost,
+    MemoryCopyNotStored,
+    MemoryCopyStored,
+    RecordEvent,
+    StoreFromMemory,
+)
+from raysgd.controller.run_plan import PreviousState, RunPlan, Start
+from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
+
+Emit = Callable[[Command], None]
+
+
+class MemoryTier:
+    """The checkpoints of a run that are in the cluster's memory.
+
+    Args:
+        on_in_memory: Called with the number of each checkpoint that is complete in memory.
+    """
+
+    def __init__(self, emit: Emit, on_in_memory: Callable[[int], None]) -> None:
+        self._emit = emit
+        self._on_in_memory = on_in_memory
+        self._index = CheckpointIndex(Start(), RetentionPolicy(1))
+        self._pending = PendingCheckpoints.none()
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The manifest as it would be on storage, without files."""
+        return self._index.newest
+
+    def begin_attempt(self, pending: PendingCheckpoints) -> None:
+        """Collect the parts of the new attempt in ``pending``."""
+        self._index.forget_scores()
+        self._pending = pending
+
+    def drop(self, number: int) -> None:
+        """Forget a checkpoint that is no longer in memory."""
+        self._index.drop(number)
+
+    def on_reports(self, rank: int, count: int) -> None:
+        self._pending.on_reports(rank, count)
+
+    def on_returned(self, rank: int) -> str | None:
+        """A rank has returned; returns the rule that it broke, or None."""
+        problem = self._pending.on_returned(rank)
+        self._keep_complete()
+        return problem
+
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
+        """A rank has sent an event; returns the rule that it broke, or None."""
+        problem = None
+        if isinstance(event, Saved):
+            problem = self._pending.on_saved(rank, event)
+        elif isinstance(event, PartHeld):
+            part = PartSafe(event.call, (), event.rank_state, event.unsharded_digest)
+            problem = self._pending.on_part_safe(rank, part)
+        elif isinstance(event, PartSafe):
+            if rank != 0 and not event.files:  # this rank gives no state; a part with files is on storage alone
+                problem = self._pending.on_part_safe(rank, event)
+        elif isinstance(event, HoldFailed):
+            self._pending.on_part_failed(event.call)
+        else:
+            self._pending.on_scored(rank, event)
+        self._keep_complete()
+        return problem
+
+    def discard(self, call: int) -> None:
+        """Forget the checkpoint of this call: it consists of files, which are on storage alone."""
+        self._pending.discard(call)
+
+    def end_attempt(self) -> None:
+        """Stop waiting for the reports of ranks that are gone."""
+        self._apply_scores(is_over=True)
+
+    def _keep_complete(self) -> None:
+        for manifest in self._pending.pop_complete():
+            self._index.add(manifest)
+            self._emit(KeepInMemory(manifest.number))
+            self._on_in_memory(manifest.number)
+        self._apply_scores(is_over=False)
+
+    def _apply_scores(self, *, is_over: bool) -> None:
+        for score in self._pending.pop_scores(is_over=is_over):
+            self._index.score(*score)
+
+
+class CheckpointCoordinator:
+    """All checkpoints of a run, and the saves of its current attempt.
+
+    Args:
+        uri_of: Returns the folder of a checkpoint, by its number.
+        on_in_memory: Called with the number of each checkpoint in memory, which the next attempt can start from.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        uri_of: Callable[[int], str],
+        emit: Emit,
+        on_in_memory: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        config = plan.checkpoint
+        retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order)
+        self._index = CheckpointIndex(plan.start, retention)
+        self._reduce = plan.reduce
+        self._uri_of = uri_of
+        self._emit = emit
+        self._memory = MemoryTier(emit, on_in_memory) if config.keep_in_memory else None
+        self._stored_every = max(1, config.storage_interval)
+        self._in_flight: dict[int, Manifest] = {}
+        self._storing: set[int] = set()  # numbers that are being written from memory
+        self._tried: set[int] = set()  # numbers that are being or were written from memory
+        self._from_memory: set[int] = set()  # numbers that were written from memory
+        self._last_number = plan.start.number
+        self._last_announced = plan.start.number  # to readers, as being saved
+        self._first_number = 1
+        self._attempt = 0
+        self._saves_first: bool | None = None
+        self._started_from = plan.start
+        self._pending = PendingCheckpoints.none()
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no manifest is being written."""
+        return not self._in_flight
+
+    @property
+    def newest_number(self) -> int | None:
+        newest = self._index.newest
+        return None if newest is None else newest.number
+
+    @property
+    def newest_uri(self) -> str | None:
+        return None if self.newest_number is None else self._uri_of(self.newest_number)
+
+    @property
+    def newest_in_memory(self) -> Manifest | None:
+        """The newest checkpoint in memory, if the next attempt would start from it."""
+        held = None if self._memory is None else self._memory.newest
+        return held if held is not None and held.number >= (self.newest_number or 0) else None
+
+    @property
+    def has_unstored(self) -> bool:
+        """Whether the next attempt would start from a checkpoint that is in memory alone."""
+        held = self.newest_in_memory
+        return held is not None and held.number > (self.newest_number or 0)
+
+    @property
+    def is_bound_to_size(self) -> bool:
+        """Whether the newest checkpoint can be loaded only by as many ranks as saved it."""
+        newest = self.newest_in_memory or self._index.newest
+        return newest is not None and newest.all_ranks and not newest.is_reshardable
+
+    @property
+    def last_checkpoint(self) -> str:
+        """A sentence about the newest checkpoint, for the end of an error message."""
+        uri = self.newest_uri
+        return "The run has no checkpoint." if uri is None else f"Its last checkpoint, to resume from, is {uri}."
+
+    def newest_iteration(self) -> int:
+        """Return the iteration of the newest checkpoint, also of one that is being committed; 0 without one."""
+        known = [*self._in_flight.values(), self._index.newest, self.newest_in_memory]
+        return max((manifest.iteration for manifest in known if manifest is not None), default=0)
+
+    def number_of(self, call: int) -> int:
+        """Return the number of the checkpoint that the ``call``-th saves of the attempt make."""
+        return self._first_number + call
+
+    # -- attempts -------------------------------------------------------------------------------------------------
+
+    def restore(self, past: PreviousState) -> None:
+        """Take over the checkpoints of an earlier controller process; readers learn of those they may not know."""
+        self._last_number = max(self._last_number, past.last_number)
+        for manifest in past.manifests:
+            if manifest.number in past.known:
+                self._delete(manifest.attempt, self._index.add(manifest)[1])
+            else:
+                self.on_committed(manifest)
+
+    def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
+        """Begin to collect the saves of an attempt; returns where it starts, and the number that its first save makes."""
+        start = self._find_start()
+        self._index.forget_scores()
+        # A checkpoint in memory may be written to storage later: its number is taken.
+        self._last_number = max(self._last_number, start.number)
+        self._first_number = self._last_number + 1
+        self._last_announced = self._last_number  # a number that no checkpoint was made of is used again
+
+        def make_pending() -> PendingCheckpoints:
+            return PendingCheckpoints(
+                attempt,
+                world_size,
+                first_number=self._first_number,
+                iterations_before=start.iteration,
+                reduce=self._reduce,
+                is_resumed=start.is_checkpoint,
+            )
+
+        self._attempt, self._started_from, self._saves_first = attempt, start, None
+        self._pending = make_pending()
+        if self._memory is not None:
+            self._memory.begin_attempt(make_pending())
+        if start.held is not None and start.number % self._stored_every == 0:
+            self.store_held()  # it was being written to storage when the last attempt ended
+        return start, self._first_number
+
+    def skip_start(self, error: str) -> str | None:
+        """Make the next attempt start from the checkpoint before the one that this attempt could not load.
+
+        Returns:
+            Why the attempt must be ended; None if there is no earlier checkpoint, so that the error is raised.
+        """
+        number = self._started_from.number
+        if self._started_from.held is not None and self._memory is not None:
+            self._memory.drop(number)
+        elif self._index.has_older_than(number):
+            self._index.drop(number)
+        else:
+            return None
+        why = f"checkpoint {number} skipped: {error}"
+        self._emit(RecordEvent("warning", {"message": why}))
+        return why
+
+    def end_attempt(self, iterations_before: int) -> int:
+        """End the attempt; returns how many of its rounds are part of the newest checkpoint.
+
+        Reports of ranks that are gone are not waited for: a round consists of what the other ranks reported.
+        """
+        self._apply_scores(self._pending.pop_scores(is_over=True))
+        if self._memory is not None:
+            self._memory.end_attempt()
+        return max(0, self.newest_iteration() - iterations_before)
+
+    def _find_start(self) -> Start:
+        start, held = self._index.start(self._uri_of), self.newest_in_memory
+        if held is None:
+            return start
+        uri = start.uri if start.number == held.number else None
+        return Start(uri, held.iteration, held.time_total_s, held.number, held)
+
+    # -- events of ranks ------------------------------------------------------------------------------------------
+
+    def on_reports(self, rank: int, count: int) -> None:
+        """A rank has made ``count`` reports in the attempt so far."""
+        self._pending.on_reports(rank, count)
+        if self._memory is not None:
+            self._memory.on_reports(rank, count)
+
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
+        """A rank has sent an event; returns the rule that it broke, or None."""
+        problem = None if self._memory is None else self._memory.on_event(rank, event)
+        if isinstance(event, Saved):
+            problem = self._pending.on_saved(rank, event) or problem
+            self._announce(event)
+        elif isinstance(event, PartSafe):
+            problem = self._pending.on_part_safe(rank, event) or problem
+        elif isinstance(event, Scored):
+            self._pending.on_scored(rank, event)
+        self._commit_complete()
+        return problem
+
+    def on_part_failed(self, event: PartFailed) -> str:
+        """A part could not be written; returns the message for the user."""
+        return self.on_commit_failed(self._pending.on_part_failed(event.call), event.error)
+
+    def on_returned(self, rank: int) -> str | None:
+        """A rank has returned; returns the rule that it broke, or None."""
+        problem = None if self._memory is None else self._memory.on_returned(rank)
+        problem = self._pending.on_returned(rank) or problem
+        self._commit_complete()
+        return problem
+
+    def _announce(self, event: Saved) -> None:
+        """Announce each save to readers once, with the round it belongs to: the next round in a loop that saves first."""
+        if event.call == 0 and self._saves_first is None:
+            self._saves_first = event.reports == 0
+        number = self.number_of(event.call)
+        if number > self._last_announced and number % self._stored_every == 0:
+            self._last_announced = number
+            iteration = self._started_from.iteration + event.reports + bool(self._saves_first)
+            self._emit(EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
+
+    def _commit_complete(self) -> None:
+        complete = self._pending.pop_complete()
+        self._apply_scores(self._pending.pop_scores())
+        for manifest in complete:
+            self._commit(self._index.scored(manifest))
+            if manifest.is_files and self._memory is not None:
+                self._memory.discard(manifest.number - self._first_number)
+
+    # -- storage and memory ---------------------------------------------------------------------------------------
+
+    def store_held(self) -> bool:
+        """Write the newest checkpoint from memory to storage, once, if it is not there.
+
+        Returns:
+            Whether a checkpoint is being written from memory.
+        """
+        held = self.newest_in_memory
+        if held is not None and held.number > max([self.newest_number or 0, *self._in_flight, *self._tried]):
+            self._tried.add(held.number)
+            self._storing.add(held.number)
+            self._index.forget_scores([held.number])  # the copy in memory has its score already
+            self._emit(StoreFromMemory(held))
+        return bool(self._storing)
+
+    def on_memory_copy(self, given: MemoryCopyLost | MemoryCopyStored | MemoryCopyNotStored) -> None:
+        """A checkpoint in memory was lost or written to storage."""
+        if isinstance(given, MemoryCopyStored):
+            self._storing.discard(given.manifest.number)
+            self._from_memory.add(given.manifest.number)
+            self._commit(given.manifest)
+        elif isinstance(given, MemoryCopyNotStored):
+            self._storing.discard(given.number)
+            self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": given.number}))
+            message = f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}"
+            self._emit(RecordEvent("warning", {"message": message}))
+        elif self._memory is not None:
+            self._memory.drop(given.number)
+            message = f"checkpoint {given.number} is no longer in the cluster's memory"
+            self._emit(RecordEvent("warning", {"message": message}))
+
+    def on_committed(self, manifest: Manifest) -> None:
+        """A manifest is on storage."""
+        self._in_flight.pop(manifest.number, None)
+        shown, to_delete = self._index.add(manifest)
+        data = self._describe(shown)
+        self._emit(EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
+        self._emit(RecordEvent("checkpoint", data))
+        if shown is not manifest:  # its score arrived while it was being written
+            self._emit(CommitCheckpoint(shown, amend=True))
+        self._delete(shown.attempt, to_delete)
+
+    def on_commit_failed(self, number: int, error: str) -> str:
+        """A checkpoint could not be written; returns the message for the user."""
+        self._in_flight.pop(number, None)
+        self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": number}))
+        message = f"checkpoint {number} could not be written: {error}"
+        self._emit(RecordEvent("warning", {"message": message}))
+        return message
+
+    def _commit(self, manifest: Manifest) -> None:
+        self._last_number = max(self._last_number, manifest.number)
+        self._in_flight[manifest.number] = manifest
+        self._emit(CommitCheckpoint(manifest))
+
+    def _delete(self, attempt: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._emit(EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
+            self._emit(RecordEvent("checkpoint_deleted", {"number": number}))
+            self._emit(DeleteCheckpoint(number))
+
+    def _apply_scores(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            scored = self._index.score(*score)
+            if scored is not None:
+                self._emit(CommitCheckpoint(scored, amend=True))
+                self._emit(EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
+
+    def _describe(self, manifest: Manifest) -> dict[str, Any]:
+        return {
+            "number": manifest.number,
+            "uri": self._uri_of(manifest.number),
+            "iteration": manifest.iteration,
+            "metrics": manifest.metrics,
+            **({"from_memory": True} if manifest.number in self._from_memory else {}),
+        }

@@ -1,0 +1,136 @@
+"""The committed checkpoints of a run: which to keep, which to start from, which ranks may still read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raysgd.controller.run_plan import Start
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.format.manifest import Manifest
+    from raysgd.checkpoint.retention import RetentionPolicy
+
+
+class CheckpointIndex:
+    """The committed checkpoints of one run, oldest first."""
+
+    def __init__(self, start: Start, retention: RetentionPolicy) -> None:
+        self._start = start
+        self._retention = retention
+        self._manifests: dict[int, Manifest] = {}
+        self._scores: dict[int, tuple[dict[str, Any] | None, float]] = {}
+
+    @property
+    def newest(self) -> Manifest | None:
+        return self._manifests[max(self._manifests)] if self._manifests else None
+
+    def add(self, manifest: Manifest) -> tuple[Manifest, list[int]]:
+        """Add a committed checkpoint; returns it with its score, and the numbers of the checkpoints to delete."""
+        manifest = self.scored(manifest)
+        self._manifests[manifest.number] = manifest
+        to_delete = self._retention.to_delete(list(self._manifests.values()))
+        for number in to_delete:
+            del self._manifests[number]
+        return manifest, to_delete
+
+    def has_older_than(self, number: int) -> bool:
+        """Return whether checkpoint ``number`` and an older one are in the index."""
+        return number in self._manifests and min(self._manifests) < number
+
+    def drop(self, number: int) -> None:
+        """Remove a checkpoint that cannot be used any more."""
+        self._manifests.pop(number, None)
+
+    def score(self, number: int, metrics: dict[str, Any] | None, time_total_s: float = 0.0) -> Manifest | None:
+        """Assign a checkpoint to the round with these metrics.
+
+        A score may arrive before its checkpoint is committed. It is kept until then.
+
+        Args:
+            number: Number of the checkpoint.
+            metrics: Metrics of the round; None: the checkpoint keeps its own metrics.
+            time_total_s: Training time up to the round.
+
+        Returns:
+            The amended manifest, or None if the checkpoint is not in the index.
+        """
+        known = self._manifests.get(number)
+        if known is None:
+            self._scores[number] = metrics, time_total_s
+            return None
+        self._manifests[number] = self._amend(known, metrics, time_total_s)
+        return self._manifests[number]
+
+    def scored(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with its score, if the score arrived before."""
+        score = self._scores.pop(manifest.number, None)
+        return manifest if score is None else self._amend(manifest, *score)
+
+    def forget_scores(self, numbers: Iterable[int] | None = None) -> None:
+        """Forget the scores that wait for these checkpoints; by default for all: the next attempt reuses their numbers."""
+        for number in list(self._scores) if numbers is None else numbers:
+            self._scores.pop(number, None)
+
+    def start(self, uri_of: Callable[[int], str]) -> Start:
+        """Return where the next attempt starts: the newest checkpoint, or where the run began."""
+        newest = self.newest
+        if newest is None:
+            return self._start
+        return Start(uri_of(newest.number), newest.iteration, newest.time_total_s, newest.number)
+
+    @staticmethod
+    def _amend(manifest: Manifest, metrics: dict[str, Any] | None, time_total_s: float) -> Manifest:
+        """Count the round after the checkpoint as part of it, so that a run resumes after that round."""
+        metrics = manifest.metrics if metrics is None else metrics
+        time_total_s = max(manifest.time_total_s, time_total_s)
+        return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1, time_total_s=time_total_s)
+
+
+class CheckpointReads:
+    """Gives all ranks of an attempt the same newest checkpoint, and delays its deletion until they have read it.
+
+    Args:
+        first_number: Number of the checkpoint that the attempt's first save makes.
+    """
+
+    def __init__(self, first_number: int = 1) -> None:
+        self._first_number = first_number
+        self._answers: dict[int, int | None] = {}
+        self._needed_before: dict[int, int] = {}  # by checkpoint, the first one that is saved after it was read
+        self._committed = 0
+        self._delayed: set[int] = set()
+
+    def newest_for(self, index: int, num_saves: int, newest: int | None) -> int | None:
+        """Return the number of the newest checkpoint for the ``index``-th request, the same for all ranks.
+
+        Args:
+            index: Number of this rank's request in the attempt.
+            num_saves: Saves of each rank before that request.
+            newest: The newest checkpoint at the first rank's request.
+        """
+        number = self._answers.setdefault(index, newest)
+        if number is not None:
+            self._needed_before[number] = max(self._needed_before.get(number, 0), self._first_number + num_saves)
+        return number
+
+    def can_delete(self, number: int) -> bool:
+        """Return whether a checkpoint can be deleted now; if not, `on_committed` or `end` returns it later."""
+        if self._needed_before.get(number, 0) <= self._committed:
+            return True
+        self._delayed.add(number)
+        return False
+
+    def on_committed(self, number: int) -> list[int]:
+        """Return the checkpoints to delete now: all ranks made save ``number``, so their earlier reads are over."""
+        self._committed = max(self._committed, number)
+        return self._release({delayed for delayed in self._delayed if self._needed_before[delayed] <= self._committed})
+
+    def end(self) -> list[int]:
+        """Return the checkpoints to delete now that the attempt is over."""
+        return self._release(set(self._delayed))
+
+    def _release(self, numbers: set[int]) -> list[int]:
+        self._delayed -= numbers
+        return sorted(numbers)

@@ -1,0 +1,239 @@
+"""The saves of an attempt, from the first rank's call to a complete checkpoint. Pure.
+
+The n-th ``save_checkpoint`` calls of all ranks form one checkpoint. The checkpoint is complete when every rank that is still
+running has made its n-th call and the parts of all calls are durable. A rank that has returned is not waited for.
+
+Calls by some ranks only are refused, before a checkpoint is made of them:
+
+- a rank has never called ``save_checkpoint``: it has returned, or has reported again after the others' first call;
+- a call has no state, because the rank that gives the state has returned.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.controller.rounds import Reduce, reduce_metrics
+from raysgd.data.order.position import check_agreement
+from raysgd.errors import CheckpointError
+from raysgd.session.events import PartSafe, Saved, Scored
+from raysgd.session.rank_state import positions_in
+
+
+@dataclass
+class _Pending:
+    calls: dict[int, Saved] = field(default_factory=dict)
+    parts: dict[int, PartSafe] = field(default_factory=dict)
+    is_refused: bool = False
+
+
+class Score(NamedTuple):
+    """The round that checkpoint ``number`` belongs to. ``metrics`` is None if the checkpoint keeps its own metrics."""
+
+    number: int
+    metrics: dict[str, Any] | None
+    time_total_s: float
+
+
+class PendingCheckpoints:
+    """The saves of one attempt.
+
+    Args:
+        first_number: Number of the checkpoint that the first save makes.
+        iterations_before: Rounds before the attempt.
+        reduce: How metrics of a checkpoint are made from those of all ranks.
+        is_resumed: The attempt starts from a checkpoint, so a rank that made all its saves before may make none.
+    """
+
+    def __init__(
+        self,
+        attempt: int,
+        world_size: int,
+        *,
+        first_number: int,
+        iterations_before: int,
+        reduce: Reduce,
+        is_resumed: bool = False,
+    ) -> None:
+        self._attempt = attempt
+        self._world_size = world_size
+        self._first_number = first_number
+        self._iterations_before = iterations_before
+        self._reduce = reduce
+        self._is_resumed = is_resumed
+        self._refused_from: int | None = None  # this call and all later ones
+        self._failed: set[int] = set()  # calls that could not be written
+        self._pending: dict[int, _Pending] = {}
+        self._num_calls = [0] * world_size
+        self._num_reports = [0] * world_size
+        self._returned: set[int] = set()
+        self._first_save_after: int | None = None  # reports
+        self._scores: dict[int, dict[int, Scored]] = {}
+        self._in_step: dict[int, set[int]] = {}  # by complete call, the ranks that made it after equally many reports
+        self._is_over = False
+
+    @classmethod
+    def none(cls) -> PendingCheckpoints:
+        """Return the object for the time before the first attempt."""
+        return cls(0, 0, first_number=1, iterations_before=0, reduce={})
+
+    def on_reports(self, rank: int, count: int) -> None:
+        """``rank`` has made ``count`` reports so far."""
+        self._num_reports[rank] = count
+
+    def on_saved(self, rank: int, event: Saved) -> str | None:
+        """``rank`` made a call; returns the rule that it broke, or None."""
+        pending = self._pending.setdefault(event.call, _Pending())
+        pending.calls[rank] = event
+        self._num_calls[rank] = max(self._num_calls[rank], event.call + 1)
+        if event.call == 0 and self._first_save_after is None:
+            self._first_save_after = event.reports
+        return self._disagreement(event.call, pending) or self._one_sided()
+
+    def on_part_safe(self, rank: int, event: PartSafe) -> str | None:
+        """A part is durable; returns an error if the ranks' positions in the data do not agree, or None."""
+        pending = self._pending.setdefault(event.call, _Pending())
+        pending.parts[rank] = event
+        try:
+            check_agreement({rank: positions_in(part.rank_state) for rank, part in pending.parts.items()})
+        except CheckpointError as error:
+            pending.is_refused = True
+            return str(error)
+        return None
+
+    def on_part_failed(self, call: int) -> int:
+        """A part could not be written, so the checkpoint is dropped; returns the checkpoint's number."""
+        self._pending.pop(call, None)
+        self._failed.add(call)
+        return self._first_number + call
+
+    def discard(self, call: int) -> None:
+        """Make no checkpoint of this call."""
+        self._pending.pop(call, None)
+
+    def on_returned(self, rank: int) -> str | None:
+        """``rank`` has returned; returns the rule that is broken if calls still need this rank, or None."""
+        self._returned.add(rank)
+        return self._one_sided()
+
+    def pop_complete(self) -> list[Manifest]:
+        """Return the checkpoints that have become complete, oldest first; each is returned once."""
+        # For a call that failed on one rank, other ranks may still send events.
+        pending = [(call, save) for call, save in sorted(self._pending.items()) if call not in self._failed]
+        if self._refused_from is not None:
+            pending = [(call, save) for call, save in pending if call < self._refused_from]
+        ready = [call for call, save in pending if self._is_complete(save)]
+        return [self._manifest(call, self._pending.pop(call)) for call in ready]
+
+    def on_scored(self, rank: int, event: Scored) -> None:
+        """``rank`` made the report that its call belongs to."""
+        self._scores.setdefault(event.call, {})[rank] = event
+
+    def pop_scores(self, *, is_over: bool = False) -> list[Score]:
+        """Return the complete rounds that complete checkpoints belong to; each is returned once.
+
+        That is the round after those that the checkpoint's iteration counts. Ranks that saved in another round do not
+        contribute to it.
+
+        Args:
+            is_over: The attempt is over. From now on, missing reports are not waited for.
+        """
+        self._is_over = self._is_over or is_over
+        running = set() if self._is_over else set(range(self._world_size)) - self._returned
+        found = []
+        for call, by_rank in sorted(self._scores.items()):
+            if call in self._in_step and running & self._in_step[call] <= set(by_rank):
+                del self._scores[call]
+                found.append((call, {rank: event for rank, event in by_rank.items() if rank in self._in_step[call]}))
+        return [self._score(call, by_rank) for call, by_rank in found if by_rank]
+
+    def _score(self, call: int, by_rank: dict[int, Scored]) -> Score:
+        metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
+        return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
+
+    def _is_complete(self, pending: _Pending) -> bool:
+        if pending.is_refused or not pending.calls:
+            return False
+        running = set(range(self._world_size)) - self._returned
+        needed = running | self._givers(pending)
+        return needed <= set(pending.calls) <= set(pending.parts)
+
+    def _givers(self, pending: _Pending) -> set[int]:
+        """Return the ranks that give the state."""
+        all_ranks = next(iter(pending.calls.values())).all_ranks
+        return set(range(self._world_size)) if all_ranks else {0}
+
+    def _manifest(self, call: int, pending: _Pending) -> Manifest:
+        first = pending.calls[min(pending.calls)]
+        self._in_step[call] = {rank for rank, saved in pending.calls.items() if saved.reports == first.reports}
+        return Manifest(
+            number=self._first_number + call,
+            attempt=self._attempt,
+            iteration=self._iterations_before + first.reports,
+            time_total_s=first.time_total_s,
+            world_size=self._world_size,
+            metrics=self._reduced({rank: saved.metrics for rank, saved in pending.calls.items()}) or {},
+            all_ranks=first.all_ranks,
+            is_files=first.is_files,
+            allow_pickle=first.allow_pickle,
+            is_reshardable=_is_reshardable([part.unsharded_digest for part in pending.parts.values()]),
+            created_s=time.time(),
+            parts={
+                rank: [FileEntry(*entry) for entry in part.files] for rank, part in pending.parts.items() if part.files
+            },
+            rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
+        )
+
+    def _reduced(self, by_rank: dict[int, bytes | None]) -> dict[str, Any] | None:
+        metrics = [json.loads(given) for _, given in sorted(by_rank.items()) if given is not None]
+        return reduce_metrics(metrics, self._reduce) if metrics else None
+
+    def _disagreement(self, call: int, pending: _Pending) -> str | None:
+        for name in ("all_ranks", "is_files"):
+            values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
+            if len(set(values.values())) > 1:
+                pending.is_refused = True
+                return f"save_checkpoint call {call + 1} was made with different {name.replace('is_', '')}: {values}."
+        return None
+
+    def _one_sided(self) -> str | None:
+        """Return the rule that is broken if some ranks made calls that others will never make, or None."""
+        return self._find_missing_rank() or self._find_missing_state()
+
+    def _find_missing_rank(self) -> str | None:
+        if not any(self._num_calls):
+            return None
+        for rank in (rank for rank, count in enumerate(self._num_calls) if count == 0):
+            if rank in self._returned and not self._is_resumed:
+                return self._refuse(0, f"rank {rank} has returned without having called it")
+            if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
+                return self._refuse(0, f"rank {rank} continued without calling it")
+        return None
+
+    def _find_missing_state(self) -> str | None:
+        for call, pending in sorted(self._pending.items()):
+            if not pending.calls or call in self._failed:
+                continue
+            missing = sorted((self._givers(pending) & self._returned) - set(pending.calls))
+            if missing:
+                return self._refuse(call, f"rank {missing[0]} has returned without giving a state to call {call + 1}")
+        return None
+
+    def _refuse(self, from_call: int, why: str) -> str:
+        """Make no checkpoint of this call and later ones; returns the rule that is broken."""
+        self._refused_from = from_call if self._refused_from is None else min(self._refused_from, from_call)
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self._num_calls))
+        return (
+            f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "
+            f"rank 0 gives the state and the others may give None. Here {why}."
+        )
+
+
+def _is_reshardable(digests: list[str | None]) -> bool:
+    """Return whether all parts have array shards, and the rest of all parts is the same."""
+    return None not in digests and len(set(digests)) == 1

@@ -1,0 +1,91 @@
+"""Turns a run's frames into calls of callbacks. Used by the processes that have callbacks: the driver and the callback host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from raysgd.callbacks.base import Stop
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.outcome import outcome_error
+from raysgd.controller.rounds import Reduce, RoundMerger
+from raysgd.result import Event, RunInfo
+
+
+class CallbackReader:
+    """Calls the callbacks of one process for one run.
+
+    Args:
+        stop: Called with a reason when a callback ends the run, and with the error of a critical one.
+        error_of: Returns the error that an outcome means. Where the user gets one raised, it is the same object.
+    """
+
+    def __init__(
+        self,
+        runner: CallbackRunner,
+        info: RunInfo,
+        reduce: Reduce,
+        stop: Callable[[str, BaseException | None], None],
+        *,
+        error_of: Callable[[dict[str, Any]], BaseException | None] = outcome_error,
+    ) -> None:
+        self._runner = runner
+        self._info = info
+        self._merger = RoundMerger(reduce)
+        self._stop = stop
+        self._error_of = error_of
+        self._checkpoints: set[int] = set()  # numbers of those that callbacks were called with
+        self._is_started = False
+        self._is_ended = False
+        self._critical: BaseException | None = None
+
+    @property
+    def critical(self) -> BaseException | None:
+        """The error of a critical callback, or None."""
+        return self._critical
+
+    def feed(self, frame: Frame) -> None:
+        """Process the next frame."""
+        try:
+            wanted = self._dispatch(frame)
+        except Exception as error:  # of a critical callback: it ends the run
+            if self._critical is None:
+                self._critical = error
+                self._stop(f"{type(error).__name__} in a callback: {error}", error)
+            return
+        if wanted is not None:
+            self._stop(str(wanted), None)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the callbacks, because the run is over, or no more of it can be read."""
+        if self._is_started and not self._is_ended:
+            self._is_ended = True
+            self._runner.end(self._critical or error)
+
+    def _dispatch(self, frame: Frame) -> Stop | None:
+        if frame.kind == frames.EVENT:
+            return self._event(Event(**frame.data))
+        if frame.kind == frames.CHECKPOINT:
+            data = frame.data
+            if data["number"] in self._checkpoints:  # a restarted controller sends it again
+                return None
+            self._checkpoints.add(data["number"])
+            return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
+        if frame.kind == frames.RUN_END:
+            self.end(self._error_of(frame.data))
+            return None
+        wanted: Stop | None = None
+        for result in self._merger.feed(frame):
+            wanted = wanted or self._runner.result(result)
+        return wanted
+
+    def _event(self, event: Event) -> Stop | None:
+        if event.kind == "run_start":
+            self._info = replace(self._info, run_dir=event.data["run_dir"], name=event.data["name"])
+            self._is_started = True
+            return self._runner.start(self._info)
+        return self._runner.event(event) if self._is_started else None

@@ -1,0 +1,205 @@
+"""All frames of a run, for any number of readers, each at its own pace. Runs in the TrainerActor's event loop.
+
+Readers get reports when a round is complete, not for each rank of it: one batch a round, whatever the number of ranks.
+Recent frames are held in memory, older reports only in the journal. So a slow reader, a late one, or one that went away
+costs nothing and loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from raysgd._util.pacing import Pacer
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.journal import Journal
+
+
+class RoundCount:
+    """Counts how far the ranks of an attempt have come. A frame costs the same whatever the number of ranks."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._iterations_before = 0
+        self._counts: list[int] = []
+        self._running: set[int] = set()
+        self._whole = 0  # rounds that every running rank has reported
+        self._missing = 0  # running ranks whose report of the next round is missing
+
+    @property
+    def iteration(self) -> int:
+        """The last complete round, counted from the run's beginning."""
+        return self._iterations_before + self._whole
+
+    def feed(self, frame: Frame) -> bool:
+        """Count the next frame. Returns whether readers should get it at once: every frame but reports of an incomplete round."""
+        if frame.kind == frames.REPORTS:
+            return self._reported(frame)
+        if frame.kind == frames.ATTEMPT:
+            self._attempt = frame.attempt
+            self._iterations_before = frame.data.get("iterations_before", 0)
+            self._counts = [0] * frame.data["world_size"]
+            self._running = set(range(frame.data["world_size"]))
+            self._count()
+        elif frame.kind == frames.RANK_DONE and frame.attempt == self._attempt:
+            self._running.discard(frame.rank)
+            self._count()
+        return True
+
+    def _reported(self, frame: Frame) -> bool:
+        if frame.attempt != self._attempt or frame.rank not in self._running:
+            return True
+        before = self._counts[frame.rank]
+        self._counts[frame.rank] = before + frame.data["count"]
+        if before > self._whole or self._counts[frame.rank] <= self._whole:
+            return False
+        self._missing -= 1
+        if self._missing:
+            return False
+        self._count()
+        return True
+
+    def _count(self) -> None:
+        counts = [self._counts[rank] for rank in self._running]
+        self._whole = min(counts, default=0)
+        self._missing = counts.count(self._whole)
+
+
+#: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
+_ITEM_COST_S = 0.0002
+_STREAM_SHARE = 0.11
+_MAX_INTERVAL_S = 2.0
+
+
+def stream_interval_s(num_streams: int) -> float:
+    """Return the least time between two batches of a stream, if the controller reads or writes ``num_streams`` of them.
+
+    A batch costs it about 0.2 ms of CPU whatever its size, so all streams together are limited to a part of one core.
+    """
+    return min(_MAX_INTERVAL_S, num_streams * _ITEM_COST_S / _STREAM_SHARE)
+
+
+#: Reports held in memory for readers.
+MEMORY_BYTES = 64 << 20
+#: What one item of a reader's stream holds at most.
+ITEM_BYTES = 4 << 20
+#: Items a reader gets at once after a pause.
+BURST = 4
+#: Seconds that reports of an incomplete round wait for the others.
+HOLD_S = 0.02
+
+
+class FrameLog:
+    """The numbered sequence of a run's frames.
+
+    Args:
+        journal: Records every frame.
+        min_interval_s: Least time between two batches for one reader.
+        earlier: For a resumed run: the frames in the journal that are not reports.
+        next_seq: The number of the next frame; it may leave a gap after those in the journal.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        min_interval_s: float,
+        memory_bytes: int = MEMORY_BYTES,
+        earlier: Iterable[Frame] = (),
+        next_seq: int = 0,
+    ) -> None:
+        self._journal = journal
+        self._min_interval_s = min_interval_s
+        self._memory_bytes = memory_bytes
+        self._recent: deque[Frame] = deque()
+        self._recent_bytes = 0
+        self._kept = list(earlier)  # frames other than reports that left memory: few and small
+        self._next_seq = next_seq
+        self._released = next_seq  # frames before this one may go to readers
+        self._rounds = RoundCount()
+        self._holding: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._grown = asyncio.Event()
+
+    def append(self, make: Callable[[int], Frame]) -> None:
+        """Add the frame ``make(seq)``."""
+        frame = make(self._next_seq)
+        self._next_seq += 1
+        self._journal.append(frame)
+        self._recent.append(frame)
+        self._recent_bytes += frame.size_bytes
+        while self._recent_bytes > self._memory_bytes:
+            oldest = self._recent.popleft()
+            self._recent_bytes -= oldest.size_bytes
+            if oldest.kind != frames.REPORTS:
+                self._kept.append(oldest)
+        self._is_closed = self._is_closed or frame.kind == frames.RUN_CLOSED
+        if self._rounds.feed(frame):
+            self._release()
+        elif self._holding is None:
+            self._holding = asyncio.get_running_loop().call_later(HOLD_S, self._release)
+
+    @property
+    def iteration(self) -> int:
+        """The last complete round, counted from the run's beginning."""
+        return self._rounds.iteration
+
+    async def read(self, seq: int) -> AsyncIterator[list[Frame]]:
+        """Yield the frames from ``seq`` on, as they come, until the run is closed."""
+        loop = asyncio.get_running_loop()
+        pacer = Pacer(self._min_interval_s, BURST)
+        while True:
+            while seq >= self._released:
+                if self._is_closed:
+                    return
+                self._grown.clear()
+                await self._grown.wait()
+            if (wait_s := pacer.wait_s(loop.time())) > 0 and not self._is_closed:
+                await asyncio.sleep(wait_s)
+            batch = await self._batch(seq)
+            if not batch:  # no frames between the journal's last one and the first one in memory
+                seq = self._first_in_memory
+                continue
+            seq = batch[-1].seq + 1
+            pacer.spend(loop.time())
+            yield batch
+
+    def _release(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        self._released = self._next_seq
+        self._grown.set()
+
+    @property
+    def _first_in_memory(self) -> int:
+        return self._recent[0].seq if self._recent else self._next_seq
+
+    async def _batch(self, seq: int) -> list[Frame]:
+        first_in_memory = self._first_in_memory
+        if seq < first_in_memory:
+            return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
+        batch: list[Frame] = []
+        size = 0
+        for index in range(seq - first_in_memory, len(self._recent)):
+            frame = self._recent[index]
+            batch.append(frame)
+            size += frame.size_bytes
+            if size >= ITEM_BYTES:
+                break
+        return batch
+
+    def _from_journal(self, seq: int, before: int) -> list[Frame]:
+        batch: list[Frame] = []
+        size = 0
+        kept = [frame for frame in self._kept if seq <= frame.seq < before]
+        for frame in self._journal.frames_from(seq, before):
+            while kept and kept[0].seq < frame.seq:
+                batch.append(kept.pop(0))
+            batch.append(frame)
+            size += frame.size_bytes
+            if size >= ITEM_BYTES:
+                return batch
+        return batch + kept

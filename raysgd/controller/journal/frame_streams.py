@@ -1,0 +1,133 @@
+"""A run's frames on their way to a reader: over a connection where there is one, else through a Ray stream.
+
+Both can begin at any frame. So a reader whose connection breaks continues through Ray from where it was, and learns there
+whether the TrainerActor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raysgd.controller.frames import Frame
+from raysgd.controller.requests import RunNotGiven
+from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back
+from raysgd.transport import Endpoint, connect, receive_message, write_message
+
+#: Kind of the connection in its hello.
+KIND = "frames"
+#: Items of the Ray stream a reader may be behind before it waits; what was not read stays in the frame log.
+STREAM_AHEAD = 16
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class FrameServer:
+    """The TrainerActor's end; its `handle` serves the connections.
+
+    Args:
+        read: Yields batches of a run's frames from a number on.
+    """
+
+    def __init__(self, read: Callable[[str, int], AsyncIterator[list[Frame]]]) -> None:
+        self._read = read
+
+    async def handle(self, hello: dict[str, Any], _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for batch in self._read(str(hello["run"]), int(hello["seq"])):
+            write_message(writer, batch)
+            await writer.drain()
+
+
+def follow_frames(controller: Any, run_id: str, *, last: str, send_again: Callable[[], bool]) -> Iterator[list[Frame]]:
+    """Yield batches of a run's frames as they come, also across restarts of the TrainerActor.
+
+    Args:
+        controller: Handle of the TrainerActor.
+        run_id: The run.
+        last: Kind of the last frame to read.
+        send_again: Called where a restarted TrainerActor must get the run's request again; returns whether it will.
+
+    Raises:
+        RayError: The TrainerActor is gone for good, or there is no such run.
+    """
+    seq = 0
+    while True:
+        try:
+            if not ray.is_initialized():  # a call would start Ray again
+                raise RayActorError
+            endpoint = ray.get(controller.endpoint.remote())
+            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last, is_up=ray.is_initialized):
+                seq = batch[-1].seq + 1
+                yield batch
+            return
+        except RayActorError:
+            if not comes_back(controller):
+                raise
+            send_again()
+        except RayTaskError as error:
+            if not isinstance(error.cause, RunNotGiven) or not send_again():
+                raise
+            time.sleep(ASK_AGAIN_S)
+
+
+def read_frames(
+    controller: Any,
+    endpoint: Endpoint | None,
+    run_id: str,
+    *,
+    seq: int = 0,
+    last: str,
+    is_up: Callable[[], bool] = lambda: True,
+) -> Iterator[list[Frame]]:
+    """Yield batches of a run's frames as they come, up to the batch that holds a frame of kind ``last``.
+
+    Args:
+        controller: Handle of the TrainerActor.
+        endpoint: Where to connect; None: read through Ray.
+        run_id: The run.
+        seq: Number to begin at.
+        last: Kind of the last frame to read.
+        is_up: Returns whether Ray is initialized: a call would start it again.
+
+    Raises:
+        RayError: The TrainerActor is gone, or there is no such run.
+    """
+    for batch in _over_connection(endpoint, run_id, seq) if endpoint is not None else ():
+        yield batch
+        seq = batch[-1].seq + 1
+        if _holds(batch, last):
+            return
+    if not is_up():
+        raise RayActorError
+    stream = controller.stream.options(
+        num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
+    ).remote(run_id, seq)
+    for ref in stream:
+        batch = ray.get(ref)
+        yield batch
+        if _holds(batch, last):
+            return
+
+
+def _over_connection(endpoint: Endpoint, run_id: str, seq: int) -> Iterator[list[Frame]]:
+    try:
+        with (
+            connect(endpoint, {"kind": KIND, "run": run_id, "seq": seq}, _CONNECT_TIMEOUT_S) as line,
+            line.makefile("rb", buffering=1 << 16) as file,
+        ):
+            while True:
+                try:
+                    batch = receive_message(file)
+                except (OSError, EOFError):
+                    return
+                yield batch
+    except OSError:  # there is no way there
+        return
+
+
+def _holds(batch: list[Frame], kind: str) -> bool:
+    return any(frame.kind == kind for frame in batch)

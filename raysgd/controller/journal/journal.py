@@ -1,0 +1,272 @@
+"""The run's files: ``metrics-NNNN.jsonl`` with every report of every rank, ``events.jsonl`` (on object stores
+``events-NNNN.jsonl``), ``run.json``.
+
+The TrainerActor writes them in a thread, so that storage never blocks the event loop, and flushes within a second. The journal
+is also the buffer between training and slow readers: `frames_from` reads back what memory no longer holds.
+
+A line of a metrics file is one batch of one rank, as its worker encoded it::
+
+    {"seq": 12, "attempt": 1, "rank": 0, "first": 10, "count": 2, "rows": [[timestamp, time_total_s, {metrics}], ...]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+from raysgd._util.redact import redact, redact_texts
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.errors import CheckpointNotFoundError
+
+#: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
+SEGMENT_BYTES = 4 << 20
+#: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
+EVENTS_SEGMENT_BYTES = 256 << 10
+
+_LONE_EVENTS = "events.jsonl"
+#: How a line begins, and the bytes it is in.
+_SEQ = re.compile(rb'\{"seq":(\d+),')
+_SEQ_BYTES = 32
+_EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
+_METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
+
+
+class LogFile:
+    """A file of lines that grows: appended to on a local disk, rewritten elsewhere."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.name = name
+        self._storage = storage
+        self._pending: deque[bytes] = deque()
+        self._unwritten: list[bytes] = []
+        self._written: list[bytes] = []
+        self.size_bytes = 0
+
+    def append(self, line: bytes) -> None:
+        self._pending.append(line)
+        self.size_bytes += len(line)
+
+    def flush(self) -> None:
+        """Write what was appended. Blocks; called by one thread at a time. What fails is written with the next flush."""
+        for _ in range(len(self._pending)):  # one by one, since another thread appends meanwhile
+            self._unwritten.append(self._pending.popleft())
+        if not self._unwritten:
+            return
+        if self._storage.is_local:
+            self._append(b"".join(self._unwritten))
+        else:
+            self._storage.write_bytes(self.name, b"".join([*self._written, *self._unwritten]))
+            self._written += self._unwritten
+        self._unwritten = []
+
+    def _append(self, data: bytes) -> None:
+        with open(Path(self._storage.uri) / self.name, "ab", buffering=0) as file:
+            end, view = file.seek(0, os.SEEK_END), memoryview(data)
+            try:
+                while view:
+                    view = view[file.write(view) :]
+            except OSError:  # a full disk; all of it is written again
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
+
+
+class SegmentedLog:
+    """Lines in files ``<stem>-NNNN.jsonl``, of which only the last still grows.
+
+    Args:
+        segment_bytes: Size at which a file is closed; None: all lines go to one file, ``<stem>.jsonl``.
+
+    Attributes:
+        segments: Number of the first frame in each file, and its name.
+    """
+
+    def __init__(self, storage: Storage, stem: str, segment_bytes: int | None) -> None:
+        self.segments: list[tuple[int, str]] = []
+        self._storage = storage
+        self._stem = stem
+        self._segment_bytes = segment_bytes
+        self._num_files = 0
+        self._open: LogFile | None = None
+        self._closed: list[LogFile] = []
+
+    def reopen(self) -> int:
+        """Continue after the existing files, in a new one; returns the number of their last frame, -1 if there is none."""
+        pattern = re.compile(rf"{self._stem}-(\d+)\.jsonl")
+        found = sorted(
+            (int(match[1]), match[0]) for match in map(pattern.fullmatch, self._storage.list_names()) if match
+        )
+        self._num_files = found[-1][0] + 1 if found else 0
+        last = -1
+        for position, (_, name) in enumerate(found):
+            first = self._storage.read_with(name, lambda file: _SEQ.match(file.read(_SEQ_BYTES)))
+            if first is None:  # nothing was written to it
+                continue
+            self.segments.append((int(first[1]), name))
+            last = int(first[1])
+            if position == len(found) - 1:
+                last = _last_seq(self._storage.read_bytes(name), last)
+        return last
+
+    def append(self, seq: int, line: bytes) -> None:
+        if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
+            self._open = self._next_file(seq)
+        self._open.append(line)
+
+    def flush(self) -> None:
+        """Blocks; called by one thread at a time."""
+        while self._closed:
+            self._closed[0].flush()
+            self._closed.pop(0)
+        if self._open is not None:
+            self._open.flush()
+
+    def _next_file(self, seq: int) -> LogFile:
+        if self._open is not None:
+            self._closed.append(self._open)
+        number = "" if self._segment_bytes is None else f"-{self._num_files:04d}"
+        self._num_files += 1
+        file = LogFile(self._storage, f"{self._stem}{number}.jsonl")
+        self.segments.append((seq, file.name))
+        return file
+
+
+class Journal:
+    """The files of one run.
+
+    What is written is free of secrets; frames are not, since readers need working URIs.
+
+    Args:
+        secrets: The user's, to be found in texts; what stands under a secret name or in a URI is known without.
+    """
+
+    def __init__(self, storage: Storage, secrets: Set[str] = frozenset()) -> None:
+        self._storage = storage
+        self._secrets = secrets
+        self._lock = threading.Lock()
+        self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
+        self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
+
+    def reopen(self) -> tuple[list[Frame], int]:
+        """Continue the files of a run that another process began. Blocks.
+
+        Returns:
+            Their frames other than reports, and the number of their last frame, reports included; -1 if there is none.
+        """
+        names = self._storage.list_names()
+        if self._storage.is_local and _LONE_EVENTS in names:
+            _cut_torn_line(Path(self._storage.uri) / _LONE_EVENTS)
+        lines = [line for name in filter(_EVENTS_FILE.fullmatch, names) for line in self._lines(name)]
+        events = sorted(map(event_frame, lines), key=lambda frame: frame.seq)
+        self._events.reopen()
+        return events, max(self._metrics.reopen(), events[-1].seq if events else -1)
+
+    def _lines(self, name: str) -> list[bytes]:
+        return _whole_lines(self._storage.read_bytes(name))
+
+    def write_run(self, description: dict[str, Any]) -> None:
+        """Write ``run.json``. Blocks."""
+        shown = redact(description, self._secrets)
+        self._storage.write_bytes("run.json", json.dumps(shown, indent=2, default=str).encode())
+
+    def append(self, frame: Frame) -> None:
+        """Record a frame; it is on storage after the next `flush`."""
+        if frame.kind == frames.REPORTS:
+            self._append_reports(frame)
+        else:
+            self._events.append(frame.seq, _event_line(frame, self._secrets))
+
+    def flush(self) -> None:
+        """Write all recorded frames. Blocks; safe to call from any thread."""
+        with self._lock:
+            self._metrics.flush()
+            self._events.flush()
+
+    def frames_from(self, seq: int, before: int) -> Iterator[Frame]:
+        """Yield the report frames numbered ``seq`` to ``before - 1``, from storage. Blocks."""
+        self.flush()
+        segments = list(self._metrics.segments)  # the event loop adds to it meanwhile
+        for index, (first, name) in enumerate(segments):
+            is_last = index + 1 == len(segments)
+            if first >= before or (not is_last and segments[index + 1][0] <= seq):
+                continue
+            data = self._storage.read_bytes(name)
+            for line in data[: data.rfind(b"\n") + 1].splitlines():  # a flush may be writing the last one
+                frame = report_frame(line)
+                if seq <= frame.seq < before:
+                    yield frame
+
+    def _append_reports(self, frame: Frame) -> None:
+        head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d,"rows":'
+        values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"])
+        self._metrics.append(frame.seq, (head % values).encode() + frame.rows + b"}\n")
+
+
+def report_frame(line: bytes) -> Frame:
+    """Return the frame of a line of a metrics file; its rows are not parsed."""
+    head, _, rows = line.partition(b',"rows":')
+    fields = json.loads(head + b"}")
+    data = {"first": fields["first"], "count": fields["count"]}
+    return Frame(fields["seq"], frames.REPORTS, fields["attempt"], fields["rank"], data, rows.rstrip()[:-1])
+
+
+def event_frame(line: bytes) -> Frame:
+    """Return the frame of a line of an events file."""
+    fields = json.loads(line)
+    if "timestamp" not in fields:  # of events alone; some kinds of events and of frames have the same name
+        return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
+    data = {key: fields[key] for key in ("kind", "timestamp", "data")}
+    return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
+
+
+def stored_frames(storage: Storage) -> list[Frame]:
+    """Return all frames in a run's folder, in their order.
+
+    Raises:
+        CheckpointNotFoundError: The folder is not a run's folder.
+    """
+    names = storage.list_names()
+    if not any(_EVENTS_FILE.fullmatch(name) for name in names):
+        raise CheckpointNotFoundError(f"{storage.uri} is not a run's folder: it has no events.jsonl.")
+    found: list[Frame] = []
+    for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
+        for name in filter(pattern.fullmatch, names):
+            found += map(to_frame, _whole_lines(storage.read_bytes(name)))
+    return sorted(found, key=lambda frame: frame.seq)
+
+
+def _last_seq(data: bytes, first: int) -> int:
+    """Return the number of the last complete line; ``first`` if there is none."""
+    found = [match for match in map(_SEQ.match, _whole_lines(data)[-1:]) if match]
+    return int(found[0][1]) if found else first
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove an incomplete last line, so that the next line does not continue it."""
+    with open(path, "r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _whole_lines(data: bytes) -> list[bytes]:
+    """Return the complete lines: a crash may have cut off the last one."""
+    lines = data.split(b"\n")
+    return [line for line in lines[:-1] if line]
+
+
+def _event_line(frame: Frame, secrets: Set[str]) -> bytes:
+    if frame.kind == frames.EVENT:
+        fields = {"seq": frame.seq, "attempt": frame.attempt, **frame.data}
+    else:
+        data = {key: value for key, value in frame.data.items() if not isinstance(value, bytes)}
+        fields = {"seq": frame.seq, "attempt": frame.attempt, "kind": frame.kind, "rank": frame.rank, "data": data}
+    fields = redact_texts(fields, secrets, untouched=("kind",))
+    return json.dumps(fields, separators=(",", ":"), default=str).encode() + b"\n"

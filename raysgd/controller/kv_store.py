@@ -1,0 +1,153 @@
+"""What a Trainer stores in the cluster's key-value store: its settings, its run, its alias.
+
+Every process of the TrainerActor finds the settings there, also the one that is started after a death. They are not arguments
+of its constructor: Ray imports NumPy, pyarrow and more to pickle a process's first argument. In a cold start the driver would do
+that before it even asks for the TrainerActor's process (doc/design/0010).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.experimental import internal_kv
+
+from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.run_plan import AttemptRecord
+from raysgd.data.plan import NO_DATASETS
+from raysgd.workers.pickling import dumps, loads
+from raysgd.workers.placement.cluster import NAMESPACE
+
+#: Seconds after which settings that have no TrainerActor are nobody's: it is made right after they are laid down.
+_ORPHAN_S = 3600.0
+#: Seconds in which it is.
+_ON_ITS_WAY_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The run that a TrainerActor executes, or executed last.
+
+    Attributes:
+        run_dir: Its folder.
+        request: What is needed to resume it, without its data, where no driver will send the request again.
+        is_live: It has not been closed.
+        has_data: The data holder has data of it.
+    """
+
+    run_id: str
+    run_dir: str
+    request: RunRequest | None = None
+    is_live: bool = True
+    has_data: bool = False
+
+
+def put_settings(settings: TrainerSettings) -> None:
+    """Store the settings, before the actor is made."""
+    _put(_settings_of(settings.name), (time.time(), settings))
+
+
+def get_settings(name: str) -> TrainerSettings:
+    """Return the settings of the Trainer of this unique name.
+
+    Raises:
+        LookupError: There are none.
+    """
+    found = _get(_settings_of(name))
+    if found is None:
+        raise LookupError(f"there are no settings of {name}")
+    settings: TrainerSettings = found[1]
+    return settings
+
+
+def is_new(name: str) -> bool:
+    """Return whether the settings were stored so recently that the actor may still be starting."""
+    found = _get(_settings_of(name))
+    return found is not None and bool(found[0] > time.time() - _ON_ITS_WAY_S)
+
+
+def put_run(name: str, record: RunRecord) -> None:
+    """Store the run that this Trainer executes."""
+    if record.request is not None:
+        task = record.request.task
+        state = task.initial_state
+        small = state if isinstance(state, bytes) else None  # the data holder has larger ones
+        has_data = bool(task.datasets.sources) or small is not state
+        request = replace(record.request, task=replace(task, datasets=NO_DATASETS, initial_state=small))
+        record = replace(record, request=request, has_data=has_data)
+    _put(_run_of(name), record)
+
+
+def get_run(name: str) -> RunRecord | None:
+    """Return the run that this Trainer executes, or executed last."""
+    record: RunRecord | None = _get(_run_of(name))
+    return record
+
+
+def put_attempt(name: str, record: AttemptRecord) -> None:
+    """Store the attempt that this Trainer begins."""
+    _put(f"attempt/{name}", record)
+
+
+def get_attempt(name: str, run_id: str) -> AttemptRecord | None:
+    """Return the last attempt of this Trainer's run."""
+    record: AttemptRecord | None = _get(f"attempt/{name}")
+    return record if record is not None and record.run_id == run_id else None
+
+
+def claim_alias(alias: str, name: str) -> str | None:
+    """Register the alias for the Trainer ``name``; returns the Trainer that has the alias already, or None."""
+    key = f"alias/{alias}"
+    while internal_kv._internal_kv_put(key, dumps(name), overwrite=False, namespace=NAMESPACE):
+        found: str | None = _get(key)
+        if found is not None:  # else it has just been given up
+            return found
+    return None
+
+
+def find_alias(alias: str) -> str | None:
+    """Return the Trainer that has an alias, or None."""
+    name: str | None = _get(f"alias/{alias}")
+    return name
+
+
+def forget(name: str, alias: str | None = None) -> None:
+    """Remove the entries of a Trainer that is over."""
+    for key in (_settings_of(name), _run_of(name), f"attempt/{name}"):
+        internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+    if alias is not None and find_alias(alias) == name:
+        internal_kv._internal_kv_del(f"alias/{alias}", namespace=NAMESPACE)
+
+
+def forget_orphans() -> None:
+    """Remove the entries of Trainers whose driver and TrainerActor ended without removing them."""
+    alive = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    for key in internal_kv._internal_kv_list("settings/", namespace=NAMESPACE):
+        name = key.decode().partition("/")[2]
+        found = _get(_settings_of(name))
+        if found is not None and name not in alive and found[0] < time.time() - _ORPHAN_S:
+            forget(name, found[1].alias)
+
+
+def data_holder_name(name: str, run_id: str) -> str:
+    """Return the name of the actor that holds the data of a detached run."""
+    return f"{name}-data-{run_id}"
+
+
+def _settings_of(name: str) -> str:
+    return f"settings/{name}"
+
+
+def _run_of(name: str) -> str:
+    return f"run/{name}"
+
+
+def _put(key: str, value: Any) -> None:
+    internal_kv._internal_kv_put(key, dumps(value), namespace=NAMESPACE)
+
+
+def _get(key: str) -> Any:
+    data: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+    return None if data is None else loads(data)

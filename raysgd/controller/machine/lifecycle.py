@@ -1,0 +1,326 @@
+"""The state of a run and the transitions between its states. Pure; `raysgd.controller.states` has the table.
+
+`RunLifecycle` does what every transition needs, whatever input led to it. `raysgd.controller.machine.machine` decides which
+input leads to which transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raysgd.controller import commands as c
+from raysgd.controller import frames
+from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
+from raysgd.controller.machine.regrouping import Growth, Pause, Preemption, SavePoint
+from raysgd.controller.policies.failure import AttemptErrors, Failure, FailurePolicy, GiveUp, find_cause
+from raysgd.controller.run_plan import PreviousState, RunPlan
+from raysgd.controller.states import (
+    Closed,
+    Closing,
+    Death,
+    Ending,
+    Outcome,
+    Paused,
+    Preparing,
+    Running,
+    State,
+    running_of,
+)
+from raysgd.session.events import Failed
+
+#: Seconds for the errors of other ranks to arrive after the first one, so that a broken collective is not taken for the cause.
+GATHER_S = 0.05
+#: Seconds that a broken collective waits for the death or exception that explains it. Ray reports a process on a lost node
+#: later than one that died alone, and later still on a busy machine.
+EXPLAIN_S = 5.0
+
+
+class RunLifecycle:
+    """One run's state. Each transition sends commands through ``emit``.
+
+    Args:
+        uri_of: Returns the folder of a checkpoint, by its number.
+        clock: Returns seconds since the epoch.
+
+    Attributes:
+        stop_reason: Why the run was asked to stop; None if it was not.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        uri_of: Callable[[int], str],
+        clock: Callable[[], float],
+        emit: Callable[[c.Command], None],
+    ) -> None:
+        self.state: State = Preparing(attempt=1)
+        self.stop_reason: str | None = None
+        self.failures = FailurePolicy(plan.failure)
+        self.save_point = SavePoint(emit)
+        self.checkpoints = CheckpointCoordinator(
+            plan, uri_of=uri_of, emit=emit, on_in_memory=self.save_point.on_committed
+        )
+        self.growth = Growth(self.save_point, clock, emit)
+        self.preemption = Preemption(self.save_point, plan.failure.preemption_grace_s, emit)
+        self.pause = Pause(self.save_point)
+        self._plan = plan
+        self._clock = clock
+        self._emit = emit
+        self._nodes: tuple[str, ...] = ()
+        self._is_published = False
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stop_reason is not None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node of each rank in the current or last group."""
+        return self._nodes
+
+    def attempt_if_current(self, attempt: int) -> Running | None:
+        """Return attempt number ``attempt`` if it is the current one and not over."""
+        running = running_of(self.state)
+        return running if running is not None and running.attempt == attempt else None
+
+    def undisturbed_attempt(self) -> Running | None:
+        """Return the current attempt if all ranks train: none has left, and no stop was requested."""
+        is_undisturbed = isinstance(self.state, Running) and self.state.has_all_ranks and not self.is_stopping
+        return running_of(self.state) if is_undisturbed else None
+
+    # -- Preparing ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin the run, or resume it from what an earlier controller process left."""
+        if self._plan.past is None:
+            self._emit(c.PrepareGroup(1))
+        else:
+            self._resume_after_restart(self._plan.past)
+
+    def _resume_after_restart(self, past: PreviousState) -> None:
+        """The death of the controller's process ended all workers: a failure, unless the run had nothing more to do."""
+        self._emit(c.RecordEvent("controller_restart", {"attempt": past.attempt}))
+        self.failures.restore(past.failures)
+        self.checkpoints.restore(past)
+        if past.is_open:
+            self._emit_attempt_end(past.attempt, past.iterations_before)
+        self.state = Preparing(past.attempt + 1)
+        if past.kind is not None:
+            self._is_published = True
+            self.close(Outcome(past.kind))
+        elif past.why_cancelled is not None:
+            self.close(Outcome("cancelled", message=past.why_cancelled))
+        elif past.why_stopped is not None:
+            self.close(Outcome("stopped", message=past.why_stopped))
+        elif past.is_paused:
+            self.state = Paused(past.attempt + 1, 1)
+        else:
+            self.retry_or_give_up(Failure((), "the controller's process died, and all workers with it"), past.attempt)
+
+    def prepare(self) -> None:
+        """Request workers for the next attempt."""
+        assert isinstance(self.state, Preparing)
+        self._emit(c.PrepareGroup(self.state.attempt, self.checkpoints.is_bound_to_size))
+
+    def start_attempt(self, nodes: tuple[str, ...], num_joining: int) -> None:
+        """The group is ready: call train_func on all ranks."""
+        assert isinstance(self.state, Preparing)
+        attempt, world_size = self.state.attempt, len(nodes)
+        self._nodes = nodes
+        start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
+        self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
+        self.growth.on_group_formed(self.state, num_joining)
+        self.pause.request_save_point(self.state)
+        data = {"attempt": attempt, "world_size": world_size, **start.counters()}
+        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=data))
+        self._emit(c.RecordEvent("attempt_start", {**data, **start.place()}))
+        self._emit(c.StartAttempt(attempt, start.uri, first_number, start.iteration, start.time_total_s, start.held))
+
+    # -- Ending ---------------------------------------------------------------------------------------------------
+
+    def end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
+        """Make all ranks leave the attempt. ``preset``: the outcome, if it does not depend on the errors of the ranks."""
+        self.state = Ending(running, preset)
+        self.save_point.reset()
+        self._emit(c.EndAttempt(running.attempt, tuple(sorted(running.active)), why))
+        self._emit(c.SetTimer("gather", running.serial, GATHER_S))
+        self._emit(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
+
+    def add_error(self, rank: int, failed: Failed) -> None:
+        """Note the error of a rank, as long as the cause of the end is not decided."""
+        if isinstance(self.state, Ending) and not self.state.is_decided:
+            self.state.errors.setdefault(rank, failed)
+            self.state.arrived_at.setdefault(rank, self._clock())
+            if not failed.in_collective:
+                self._emit(c.SetTimer("gather", self.state.running.serial, GATHER_S))
+
+    def add_death(self, rank: int, reason: str, *, is_hang: bool) -> None:
+        """Note the death of a process, as long as the cause of the end is not decided."""
+        if isinstance(self.state, Ending) and not self.state.is_decided and rank not in self.state.killed:
+            self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
+            if not self.preemption.explains((rank,)):
+                self.growth.on_worker_lost()
+            self._emit(c.SetTimer("gather", self.state.running.serial, GATHER_S))
+
+    def decide_after_attempt(self, *, is_complete: bool) -> None:
+        """Decide why the attempt ended and what follows, or wait for what explains a broken collective.
+
+        Args:
+            is_complete: No further error or death is waited for.
+        """
+        assert isinstance(self.state, Ending)
+        ending = self.state
+        cause = ending.preset or find_cause(
+            AttemptErrors(ending.errors, ending.arrived_at, ending.deaths, self._nodes, is_complete)
+        )
+        if cause is None:
+            self._emit(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
+            return
+        if isinstance(cause, Outcome):
+            self._close_after(ending, cause)
+        else:
+            self.retry_or_give_up(cause, ending.running.attempt)
+        if ending.is_grace_over:
+            self.kill_active(ending.running)
+
+    def retry_or_give_up(self, failure: Failure, attempt: int) -> None:
+        """Decide what follows a failure: another attempt, or the end of the run."""
+        ending = self.state if isinstance(self.state, Ending) else None
+        is_excused = self.preemption.excuses(failure, attempt)
+        give_up = None if is_excused else self._count_failure(failure)
+        if give_up is not None:
+            message = f"{give_up.why}. {self.checkpoints.last_checkpoint}"
+            num_failures = self.failures.num_failures
+            outcome = Outcome(
+                "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
+            )
+        elif self.is_stopping:
+            outcome = self.stopped_outcome()
+        elif ending is not None:
+            ending.is_decided = True
+            return
+        else:
+            self._prepare_again()
+            return
+        if ending is not None:
+            self._close_after(ending, outcome)
+        else:
+            self.close(outcome)
+
+    def _count_failure(self, failure: Failure) -> GiveUp | None:
+        decision = self.failures.decide(failure)
+        give_up = decision if isinstance(decision, GiveUp) else None
+        if isinstance(decision, GiveUp):
+            action = "give up"
+        else:
+            action = "stop" if self.is_stopping else f"retry {decision.number}"
+        data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
+        self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
+        return give_up
+
+    def regroup(self, running: Running, why: str) -> None:
+        """End the attempt for another group; this counts as no failure."""
+        self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why}))
+        if isinstance(self.state, Running):
+            self.end_attempt(running, why)
+        assert isinstance(self.state, Ending)
+        self.state.is_decided = True
+
+    def kill_active(self, running: Running) -> None:
+        """Kill the processes of ranks that did not leave the attempt in time."""
+        if not running.active:
+            return
+        ranks = tuple(sorted(running.active))
+        if isinstance(self.state, (Ending, Closing)):
+            self.state.killed |= running.active
+        message = f"killed ranks {list(ranks)}: they did not leave their attempt in time"
+        self._emit(c.RecordEvent("warning", {"message": message}))
+        self._emit(c.KillWorkers(ranks))
+
+    def _prepare_again(self) -> None:
+        """Prepare the next attempt, at once or after a delay. The attempt's number is reused if no rank entered train_func."""
+        before = running_of(self.state) or self.state
+        assert isinstance(before, (Preparing, Running))
+        was_entered = isinstance(before, Running) and before.is_entered
+        self.preemption.kill_preempted()
+        self.state = Preparing(before.attempt + was_entered, before.serial + 1)
+        if self.pause.is_requested and not self.checkpoints.has_unstored:
+            self.pause_now(self.state)
+        elif delay_s := self.failures.restart_delay_s(was_entered=was_entered):
+            self._emit(c.SetTimer("restart", self.state.serial, delay_s))
+        else:
+            self.prepare()
+
+    def _emit_attempt_end(self, attempt: int, iterations_before: int) -> None:
+        keep = self.checkpoints.end_attempt(iterations_before)
+        self._emit(c.EmitFrame(frames.ATTEMPT_END, attempt, data={"keep_rounds": keep}))
+
+    # -- Paused ---------------------------------------------------------------------------------------------------
+
+    def pause_now(self, before: Preparing) -> None:
+        """Release the workers until the run is resumed."""
+        self.pause.is_requested = False
+        self.state = Paused(before.attempt, before.serial)
+        self._emit(c.ReleaseWorkers())
+        self._emit(c.RecordEvent("paused", {"attempt": before.attempt}))
+
+    def resume(self) -> None:
+        """Resume a paused run."""
+        if isinstance(self.state, Paused):
+            self._emit(c.RecordEvent("resumed", {"attempt": self.state.attempt}))
+            self.state = Preparing(self.state.attempt, self.state.serial + 1)
+            self.prepare()
+
+    # -- Closing --------------------------------------------------------------------------------------------------
+
+    def stopped_outcome(self) -> Outcome:
+        return Outcome("stopped", message=self.stop_reason or "")
+
+    def close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
+        """End the run with this outcome. ``running``: the attempt that ranks have not left yet."""
+        self.state = Closing(outcome, running, set(killed or ()))
+        if outcome.kind == "error":  # published at once; cleaned up after
+            self._publish(outcome)
+
+    def _close_after(self, ending: Ending, outcome: Outcome) -> None:
+        self._emit_attempt_end(ending.running.attempt, ending.running.iterations_before)
+        self.close(outcome, ending.running, ending.killed)
+
+    def close_decided(self, outcome: Outcome) -> None:
+        """End the run instead of starting the next attempt that was decided on."""
+        assert isinstance(self.state, Ending) and self.state.is_decided
+        self._close_after(self.state, outcome)
+
+    def _publish(self, outcome: Outcome) -> None:
+        if not self._is_published:
+            self._is_published = True
+            self._emit(c.PublishOutcome(outcome))
+
+    # -- after every input ----------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Leave Ending or Closing when no rank is active and no write is pending; leave Running at a due save point."""
+        if isinstance(self.state, Running) and self.save_point.is_due(self.state.active):
+            self._leave_at_save_point(self.state)
+        if not self.checkpoints.is_idle:
+            return
+        if isinstance(self.state, Ending) and self.state.is_decided and not self.state.running.active:
+            if self.pause.is_requested and self.checkpoints.store_held():  # the memory goes with the workers
+                return
+            self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self._prepare_again()
+        elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
+            if self.checkpoints.store_held():  # only now: no worker will write it any more
+                return
+            self._publish(self.state.outcome)
+            self.preemption.kill_preempted()
+            self.state = Closed(self.state.outcome)
+            self._emit(c.CloseRun())
+
+    def _leave_at_save_point(self, running: Running) -> None:
+        if self.checkpoints.is_bound_to_size and self.preemption.why is None and not self.pause.is_requested:
+            self.save_point.cancel()
+            self.growth.refuse()
+        else:
+            self.regroup(running, self.preemption.why or self.save_point.why or "")

@@ -1,0 +1,312 @@
+"""Why all ranks leave an attempt for another group, and where they leave it. Pure: parts of the run's state machine.
+
+There are three reasons: an elastic group grows (`Growth`), workers are preempted (`Preemption`), the run is paused
+(`Pause`). All ranks leave at the same save, once its checkpoint is committed (`SavePoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from raysgd.controller.commands import (
+    AgreeOnSavePoint,
+    CancelSavePoint,
+    Command,
+    KillWorkers,
+    RecordEvent,
+    RequestStop,
+    SetTimer,
+)
+from raysgd.controller.policies.failure import Failure
+from raysgd.controller.states import Running
+
+Emit = Callable[[Command], None]
+
+#: Seconds for the last ranks to reach the save point, once the checkpoint is committed.
+REACH_S = 2.0
+#: Seconds until ranks agree on another save point, after one whose checkpoint could not be written.
+AGAIN_S = 1.0
+#: Seconds in which joining workers that become ready one after another are taken in together.
+SETTLE_S = 1.0
+#: Seconds between two growths, at least. Each growth costs a new attempt from the newest checkpoint.
+MIN_PAUSE_S = 10.0
+MAX_PAUSE_S = 300.0
+#: A worker lost this soon after a growth doubles the time until the next growth. Otherwise machines that come and go would
+#: make the group resize all the time. It counts once for each growth, because a node takes all its workers with it.
+FLAP_S = 60.0
+#: Seconds of a node's remaining time that are kept for leaving the attempt and for writing what was saved.
+LEAVE_S = 5.0
+
+_PAUSE_REASON = "the run is to pause"
+_SIZE_IS_FIXED = (
+    "the group does not grow: a checkpoint saved with all_ranks=True can be loaded only by as many ranks as saved it, unless "
+    "it has arrays in shards and is otherwise the same on all ranks; save the whole state from rank 0 for elastic training"
+)
+
+
+class SavePoint:
+    """The save after which all ranks leave the attempt.
+
+    The steps: a part requests it with a reason; the ranks agree on a save that no rank has begun; each rank reports that it
+    waits there; the checkpoint is committed; the attempt ends. A rank that has not arrived when the checkpoint is committed
+    may be blocked by those that wait, so the others wait for it only for `REACH_S`.
+
+    Attributes:
+        why: The reason to leave the attempt; None while no save point is agreed on.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self.why: str | None = None
+        self._attempt = 0
+        self._serial = 0
+        self._number: int | None = None  # of the agreed checkpoint, known when the first rank waits
+        self._waiting: set[int] = set()
+        self._committed: set[int] = set()
+        self._failed: set[int] = set()
+        self._is_late = False
+
+    def request(self, running: Running, why: str) -> None:
+        """Make the ranks of the attempt agree on a save."""
+        self.reset()
+        self.why, self._attempt, self._serial = why, running.attempt, running.serial
+        self._emit(AgreeOnSavePoint(running.attempt))
+
+    def on_reached(self, rank: int, number: int) -> None:
+        """A rank waits after the save of checkpoint ``number``."""
+        if self.why is None:  # cancelled in the meantime; the rank gets that message too
+            return
+        self._waiting.add(rank)
+        if self._number is None:
+            self._number = number
+            self._check()
+
+    def on_committed(self, number: int) -> None:
+        """A checkpoint can be resumed from."""
+        if self.why is not None:
+            self._committed.add(number)
+            self._check()
+
+    def on_failed(self, number: int) -> None:
+        """A checkpoint could not be written."""
+        if self.why is not None:
+            self._failed.add(number)
+            self._check()
+
+    def on_timeout(self) -> None:
+        """Stop waiting for further ranks."""
+        self._is_late = self._is_committed()
+
+    def cancel(self) -> None:
+        """Release the ranks that wait."""
+        if self.why is not None:
+            self._emit(CancelSavePoint(self._attempt))
+        self.reset()
+
+    def is_due(self, active: Collection[int]) -> bool:
+        """Return whether to end the attempt now: the checkpoint is committed and all active ranks wait."""
+        return self._is_committed() and (self._is_late or set(active) <= self._waiting)
+
+    def reset(self) -> None:
+        """Forget the save point, because the attempt ends."""
+        self.why, self._number, self._is_late = None, None, False
+        for known in (self._waiting, self._committed, self._failed):
+            known.clear()
+
+    def _is_committed(self) -> bool:
+        return self.why is not None and self._number in self._committed
+
+    def _check(self) -> None:
+        if self._number in self._failed:
+            self.cancel()
+            self._emit(SetTimer("grow", self._serial, AGAIN_S))
+        elif self._is_committed():
+            self._emit(SetTimer("save_point", self._serial, REACH_S))
+
+
+class ScalingPolicy:
+    """Decides when an elastic group grows. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._pause_s = MIN_PAUSE_S
+        self._grown_at: float | None = None
+        self._ready_at: float | None = None
+        self._has_lost = False
+
+    def on_worker_ready(self, now: float) -> None:
+        """A joining worker is ready."""
+        self._ready_at = now
+
+    def on_grown(self, now: float) -> None:
+        """The group has taken in the joining workers."""
+        if self._grown_at is not None and now - self._grown_at > self._pause_s + FLAP_S:
+            self._pause_s = MIN_PAUSE_S  # the last growth lasted
+        self._grown_at, self._ready_at, self._has_lost = now, None, False
+
+    def on_taken_in(self) -> None:
+        """The joining workers came in without a growth: they replaced others, or the run has just begun."""
+        self._ready_at = None
+
+    def on_worker_lost(self, now: float) -> None:
+        """The group has lost a worker."""
+        if self._grown_at is not None and now - self._grown_at <= FLAP_S and not self._has_lost:
+            self._has_lost = True
+            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+
+    def grow_at(self) -> float | None:
+        """Return when the group may grow next; None while no worker waits to join."""
+        if self._ready_at is None:
+            return None
+        settled = self._ready_at + SETTLE_S
+        return settled if self._grown_at is None else max(settled, self._grown_at + self._pause_s)
+
+
+class Growth:
+    """Requests a save point when the scaling policy decides to grow. ``clock``: seconds since the epoch."""
+
+    def __init__(self, save_point: SavePoint, clock: Callable[[], float], emit: Emit) -> None:
+        self._save_point = save_point
+        self._clock = clock
+        self._emit = emit
+        self._policy = ScalingPolicy()
+        self._size: int | None = None
+        self._has_warned = False
+
+    def on_group_formed(self, running: Running, num_joining: int) -> None:
+        """A group has formed, without ``num_joining`` workers that became ready in the meantime."""
+        if self._size is not None and running.num_ranks > self._size:
+            self._policy.on_grown(self._clock())
+        else:
+            self._policy.on_taken_in()
+        self._size = running.num_ranks
+        if num_joining:
+            self.on_worker_ready(running)
+
+    def on_worker_ready(self, running: Running | None) -> None:
+        """A joining worker is ready. ``running``: the attempt that could be left for it, if there is one."""
+        self._policy.on_worker_ready(self._clock())
+        self._set_timer(running)
+
+    def on_worker_lost(self) -> None:
+        """A worker has died or was preempted."""
+        self._policy.on_worker_lost(self._clock())
+
+    def on_timeout(self, running: Running | None, is_bound_to_size: bool) -> None:
+        """Grow, if it is time. ``is_bound_to_size``: a larger group could not load the newest checkpoint."""
+        due = self._policy.grow_at()
+        if running is None or due is None or self._save_point.why is not None:
+            return
+        if is_bound_to_size:
+            self.refuse()
+        elif self._clock() < due:
+            self._set_timer(running)
+        else:
+            self._save_point.request(running, "the group grows")
+
+    def refuse(self) -> None:
+        """Warn once that a larger group could not load the newest checkpoint."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._emit(RecordEvent("warning", {"message": _SIZE_IS_FIXED}))
+
+    def _set_timer(self, running: Running | None) -> None:
+        due = self._policy.grow_at()
+        if running is not None and due is not None:
+            self._emit(SetTimer("grow", running.serial, max(0.0, due - self._clock())))
+
+
+class Preemption:
+    """The ranks of an attempt whose processes got SIGTERM, or whose nodes will be taken away.
+
+    All ranks are asked to leave in two ways, and leave by whichever comes first: ``should_stop()`` becomes true on all ranks
+    at the same check, and they leave after the next save. The preempted processes are killed when the attempt is over, and
+    the next group forms without them. None of this counts as a failure, nor does their death before that.
+
+    Args:
+        grace_s: Seconds to leave in, if it is not known when a process will be taken away.
+
+    Attributes:
+        why: The reason for the next group; None while no rank is preempted.
+        saw_stop: A rank has found ``should_stop()`` true and returned.
+    """
+
+    def __init__(self, save_point: SavePoint, grace_s: float, emit: Emit) -> None:
+        self._save_point = save_point
+        self._grace_s = grace_s
+        self._emit = emit
+        self._ranks: set[int] = set()
+        self._is_stop_requested = False
+        self.why: str | None = None
+        self.saw_stop = False
+
+    def add(self, running: Running, ranks: Collection[int], nodes: tuple[str, ...], why: str) -> bool:
+        """Note that these ranks are preempted; returns whether any of them is new."""
+        new = sorted(set(ranks) - self._ranks)
+        for rank in new:
+            data = {"attempt": running.attempt, "rank": rank, "node": nodes[rank], "why": why}
+            self._emit(RecordEvent("preemption", data))
+            self.why = self.why or f"rank {rank} is preempted: {why}"
+        self._ranks.update(new)
+        return bool(new)
+
+    def ask_to_leave(self, running: Running, within_s: float | None) -> None:
+        """Ask all ranks to leave. The attempt is ended if they have not left in time; ``within_s``: the node's time."""
+        if not self._is_stop_requested:
+            self._is_stop_requested = True
+            self._emit(RequestStop(running.attempt, ends_reports=False))
+            self.request_save_point(running)
+        delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
+        self._emit(SetTimer("preemption", running.serial, delay_s))
+
+    def request_save_point(self, running: Running | None) -> bool:
+        """Request a save point if a rank is preempted and none is agreed on; returns whether a rank is preempted."""
+        if running is not None and self.why is not None and self._save_point.why is None:
+            self._save_point.request(running, self.why)
+        return self.why is not None
+
+    def explains(self, ranks: Collection[int]) -> bool:
+        """Return whether all of these ranks are preempted."""
+        return bool(ranks) and self._ranks.issuperset(ranks)
+
+    def excuses(self, failure: Failure, attempt: int) -> bool:
+        """Return whether a failure was announced. It is recorded as a reason to regroup then, not as a failure."""
+        if not failure.is_announced and not self.explains(failure.ranks):
+            return False
+        self._emit(RecordEvent("regroup", {"attempt": attempt, "why": failure.what}))
+        return True
+
+    def kill_preempted(self) -> None:
+        """Kill the preempted processes, because the attempt is over."""
+        if self._ranks:
+            self._emit(KillWorkers(tuple(sorted(self._ranks))))
+        self._ranks.clear()
+        self.why, self.saw_stop, self._is_stop_requested = None, False, False
+
+
+class Pause:
+    """A request to pause the run when its attempt is over.
+
+    Attributes:
+        is_requested: A pause was requested, and has neither begun nor been withdrawn.
+    """
+
+    def __init__(self, save_point: SavePoint) -> None:
+        self._save_point = save_point
+        self.is_requested = False
+
+    def request(self, running: Running | None) -> None:
+        """Pause after the next save. ``running``: the attempt, if it can be left."""
+        self.is_requested = True
+        self.request_save_point(running)
+
+    def request_save_point(self, running: Running | None) -> bool:
+        """Request a save point if a pause is requested and none is agreed on; returns whether a pause is requested."""
+        if self.is_requested and running is not None and self._save_point.why is None:
+            self._save_point.request(running, _PAUSE_REASON)
+        return self.is_requested
+
+    def withdraw(self, running: Running | None) -> None:
+        """Do not pause; ranks that were to leave for the pause alone stay. ``running``: the attempt, if it can be left."""
+        self.is_requested = False
+        if running is not None and self._save_point.why == _PAUSE_REASON:
+            self._save_point.cancel()

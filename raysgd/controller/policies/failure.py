@@ -1,0 +1,167 @@
+"""What to do after a failure. Pure.
+
+`find_cause` finds why an attempt ended: the user's exception ends the run, a failure of the system may be followed by a
+retry. `FailurePolicy.decide` then decides between another attempt and the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd.config import FailureConfig
+from raysgd.controller.states import Death, Outcome
+from raysgd.session.events import Failed
+
+#: An exception that arrived at least this long before the first death was noticed is not a consequence of that death. A
+#: death is noticed late: by about 40 ms, and by the time it takes to read what the process had sent.
+_DEATH_DELAY_S = 0.3
+#: Seconds before workers are requested again after a start that failed. Doubled for each further one in a row.
+RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of the system: processes that died together, or a group that could not form.
+
+    Attributes:
+        ranks: The ranks where the failure began.
+        what: One sentence for the user.
+        nodes: The nodes of these ranks.
+        is_announced: The processes were preempted.
+        raised: The last exception of train_func that came with the deaths, in one line.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    nodes: tuple[str, ...] = ()
+    raised: str = ""
+    is_announced: bool = False
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Start another attempt. ``number``: the number of the failure."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run with an error, for this reason."""
+
+    why: str
+
+
+class FailurePolicy:
+    """Counts the failures of a run. ``max_failures=k`` allows exactly k retries."""
+
+    def __init__(self, config: FailureConfig) -> None:
+        self._max_failures = config.max_failures
+        self._failures: list[Failure] = []
+        self._num_failed_starts = 0  # in a row
+
+    @property
+    def num_failures(self) -> int:
+        return len(self._failures)
+
+    def restore(self, failures: Sequence[Failure]) -> None:
+        """Count the failures that happened before the controller's process was restarted."""
+        self._failures.extend(failures)
+
+    def decide(self, failure: Failure) -> Retry | GiveUp:
+        """Count a failure, and decide between another attempt and the end of the run."""
+        self._failures.append(failure)
+        if self._max_failures < 0 or self.num_failures <= self._max_failures:
+            return Retry(self.num_failures)
+        return GiveUp(self._explain(failure))
+
+    def restart_delay_s(self, *, was_entered: bool) -> float:
+        """Return the seconds to wait before the next group; 0 if the last group had entered train_func."""
+        self._num_failed_starts = 0 if was_entered else self._num_failed_starts + 1
+        return 0.0 if was_entered else min(MAX_RESTART_DELAY_S, RESTART_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
+
+    def _explain(self, failure: Failure) -> str:
+        if self._max_failures == 0:
+            limit = "FailureConfig(max_failures=0) allows none"
+        else:
+            limit = f"failure {self.num_failures} of the run; FailureConfig(max_failures={self._max_failures}) allows no more"
+        raised = next((past.raised for past in reversed(self._failures) if past.raised), "")
+        exception = f". The last exception of train_func that came with a failure was {raised}" if raised else ""
+        return f"{failure.what} ({limit}){exception}"
+
+
+@dataclass(frozen=True)
+class AttemptErrors:
+    """The errors and deaths of an attempt that are known so far.
+
+    Attributes:
+        errors: What each rank raised, in the order of arrival, because the clocks of two machines may differ.
+        arrived_at: When each error arrived, by the clock that deaths are noticed by.
+        deaths: The processes that died, without those that the controller killed.
+        nodes: The node of each rank.
+        is_complete: No further error or death is waited for.
+    """
+
+    errors: Mapping[int, Failed]
+    arrived_at: Mapping[int, float]
+    deaths: Sequence[Death]
+    nodes: Sequence[str]
+    is_complete: bool
+
+    def own_errors(self) -> dict[int, Failed]:
+        """Return the errors that are not about the process group, in the order of arrival."""
+        return {rank: error for rank, error in self.errors.items() if not error.in_collective and not error.in_setup}
+
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.nodes[rank] for rank in ranks))
+
+
+def find_cause(known: AttemptErrors) -> Outcome | Failure | None:
+    """Return why an attempt ended.
+
+    The exception that arrived first is the cause. A broken collective is the consequence of something else. So is an
+    exception that arrived after a process had died.
+
+    Returns:
+        The user's exception as an `Outcome`, a `Failure` of the system, or None: wait for what explains a broken collective.
+    """
+    own = known.own_errors()
+    if known.deaths:
+        first_death = min(death.timestamp for death in known.deaths)
+        own = {rank: error for rank, error in own.items() if known.arrived_at[rank] < first_death - _DEATH_DELAY_S}
+        if not own:
+            return _failure_by_death(known)
+    if own:
+        return _outcome_of(own, known)
+    if not known.is_complete:
+        return None
+    in_setup = {rank: error for rank, error in known.errors.items() if error.in_setup}
+    if in_setup:
+        ranks, first = tuple(sorted(in_setup)), next(iter(in_setup.values()))
+        return Failure(ranks, f"the process group could not be formed: {first.summary}", known.nodes_of(ranks))
+    if known.errors:
+        return _outcome_of(known.errors, known)
+    return Failure((), "an attempt ended and no rank reported why")
+
+
+def _failure_by_death(known: AttemptErrors) -> Failure:
+    ranks = tuple(sorted({death.rank for death in known.deaths}))
+    nodes = known.nodes_of(ranks)
+    first = known.deaths[0]
+    reason = first.reason.rstrip(".")
+    if len(ranks) == 1:
+        how = "hung: it" if first.is_hang else "died:"
+        what = f"the worker process of rank {ranks[0]} on {nodes[0]} {how} {reason}"
+    else:
+        how = "hung: the first" if first.is_hang else "died:"
+        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} {how} {reason}"
+    raised = [f"{error.summary} (rank {rank})" for rank, error in known.own_errors().items()]
+    return Failure(ranks, what, nodes, raised[-1] if raised else "")
+
+
+def _outcome_of(causes: Mapping[int, Failed], known: AttemptErrors) -> Outcome:
+    rank = next(iter(causes))
+    followed = tuple((other, error.summary) for other, error in known.errors.items() if other != rank)
+    return Outcome("error", failed=causes[rank], rank=rank, node=known.nodes[rank], followed=followed, ranks=(rank,))

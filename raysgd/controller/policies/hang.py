@@ -1,0 +1,177 @@
+"""Which workers hang. Pure.
+
+Two clocks decide. The heartbeat: a process that answers is alive. A process that does not answer may be in a C call that holds
+the interpreter's lock; such a process uses its CPU or waits for one. A process that does neither is stopped or dead.
+Progress: a process that answers may still be stuck in train_func. Only the time since its last report, checkpoint or batch
+shows that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raysgd.session.progress import Heartbeat
+
+#: Fraction of a core above which a process that does not answer is busy. Ray's own threads use a fifth of that.
+BUSY_SHARE = 0.05
+#: Fraction of the time, used or waited for a CPU, above which a process is starved: it could run and gets no CPU. Ray's threads
+#: that wake up now and then stay below it.
+STARVED_SHARE = 0.5
+#: Seconds over which both fractions are measured, at least.
+MIN_WINDOW_S = 1.0
+#: ``progress_timeout_s="auto"``: the limit is this factor times the longest pause so far, and at least this many seconds.
+AUTO_FACTOR = 10.0
+AUTO_MIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A worker that must be killed.
+
+    Attributes:
+        kind: ``"silent"``, ``"lost"`` (its node does not answer) or ``"stuck"``.
+        instead: Other ranks that may be the stuck one: they have come as far and make no progress either.
+    """
+
+    rank: int
+    kind: str
+    why: str
+    instead: tuple[Hang, ...] = ()
+
+
+class _CpuTimes(NamedTuple):
+    """The CPU times of a process at one moment: seconds on a CPU, and seconds that it waited for one."""
+
+    at: float
+    used_s: float
+    waited_s: float
+
+
+@dataclass
+class _Worker:
+    answered_at: float
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    cpu_times: deque[_CpuTimes] = field(default_factory=deque)  # within the window
+    is_stopped: bool = False
+    is_reachable: bool = True
+
+    def is_busy(self) -> bool:
+        """Return whether the process used its CPU lately, or was starved."""
+        if self.is_stopped or len(self.cpu_times) < 2:
+            return False
+        first, last = self.cpu_times[0], self.cpu_times[-1]
+        span_s, used_s, waited_s = (end - begin for begin, end in zip(first, last, strict=True))
+        return used_s > BUSY_SHARE * span_s or used_s + waited_s > STARVED_SHARE * span_s
+
+
+#: Parts of a stack whose rank waits for others in a collective.
+_WAITING = ("torch/distributed", "_engine_run_backward", "horovod/", "tensorflow/python/distribute")
+#: Part of every stack that shows the thread of train_func.
+_INSIDE = "raysgd/workers/process/train_thread.py"
+
+
+def blame(hang: Hang, stacks: Mapping[int, str]) -> Hang:
+    """Return the first of the possibly stuck ranks whose stack is in train_func and does not wait for others."""
+    for candidate in (hang, *hang.instead):
+        stack = stacks.get(candidate.rank, "")
+        if _INSIDE in stack and not any(sign in stack for sign in _WAITING):
+            return candidate
+    return hang
+
+
+class HangPolicy:
+    """Finds the hanging workers of one attempt.
+
+    Args:
+        heartbeat_timeout_s: Seconds without an answer and without CPU use after which a process counts as dead.
+        progress_timeout_s: Seconds without progress after which a rank counts as stuck; ``"auto"`` or None: see `FailureConfig`.
+        ranks: The ranks to watch.
+        now: The current time, in seconds of the clock that all calls use.
+    """
+
+    def __init__(
+        self, heartbeat_timeout_s: float, progress_timeout_s: float | str | None, ranks: Iterable[int], now: float
+    ) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._progress_timeout_s = progress_timeout_s
+        # An overloaded machine runs a busy process only now and then.
+        self._window_s = max(MIN_WINDOW_S, heartbeat_timeout_s / 3)
+        self._workers = {rank: _Worker(now) for rank in ranks}
+
+    def on_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """A worker has answered."""
+        if rank in self._workers:
+            self._workers[rank] = _Worker(now, heartbeat)
+
+    def on_process_checked(self, rank: int, used_s: float, waited_s: float, is_stopped: bool, now: float) -> None:
+        """The agent of the worker's node has checked its process: seconds on a CPU, and waiting for one."""
+        worker = self._workers.get(rank)
+        if worker is None:
+            return
+        worker.cpu_times.append(_CpuTimes(now, used_s, waited_s))
+        while len(worker.cpu_times) > 2 and now - worker.cpu_times[1].at >= self._window_s:
+            worker.cpu_times.popleft()
+        worker.is_stopped, worker.is_reachable = is_stopped, True
+
+    def on_unreachable(self, rank: int) -> None:
+        """The agent of the worker's node does not answer either."""
+        if worker := self._workers.get(rank):
+            worker.is_reachable = False
+
+    def remove(self, rank: int) -> None:
+        """Stop watching a rank."""
+        self._workers.pop(rank, None)
+
+    def suspects(self, now: float) -> list[int]:
+        """Return the ranks that are late with their answer, whose processes must be checked."""
+        return [
+            rank for rank, worker in self._workers.items() if now - worker.answered_at > self._heartbeat_timeout_s / 3
+        ]
+
+    def find_hangs(self, now: float) -> list[Hang]:
+        """Return the workers to kill now."""
+        silent = [self._silence(rank, worker, now) for rank, worker in sorted(self._workers.items())]
+        found = [hang for hang in silent if hang is not None]
+        if not found and (stuck := self._stuck(now)) is not None:
+            found = [stuck]
+        return found
+
+    def _silence(self, rank: int, worker: _Worker, now: float) -> Hang | None:
+        silent_s = now - worker.answered_at
+        if silent_s <= self._heartbeat_timeout_s or (worker.is_reachable and worker.is_busy()):
+            return None
+        silence = f"gave no sign of life for {silent_s:.1f} s"
+        if not worker.is_reachable:
+            return Hang(rank, "lost", f"{silence}, nor did its node: it is lost or cut off")
+        reason = "it was stopped (SIGSTOP)" if worker.is_stopped else "it does not run"
+        return Hang(rank, "silent", f"{silence}; {reason}")
+
+    def _stuck(self, now: float) -> Hang | None:
+        """Return the rank inside train_func that is behind the others, which wait for it."""
+        inside = {rank: worker for rank, worker in self._workers.items() if worker.heartbeat.is_inside}
+        limit = self._limit(worker.heartbeat for worker in inside.values())
+        if limit is None or not inside:
+            return None
+        idle = {rank: worker.heartbeat.idle_s for rank, worker in inside.items() if now - worker.answered_at < limit}
+        if not idle or max(idle.values()) <= limit:
+            return None
+        fewest = min(inside[rank].heartbeat.calls for rank in idle)
+        behind = sorted((rank for rank in idle if inside[rank].heartbeat.calls == fewest), key=lambda rank: -idle[rank])
+        if any(idle[rank] <= limit for rank in behind):  # it is slow but makes progress
+            return None
+        first, *others = [self._stuck_at(rank, inside[rank].heartbeat, limit) for rank in behind]
+        return Hang(first.rank, first.kind, first.why, tuple(others))
+
+    @staticmethod
+    def _stuck_at(rank: int, heartbeat: Heartbeat, limit: float) -> Hang:
+        since = f"since its last {heartbeat.phase}" if heartbeat.phase else "since it entered train_func"
+        return Hang(rank, "stuck", f"made no progress for {heartbeat.idle_s:.1f} s {since} (limit {limit:g} s)")
+
+    def _limit(self, heartbeats: Iterable[Heartbeat]) -> float | None:
+        if self._progress_timeout_s is None or isinstance(self._progress_timeout_s, (int, float)):
+            return self._progress_timeout_s
+        longest = max((heartbeat.longest_pause_s for heartbeat in heartbeats), default=0.0)
+        return max(AUTO_MIN_S, AUTO_FACTOR * longest) if longest else None

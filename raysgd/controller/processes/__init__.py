@@ -1,0 +1,1 @@
+"""The controller's side processes: callback host, data holder, placement guard."""

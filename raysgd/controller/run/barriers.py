@@ -1,0 +1,59 @@
+"""The barriers at which ranks wait for each other: `barrier` and `broadcast`, for every backend. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Barrier:
+    payload: bytes = b""
+    waiting: dict[int, asyncio.Future[bytes | None]] = field(default_factory=dict)
+
+
+class Barriers:
+    """The barriers of one attempt. A rank that has returned is not waited for."""
+
+    def __init__(self, world_size: int) -> None:
+        self._expected = set(range(world_size))
+        self._barriers: dict[tuple[str, int], _Barrier] = {}
+        self._is_over = False
+
+    async def join(self, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
+        """Wait for all ranks; returns rank 0's payload (empty if there is none), or None if the attempt ended."""
+        if self._is_over:
+            return None
+        barrier = self._barriers.setdefault((what, index), _Barrier())
+        if payload is not None:
+            barrier.payload = payload
+        barrier.waiting[rank] = asyncio.get_running_loop().create_future()
+        self._open_complete()
+        return await barrier.waiting[rank]
+
+    def left(self, rank: int) -> None:
+        """Stop waiting for ``rank``, which has returned. A rank that leaves in another way ends the attempt."""
+        self._expected.discard(rank)
+        self._open_complete()
+
+    def end(self) -> None:
+        """Release every rank that waits, because the attempt is over."""
+        self._is_over = True
+        for barrier in self._barriers.values():
+            self._resolve(barrier, None)
+        self._barriers.clear()
+
+    def _open_complete(self) -> None:
+        complete: Set[tuple[str, int]] = {
+            key for key, barrier in self._barriers.items() if self._expected <= set(barrier.waiting)
+        }
+        for key in complete:
+            barrier = self._barriers.pop(key)
+            self._resolve(barrier, barrier.payload)
+
+    @staticmethod
+    def _resolve(barrier: _Barrier, value: bytes | None) -> None:
+        for future in barrier.waiting.values():
+            if not future.done():
+                future.set_result(value)

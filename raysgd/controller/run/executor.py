@@ -1,0 +1,447 @@
+"""Executes the commands of a `RunMachine`: the one place where the controller acts. Runs in the TrainerActor's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import commands as c
+from raysgd.controller import frames
+from raysgd.controller.checkpoints.index import CheckpointReads
+from raysgd.controller.checkpoints.memory import MemoryCheckpoints
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.frame_log import FrameLog, stream_interval_s
+from raysgd.controller.journal.outcome import outcome_data
+from raysgd.controller.machine.machine import RunMachine
+from raysgd.controller.requests import RunRequest
+from raysgd.controller.run.barriers import Barriers
+from raysgd.controller.run.run_files import RunFiles
+from raysgd.controller.run.watch import Watches
+from raysgd.controller.run.worker_group import WorkerGroupProtocol
+from raysgd.controller.run_plan import AttemptRecord, RunPlan
+from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
+from raysgd.data.plan import NO_DATASETS
+from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
+from raysgd.result import RunInfo
+from raysgd.session import events as e
+from raysgd.workers.liveness.deaths import was_sigterm
+from raysgd.workers.orders import AttemptOrder, RunOrder
+
+
+class ReturnValues:
+    """The return values of one attempt."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Any] = {}
+
+    def clear(self) -> None:
+        """Drop the values of an attempt that did not succeed."""
+        self._by_rank.clear()
+
+    def returned(self, rank: int, event: e.Returned) -> None:
+        """Store the value of a rank that has returned, unless it is large and follows."""
+        if event.value is not None:
+            self._by_rank[rank] = event.value
+
+    def add_large(self, rank: int, value: Any) -> None:
+        """Store a large value."""
+        self._by_rank[rank] = value
+
+    def first(self, count: int) -> list[Any]:
+        """Return the values of the first ranks; None for a rank without a value."""
+        return [self._by_rank.get(rank) for rank in range(count)]
+
+
+class Run:
+    """One run, from its request to its last frame.
+
+    Args:
+        storage: The run's folder.
+        share: Makes a reference to the order that all workers get (``ray.put``).
+        is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
+        last_attempt: The last attempt that this process began.
+        begins: Records an attempt before any rank enters it.
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        info: RunInfo,
+        group: WorkerGroupProtocol,
+        storage: Storage,
+        *,
+        failure: FailureConfig,
+        checkpoint: CheckpointConfig,
+        share: Callable[[Any], Any],
+        is_resumed: bool = False,
+        last_attempt: AttemptRecord | None = None,
+        begins: Callable[[AttemptRecord], None] = lambda attempt: None,
+    ) -> None:
+        self._request = request
+        self._info = info
+        self._group = group
+        self._share = share
+        self._checkpoint = checkpoint
+        self._failure = failure
+        self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
+        self._begins = begins
+        self._previous = previous = self._files.previous(last_attempt) if is_resumed else None
+        if previous is not None and previous.bound_size is not None:
+            group.expect(previous.bound_size)
+        earlier, next_seq = ((), 0) if previous is None else (previous.frames, previous.next_seq)
+        self.log = FrameLog(
+            self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
+        )
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous)
+        self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
+        self._barriers = Barriers(0)
+        self._barriers.end()  # workers of an earlier process of the controller may still ask
+        self._loads = CheckpointReads()
+        self._rendezvous = ""
+        self._attempt = previous.attempt if previous is not None else 0
+        self._is_described = is_resumed and storage.exists("run.json")
+        self._size = previous.size if previous is not None else None
+        self._previous_size: int | None = None
+        self._inputs: deque[c.Input] = deque()
+        self._is_acting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing: asyncio.Task[None] | None = None
+        self._watches = Watches(group, failure, storage.child("flight_recorder"), self._feed, self._record_event)
+        self._leaving: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+        self._paused = asyncio.Event()
+        self._values = ReturnValues()
+        self._held = MemoryCheckpoints(
+            group.memory, self._files.uri_of, lambda *given: self._feed(c.EventReceived(*given))
+        )
+        self.before_close: Callable[[], Coroutine[Any, Any, e.Failed | None]] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    async def execute(self) -> None:
+        """Execute the run; returns when it is closed."""
+        if self._previous is None or not self._previous.frames:
+            self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
+        self._files.start()
+        self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
+        self._act_all(self._machine.begin())
+        self._update_paused()
+        await self._closed.wait()
+        self._group.on_joining_worker(lambda: None)
+        self._files.stop_flushing()
+        # It stays readable until the next run; its data is to be freed now.
+        task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)
+        self._request = dataclasses.replace(self._request, task=task)
+        if self.before_close is not None:
+            self._publish_late_error(await self.before_close())
+        may_have_leftovers = self._attempt > 1 or self._checkpoint.on_write_error == "warn"
+        if may_have_leftovers or not has_succeeded(self._machine.state):
+            await self._files.sweep()
+        await self._files.flush()  # readers of the last frame can read all files
+        self._emit_frame(c.EmitFrame(frames.RUN_CLOSED, self._attempt))
+        await self._files.flush()
+        self._files.close()
+
+    async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
+        """End the run early, in order or at once (``cancel``); returns when that is recorded.
+
+        ``failed`` is the error of a callback that ends the run.
+        """
+        self._feed(c.StopRequested(why, cancel, failed))
+        if not self.is_closed:
+            await self._files.flush()
+
+    def warn(self, message: str) -> None:
+        self._record_event(c.RecordEvent("warning", {"message": message}))
+
+    def pause(self) -> None:
+        """Request a pause at the next checkpoint, in which the run holds no workers."""
+        self._feed(c.PauseRequested())
+
+    async def resume(self) -> None:
+        """Resume after a pause; returns when that is recorded."""
+        self._feed(c.ResumeRequested())
+        await self._files.flush()
+
+    async def wait_paused(self) -> None:
+        """Wait until the run is paused and that is recorded, or it is closed, or the pause was withdrawn."""
+        await self._paused.wait()
+        if not self.is_closed:
+            await self._files.flush()
+
+    def reading(self) -> dict[str, Any]:
+        """Return what a reader of the run needs to know."""
+        return {
+            "run_id": self._request.run_id,
+            "reduce": dict(self._request.reduce),
+            "returns": self._request.task.returns,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Return the fields of `raysgd.result.RunStatus`."""
+        standing = self._machine.status()
+        standing["iteration"] = max(standing["iteration"], self.log.iteration)
+        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **standing}
+
+    def values(self, *, first_only: bool) -> list[Any]:
+        """Return what train_func returned, by rank: a pickle, a reference to one, or None.
+
+        Raises:
+            WorkerError: The process that had the values is gone.
+        """
+        if self._previous is not None and self._previous.kind in ("done", "stopped"):
+            raise WorkerError(
+                "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
+                f"and metrics are in {self._info.run_dir}"
+            )
+        return self._values.first(1 if first_only else self._size or 0)
+
+    async def join_barrier(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
+        if attempt != self._attempt:
+            return None
+        return await self._barriers.join(rank, what, index, payload)
+
+    def newest_checkpoint(self, attempt: int, index: int, num_saves: int) -> str | None:
+        """Return the URI of the newest committed checkpoint, the same for all ranks of an attempt; see `CheckpointReads`."""
+        if attempt != self._attempt:
+            return None
+        number = self._loads.newest_for(index, num_saves, self._machine.coordinator.newest_number)
+        return None if number is None else self._files.uri_of(number)
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    def _feed(self, given: c.Input) -> None:
+        """Step the machine. An input that arrives while commands are executed is taken after them."""
+        self._inputs.append(given)
+        if self._is_acting:
+            return
+        self._is_acting = True
+        try:
+            while self._inputs:
+                self._act_all(self._machine.step(self._inputs.popleft()))
+        finally:
+            self._is_acting = False
+        self._update_paused()
+
+    def _update_paused(self) -> None:
+        is_paused = isinstance(self._machine.state, (Paused, Closed)) or not self._machine.is_pause_requested
+        (self._paused.set if is_paused else self._paused.clear)()
+
+    def _act_all(self, commands: list[c.Command]) -> None:
+        for command in commands:
+            self._act(command)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def _act(self, command: c.Command) -> None:  # noqa: C901  (a dispatch: a line or two a case)
+        match command:
+            case c.EmitFrame():
+                self._emit_frame(command)
+            case c.RecordEvent():
+                self._record_event(command)
+            case c.PrepareGroup():
+                self._preparing = self._spawn(self._prepare(command))
+            case c.StartAttempt():
+                self._enter(command)
+            case c.EndAttempt():
+                self._barriers.end()
+                for rank in command.ranks:
+                    self._group.end(rank, command.attempt, command.why)
+            case c.KillWorkers():
+                for rank in command.ranks:
+                    self._group.kill(rank, is_lost=command.is_lost)
+            case c.RequestStop():
+                self._spawn(self._group.agreement.stop(command.attempt, ends_reports=command.ends_reports))
+            case c.AgreeOnSavePoint():
+                self._spawn(self._group.agreement.save(command.attempt))
+            case c.CancelSavePoint():
+                self._spawn(self._group.agreement.call_off_save(command.attempt))
+            case c.ReleaseWorkers():
+                if self._preparing is not None:
+                    self._preparing.cancel()
+                self._watches.end()
+                self._group.release()
+            case c.LeaveGroup():
+                self._leaving = self._spawn(self._group.leave())
+            case c.SetTimer():
+                timer = c.TimerFired(command.timer, command.serial)
+                asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
+            case c.CommitCheckpoint():
+                self._spawn(self._commit(command))
+            case c.KeepInMemory():
+                self._held.keep(command.number)
+            case c.StoreFromMemory():
+                self._spawn(self._store_held(command.manifest))
+            case c.DeleteCheckpoint():
+                if self._loads.can_delete(command.number):
+                    self._files.delete([command.number])
+            case c.PublishOutcome():
+                self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
+                self._record_event(
+                    c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)})
+                )
+                self._files.flush_if_local()  # before readers get the outcome: they read the files next
+            case c.CloseRun():
+                self._files.delete(self._loads.end())
+                self._watches.end()
+                self._held.close()
+                if self._preparing is not None:
+                    self._preparing.cancel()
+                self._closed.set()
+
+    async def _prepare(self, command: c.PrepareGroup) -> None:
+        if self._leaving is not None:  # ranks that returned are still leaving the group they were in
+            await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
+        try:
+            for line in await self._group.get_ready(keep_size=command.keep_size):
+                self._record_event(c.RecordEvent("warning", {"message": line}))
+            await self._group.check_storage(self._files.storage)
+            self._rendezvous = await self._group.open_rendezvous()
+            coordinator = self._machine.coordinator
+            while (held := coordinator.newest_in_memory) and not await self._held.is_reachable(
+                held, is_unstored=coordinator.has_unstored
+            ):
+                self._feed(c.MemoryCopyLost(held.number))
+        except WorkerDiedError as error:
+            message, announced = str(error), was_sigterm(str(error))
+            self._feed(c.GroupFailed(type(error).__name__, message, True, ranks=error.ranks, is_announced=announced))
+            return
+        except RaySGDError as error:
+            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
+            return
+        except Exception as error:  # the user must get every error, and not wait for ever
+            self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
+            return
+        self._attempt = command.attempt
+        self._barriers = Barriers(self._group.size)
+        nodes = [self._describe_worker(rank) for rank in range(self._group.size)]
+        if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
+            self._is_described = True
+            self._spawn(self._files.write_run(describe_run(self._request, self._info, self._group)))
+        self._note_resize(self._group.size)
+        self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
+
+    def _note_resize(self, size: int) -> None:
+        if self._size not in (None, size):
+            self._record_event(c.RecordEvent("resize", {"old": self._size, "new": size}))
+        self._previous_size, self._size = self._size, size
+
+    def _describe_worker(self, rank: int) -> str:
+        info = self._group.info(rank)
+        assert info is not None
+        data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
+        self._record_event(c.RecordEvent("worker_up", data))
+        return info.node
+
+    def _enter(self, command: c.StartAttempt) -> None:
+        self._values.clear()
+        self._files.delete(self._loads.end())
+        self._loads = CheckpointReads(command.first_number)
+        self._held.begin_attempt(command.attempt, command.first_number, command.held)
+        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._group.size, command.iterations_before))
+        self._watches.begin(command.attempt)
+        run = RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint)
+        shared = self._share(run)
+        for rank in range(self._group.size):
+            attempt_order = AttemptOrder(
+                attempt=command.attempt,
+                member=self._group.member(rank, self._rendezvous),
+                checkpoint=command.checkpoint,
+                held=self._held.for_rank(command.held, rank),
+                first_number=command.first_number,
+                previous_size=self._previous_size,
+                iterations_before=command.iterations_before,
+                time_before_s=command.time_before_s,
+                flush_interval_s=stream_interval_s(self._group.size),
+            )
+            self._spawn(self._follow(rank, shared, attempt_order))
+
+    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
+        """Read a worker's stream to its end."""
+        attempt = attempt_order.attempt
+        died: str | None = None
+        try:
+            async for item in self._group.run(rank, order, attempt_order):
+                if isinstance(item, list):
+                    for event in item:
+                        if isinstance(event, e.Reports):
+                            self._pass_on(rank, attempt, event)
+                            continue
+                        if isinstance(event, e.Returned):
+                            self._barriers.left(rank)
+                            self._values.returned(rank, event)
+                        if not self._held.intercept(rank, attempt, event):
+                            self._feed(c.EventReceived(rank, attempt, event))
+                else:
+                    self._values.add_large(rank, item)
+        except Exception as error:
+            died = str(error)
+        if died is None:
+            await self._held.settle(rank)
+        self._feed(c.StreamEnded(rank, attempt, died))
+
+    def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
+        """Add reports to the frames as the worker encoded them; the state machine needs their number only."""
+        if self._machine.accepts(attempt):
+            data = {"first": reports.first, "count": reports.count}
+            self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
+            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count))
+
+    async def _store_held(self, manifest: Manifest) -> None:
+        try:
+            given: c.Input = c.MemoryCopyStored(dataclasses.replace(manifest, parts=await self._held.store(manifest)))
+        except Exception as error:
+            given = c.MemoryCopyNotStored(manifest.number, f"{type(error).__name__}: {error}")
+        self._feed(given)
+
+    async def _commit(self, command: c.CommitCheckpoint) -> None:
+        manifest = command.manifest
+        try:
+            await self._files.commit(manifest)
+        except Exception as error:
+            if not command.amend:
+                self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
+            return
+        if not command.amend:
+            self._files.delete(self._loads.on_committed(manifest.number))
+            self._feed(c.CheckpointCommitted(manifest))
+
+    def _publish_late_error(self, failed: e.Failed | None) -> None:
+        """Publish an error after a success: a critical callback failed once training had ended."""
+        if failed is not None and has_succeeded(self._machine.state):
+            self._act(c.PublishOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
+
+    def _emit_frame(self, say: c.EmitFrame) -> None:
+        self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))
+
+    def _record_event(self, note: c.RecordEvent) -> None:
+        data = {"kind": note.kind, "timestamp": time.time(), "data": note.data}
+        self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _message(outcome: Any) -> str:
+    if outcome.failed is not None:
+        return f"rank {outcome.rank}: {outcome.failed.summary}"
+    return str(outcome.message)
+
+
+def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroupProtocol) -> dict[str, Any]:
+    """Return the content of ``run.json``, secrets included."""
+    found = [group.info(rank) for rank in range(group.size)]
+    workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]
+    return {**request.description, **dataclasses.asdict(info), "workers": workers, "started": time.time()}

@@ -1,0 +1,138 @@
+"""What a run writes to storage: its journal, and the commits of its checkpoints. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.storage.storage import Retry, Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.controller.journal.journal import Journal
+from raysgd.controller.run_plan import AttemptRecord, PreviousState, build_previous_state
+
+_FLUSH_S = 0.5
+
+
+class RunFiles:
+    """Writes in one thread: storage sees commits, amendments and deletions in the order of their decisions.
+
+    Args:
+        storage: The run's folder.
+        secrets: Texts that must not stand in its files.
+        warn: Called with problems that do not end the run.
+        retry: How failed writes of checkpoints are repeated.
+    """
+
+    def __init__(
+        self, storage: Storage, secrets: frozenset[str], warn: Callable[[str], None], retry: Retry | None = None
+    ) -> None:
+        self.storage = storage
+        checkpoints = storage.child("checkpoints")
+        self.store = CheckpointStore(checkpoints if retry is None else checkpoints.with_retry(retry))
+        self.journal = Journal(storage, secrets)
+        self._warn = warn
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
+        self._flusher: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
+        self._is_journal_broken = False
+
+    def uri_of(self, number: int) -> str:
+        """Return the URI of a checkpoint's folder."""
+        return self.store.directory(number).uri
+
+    def previous(self, last: AttemptRecord | None = None) -> PreviousState:
+        """Reopen the files of a run that another process of the controller began; returns what they say. Blocks.
+
+        Args:
+            last: The last attempt, which the journal may not contain.
+        """
+        frames_so_far, last_seq = self.journal.reopen()
+        numbers = self.store.numbers()
+        return build_previous_state(
+            frames_so_far, last_seq, self.store.scan().manifests, max(numbers, default=0)
+        ).up_to(last)
+
+    def start(self) -> None:
+        """Start to flush the journal regularly."""
+        self._flusher = asyncio.get_running_loop().create_task(self._flush_regularly())
+
+    def stop_flushing(self) -> None:
+        """Stop the regular flushes; `flush` writes what is left."""
+        if self._flusher is not None:
+            self._flusher.cancel()
+
+    async def commit(self, manifest: Manifest) -> None:
+        """Write a checkpoint's manifest, or replace it.
+
+        Raises:
+            Exception: It could not be written.
+        """
+        await self._flush(self._writer)  # what was reported before it: nobody will make those reports again
+        await self._in_writer(self.store.commit, manifest)
+
+    def delete(self, numbers: Iterable[int]) -> None:
+        """Delete checkpoints, after the writes that were requested before."""
+        for number in numbers:
+            task = asyncio.get_running_loop().create_task(self._in_writer(self.store.delete, number))
+            self._deleting.add(task)  # the loop holds tasks weakly
+            task.add_done_callback(self._deleting.discard)
+
+    async def sweep(self) -> None:
+        """Delete the files of checkpoints that were never committed."""
+        try:
+            await self._in_writer(self.store.sweep_uncommitted)
+        except Exception as error:  # the run itself is safe
+            self._warn(f"parts of unfinished checkpoints are left in {self.store.storage.uri}: {error}")
+
+    async def write_run(self, description: dict[str, Any]) -> None:
+        """Write ``run.json``."""
+        await self._in_writer(self.journal.write_run, description)
+
+    async def flush(self) -> None:
+        """Write all frames so far to storage, after the writes that were requested before."""
+        await self._flush(self._writer)
+
+    def flush_if_local(self) -> None:
+        """Write all frames now, if that takes only a millisecond."""
+        if not self.storage.is_local:
+            return
+        try:
+            self.journal.flush()
+        except OSError as error:
+            self._journal_broke(error)
+
+    def close(self) -> None:
+        """Stop the writing thread."""
+        self._writer.shutdown(wait=False)
+
+    async def _flush_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            await self._flush(None)
+
+    async def _flush(self, executor: ThreadPoolExecutor | None) -> None:
+        """Flush the journal. A journal that cannot be written must not end a run, nor keep its readers waiting."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(executor, self.journal.flush)
+        except OSError as error:
+            self._journal_broke(error)
+
+    def _journal_broke(self, error: OSError) -> None:
+        if not self._is_journal_broken:
+            self._is_journal_broken = True
+            self._warn(f"the run's files cannot be written: {error}")
+
+    async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+
+
+def new_run_folder(runs: Storage) -> Storage:
+    """Make the next free ``run_NNN`` in a Trainer's folder; a run's folder is never used twice."""
+    runs.make_dirs()
+    taken = [int(name[4:]) for name in runs.list_names() if name.startswith("run_") and name[4:].isdigit()]
+    folder = runs.child(f"run_{max(taken, default=0) + 1:03d}")
+    folder.make_dirs()
+    return folder

@@ -1,0 +1,180 @@
+"""What a run is to do, and what an earlier controller process has done of it. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.policies.failure import Failure
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.format.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt starts: a checkpoint, or the run's initial state, and the counters at that point.
+
+    Attributes:
+        uri: The checkpoint on storage.
+        held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
+    """
+
+    uri: str | None = None
+    iteration: int = 0
+    time_total_s: float = 0.0
+    number: int = 0
+    held: Manifest | None = None
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.uri is not None or self.held is not None
+
+    def counters(self) -> dict[str, Any]:
+        """Return the iterations and the training time before the attempt."""
+        return {"iterations_before": self.iteration, "time_before_s": self.time_total_s}
+
+    def place(self) -> dict[str, Any]:
+        """Return the checkpoint's URI on storage and its number in memory."""
+        return {"checkpoint": self.uri, "memory": None if self.held is None else self.number}
+
+
+#: Distance between the last frame number in the journal and the first one after a restart. A reader may have seen frames that
+#: were never written, and asks for the frames after those.
+SEQ_GAP = 10**9
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """The last attempt of a run, recorded before any rank enters it, so that its number is never used again."""
+
+    run_id: str
+    attempt: int
+    world_size: int
+    iterations_before: int
+
+
+@dataclass(frozen=True)
+class PreviousState:
+    """The state of a run when its controller's process died.
+
+    Attributes:
+        frames: All frames of the journal except reports.
+        next_seq: A number above those of all frames that were ever sent.
+        attempt: The number of the last attempt; 0 if there was none.
+        is_open: The last attempt had not ended.
+        iterations_before: Iterations before the last attempt.
+        size: The number of ranks of the last attempt.
+        failures: The failures of the run.
+        manifests: The manifests on storage, oldest first.
+        last_number: The highest number of a checkpoint folder, complete or not.
+        known: The numbers of the checkpoints that readers know.
+        why_stopped: Why a stop was requested; None if it was not.
+        why_cancelled: Why the run was cancelled; None if it was not.
+        is_paused: The run was paused.
+        kind: The kind of the outcome; None if the run had not ended.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    next_seq: int = SEQ_GAP
+    attempt: int = 0
+    is_open: bool = False
+    iterations_before: int = 0
+    size: int | None = None
+    failures: tuple[Failure, ...] = ()
+    manifests: tuple[Manifest, ...] = ()
+    last_number: int = 0
+    known: frozenset[int] = field(default_factory=frozenset)
+    why_stopped: str | None = None
+    why_cancelled: str | None = None
+    is_paused: bool = False
+    kind: str | None = None
+
+    @property
+    def bound_size(self) -> int | None:
+        """The only number of ranks that can load the newest checkpoint; None: any number can."""
+        newest = self.manifests[-1] if self.manifests else None
+        return newest.world_size if newest is not None and newest.all_ranks and not newest.is_reshardable else None
+
+    def up_to(self, last: AttemptRecord | None) -> PreviousState:
+        """Return this state with the last attempt, which the journal may not contain."""
+        if last is None or last.attempt <= self.attempt:
+            return self
+        return replace(
+            self,
+            attempt=last.attempt,
+            is_open=True,
+            iterations_before=last.iterations_before,
+            size=last.world_size,
+        )
+
+
+def build_previous_state(
+    journal: Iterable[Frame], last_seq: int, manifests: Sequence[Manifest], last_number: int
+) -> PreviousState:
+    """Build the previous state of a run from its files.
+
+    Args:
+        journal: The frames of the journal without reports, in order.
+        last_seq: The number of the last frame in the journal, including reports.
+        manifests: The manifests on storage, oldest first.
+        last_number: The highest number of a checkpoint folder.
+    """
+    frames_read = tuple(journal)
+    attempt, size, is_open, iterations_before, kind = 0, None, False, 0, None
+    for frame in frames_read:
+        if frame.kind == frames.ATTEMPT:
+            attempt, size, is_open = frame.attempt, int(frame.data["world_size"]), True
+            iterations_before = frame.data["iterations_before"]
+        elif frame.kind == frames.ATTEMPT_END:
+            is_open = False
+        elif frame.kind == frames.RUN_END:
+            kind = frame.data["kind"]
+    events = [(frame.data["kind"], frame.data["data"]) for frame in frames_read if frame.kind == frames.EVENT]
+    stops = [data["why"] for name, data in events if name == "stop"]
+    cancels = [data["why"] for name, data in events if name == "cancel"]
+    pauses = [name == "paused" for name, _ in events if name in ("paused", "resumed")]
+    checkpoints = (frames.CHECKPOINT, frames.CHECKPOINT_SCORED)
+    return PreviousState(
+        frames=frames_read,
+        next_seq=last_seq + SEQ_GAP,
+        attempt=attempt,
+        is_open=is_open,
+        iterations_before=iterations_before,
+        size=size,
+        failures=tuple(_failure(data) for name, data in events if name == "failure"),
+        manifests=tuple(manifests),
+        last_number=max([last_number, *(manifest.number for manifest in manifests)]),
+        known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
+        why_stopped=stops[-1] if stops else None,
+        why_cancelled=cancels[-1] if cancels else None,
+        is_paused=bool(pauses) and pauses[-1],
+        kind=kind,
+    )
+
+
+def _failure(data: dict[str, object]) -> Failure:
+    ranks, nodes = data.get("ranks", []), data.get("nodes", [])
+    assert isinstance(ranks, list) and isinstance(nodes, list)
+    return Failure(tuple(ranks), str(data.get("error", "")), tuple(nodes), str(data.get("raised", "")))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The settings of a `raysgd.controller.machine.machine.RunMachine`.
+
+    Attributes:
+        start: Where the first attempt starts.
+        reduce: How a checkpoint's metrics are computed from those of all ranks.
+        past: What an earlier controller process left; None: the run begins.
+    """
+
+    failure: FailureConfig
+    checkpoint: CheckpointConfig
+    start: Start = field(default_factory=Start)
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    past: PreviousState | None = None

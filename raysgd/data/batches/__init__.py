@@ -1,0 +1,1 @@
+"""Batches for the training loop: iteration, and the tensors of each framework."""

@@ -1,0 +1,227 @@
+"""What loops iterate over: the batches, or the single rows, of a shard. Worker side, in the training thread.
+
+A batch is read, then counted as consumed, then handed to the loop body. Ranks do not communicate here: they are at the same
+position because they take equally many batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from raysgd.data.order.cursor import Cursor, EpochIteration
+from raysgd.data.order.epoch_order import Indices, Shuffle, as_array
+from raysgd.data.order.rank_assignment import RankAssignment
+from raysgd.data.reading.prefetch import Prefetchers
+from raysgd.data.reading.readers import EpochSteps
+from raysgd.errors import ConfigError
+
+T = TypeVar("T")
+#: As `raysgd.data.reading.readers.TableReader.open_epoch`.
+OpenEpoch = Callable[[RankAssignment, Any, int], EpochSteps]
+#: As `raysgd.data.reading.readers.TableReader.open_peek`.
+OpenPeek = Callable[[RankAssignment, Any], EpochSteps]
+#: Called before a batch is read; the batch is read within the context manager that it returns.
+ReadContext = Callable[[], AbstractContextManager[Any]]
+
+
+class Transfer(Protocol):
+    """Moves batches to the device where the loop uses them."""
+
+    def prepare(self) -> None:
+        """Called in the loop's thread before the first batch."""
+
+    def begin(self, batch: Any) -> Any:
+        """Start to move a batch. Called in the thread that makes batches."""
+
+    def finish(self, begun: Any) -> Any:
+        """Return the moved batch, given the result of `begin`. Called in the loop's thread."""
+
+
+@dataclass(frozen=True, repr=False)
+class Batches(Generic[T]):
+    """The batches of a shard. Each ``iter()`` reads the next epoch, or the rest of one that a checkpoint resumed.
+
+    An epoch ends when its iterator is exhausted or closed, as by ``break``. ``len()`` is the number of steps in a whole
+    epoch, equal on every rank; an epoch that was resumed has fewer left.
+
+    All ranks get equally many batches, so that collectives match. In the last step of an epoch there may be too few rows for
+    all ranks: a rank then gets a smaller batch, perhaps one of 0 rows with the usual shapes and types. The mean loss of 0
+    rows is not a number: weight it by 0.
+    """
+
+    _cursor: Cursor
+    _assignment: RankAssignment
+    _shuffle: Shuffle
+    _lanes: int
+    _read: Callable[[Indices], T]
+    _open_epoch: OpenEpoch
+    _open_peek: OpenPeek
+    _read_context: ReadContext
+    _prefetchers: Prefetchers
+    _num_prefetched: int = 0
+    _transfer: Transfer | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        with (
+            _iterate_epoch(self._cursor, self._shuffle, self._lanes) as iteration,
+            closing(self._open_epoch(self._assignment, iteration.order, iteration.start)) as epoch_steps,
+        ):
+            if self._transfer is not None:
+                self._transfer.prepare()
+            made, place = self._make(epoch_steps, iteration.start), iteration.start
+            source = self._prefetchers.start(made, self._num_prefetched) if self._num_prefetched else made
+            with _stopped_at_exit(source, epoch_steps) as batches:
+                while self._assignment.may_have_step(place):
+                    with _abandoned_on_error(iteration), self._read_context():
+                        step = next(batches, None)
+                        if step is not None:
+                            batch, place = step
+                            if self._transfer is not None:
+                                batch = self._transfer.finish(batch)
+                            iteration.consume(place)
+                            iteration.is_finished = not self._assignment.may_have_step(place)
+                    if step is None:
+                        return
+                    step = None  # keep no reference to a batch that the loop has finished with
+                    yield batch
+                    del batch
+                    iteration.check_current()
+
+    def _make(self, epoch_steps: EpochSteps, place: int) -> Generator[tuple[Any, int], None, None]:
+        """Yield batches with the end of their step. The lock is taken because loops share the reader."""
+        for rows, stop in chain.from_iterable(epoch_steps.steps()):
+            with self._prefetchers.lock:
+                epoch_steps.advance_to(place)
+                batch: Any = self._read(rows)
+            if self._transfer is not None:
+                batch = self._transfer.begin(batch)
+            place = stop
+            yield batch, stop
+            del batch
+
+    def __len__(self) -> int:
+        if not self._assignment.is_sized:
+            raise no_length(self._cursor.name)
+        return self._assignment.num_steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or else the epoch that the next ``iter()`` begins; from 0."""
+        return self._cursor.epoch
+
+    def first_batch(self) -> T:
+        """Return this rank's first batch of the current epoch. Consumes nothing.
+
+        Raises:
+            ConfigError: The dataset has no rows.
+        """
+        order = self._cursor.order(self._shuffle, self._lanes)
+        assignment = replace(self._assignment, drop_last=False)
+        with self._prefetchers.lock, closing(self._open_peek(assignment, order)) as epoch_steps:
+            rows = epoch_steps.first_rows()
+            if rows is not None:
+                batch = self._read(rows)
+                if self._transfer is not None:
+                    self._transfer.prepare()
+                    batch = self._transfer.finish(self._transfer.begin(batch))
+                return batch
+        raise ConfigError(
+            f"dataset {self._cursor.name!r} has no rows, so it has no first batch; give at least one row."
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Rows:
+    """The single rows of a shard. As `Batches`, except that a rank without a row in the last step gets none."""
+
+    _cursor: Cursor
+    _assignment: RankAssignment
+    _shuffle: Shuffle
+    _lanes: int
+    _read: Callable[[Indices], Iterator[Any]]
+    _open_epoch: OpenEpoch
+    _read_context: ReadContext
+    _prefetchers: Prefetchers
+
+    def __iter__(self) -> Iterator[Any]:
+        with (
+            _iterate_epoch(self._cursor, self._shuffle, self._lanes) as iteration,
+            closing(self._open_epoch(self._assignment, iteration.order, iteration.start)) as epoch_steps,
+        ):
+            made, place = self._make(epoch_steps, iteration.start), iteration.start
+            while self._assignment.may_have_step(place):
+                with _abandoned_on_error(iteration), self._read_context():
+                    step = next(made, None)
+                    if step is not None:
+                        place = step[1]
+                        iteration.consume(place)
+                if step is None:
+                    return
+                yield from step[0]
+                iteration.check_current()
+
+    def _make(self, epoch_steps: EpochSteps, place: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+        """Yield a tuple of one row or none for each step, with the end of the step. Reads some thousand rows at a time."""
+        for steps in epoch_steps.steps():
+            values: Iterator[Any] = iter(())
+            for number, (rows, stop) in enumerate(steps):
+                if not number:
+                    with self._prefetchers.lock:
+                        epoch_steps.advance_to(place)
+                        values = self._read(np.concatenate([as_array(part) for part, _ in steps]))
+                    place = steps[-1][1]
+                yield ((next(values),) if len(rows) else ()), stop
+
+    def __len__(self) -> int:
+        if not self._assignment.is_sized:
+            raise no_length(self._cursor.name)
+        return len(range(self._assignment.rank, self._assignment.num_rows, self._assignment.world_size))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or else the epoch that the next ``iter()`` begins; from 0."""
+        return self._cursor.epoch
+
+
+@contextmanager
+def _stopped_at_exit(batches: Any, epoch_steps: EpochSteps) -> Iterator[Any]:
+    """Stop making batches at exit, also where a thread waits for data of the epoch."""
+    try:
+        yield batches
+    finally:
+        epoch_steps.stop()
+        batches.close()
+
+
+def no_length(name: str) -> TypeError:
+    """Return the error for ``len()`` of a lazy dataset."""
+    return TypeError(
+        f"dataset {name!r} is a lazy dataset, executed while it is read: its number of rows is unknown. Count in the loop, or "
+        "give ds.materialize()."
+    )
+
+
+@contextmanager
+def _iterate_epoch(cursor: Cursor, shuffle: Shuffle, lanes: int) -> Iterator[EpochIteration]:
+    """Begin an iteration, and end its epoch when the generator that uses it is exhausted or closed."""
+    iteration = cursor.begin(shuffle, lanes)
+    try:
+        yield iteration
+    finally:
+        iteration.end()
+
+
+@contextmanager
+def _abandoned_on_error(iteration: EpochIteration) -> Iterator[None]:
+    """Abandon the iteration if reading fails: the position stays where it is, since nothing was handed out."""
+    try:
+        yield
+    except BaseException:
+        iteration.abandon()
+        raise

@@ -1,0 +1,149 @@
+"""One column of one block as NumPy arrays, without a copy where Arrow and NumPy store numbers alike. Worker side.
+
+Numbers, times and rectangular arrays of them are converted once for the whole block; of these only booleans are copied,
+which Arrow packs into bits. Strings, lists and other values are converted batch by batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raysgd.data.order.epoch_order import Indices
+from raysgd.errors import ConfigError
+
+
+class Column(Protocol):
+    """A column of a block, whose rows are read by their index in the block."""
+
+    def take(self, rows: Indices, *, dense: bool) -> NDArray[Any]:
+        """Return these rows. With ``dense``, lists and objects become one array of numbers.
+
+        Raises:
+            ConfigError: The values are not numbers, or have different shapes.
+        """
+
+
+def open_column(block: Any, name: str, where: str) -> Column:
+    """Open the column ``name`` of a block, a Table or a dict of arrays. ``where`` describes the column in messages."""
+    if isinstance(block, dict):
+        return ArrayColumn(block[name], where)
+    chunks = block.column(name)
+    array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+    values = _fixed_width(array, where)
+    return ArrowColumn(array, where) if values is None else ArrayColumn(values, where)
+
+
+class ArrayColumn:
+    """A column that is an array. Ranges of rows are read-only views of it."""
+
+    def __init__(self, values: NDArray[Any], where: str) -> None:
+        self._values = values.view()
+        self._values.flags.writeable = False
+        self._where = where
+
+    def take(self, rows: Indices, *, dense: bool) -> NDArray[Any]:
+        if isinstance(rows, range):
+            taken: NDArray[Any] = self._values[rows.start : rows.stop]
+        else:
+            taken = self._values.take(rows, axis=0)
+        return _stacked(taken, self._where) if dense and taken.dtype == object else taken
+
+
+class ArrowColumn:
+    """A column of strings, lists or other values, which are converted when they are read."""
+
+    def __init__(self, array: Any, where: str) -> None:
+        self._array = array
+        self._where = where
+
+    def take(self, rows: Indices, *, dense: bool) -> NDArray[Any]:
+        taken = self._array.take(pa.array(np.asarray(rows, np.int64)))
+        if pa.types.is_dictionary(taken.type):
+            taken = taken.dictionary_decode()
+            values = _fixed_width(taken, self._where)
+            if values is not None:
+                return values
+        if _is_list(taken.type):
+            objects = _rows_of_lists(taken, self._where)
+        else:
+            objects = taken.to_numpy(zero_copy_only=False)
+        return _stacked(objects, self._where) if dense and objects.dtype == object else objects
+
+
+def _fixed_width(array: Any, where: str) -> NDArray[Any] | None:
+    """Return the values as one array of numbers or times, or None if they are something else.
+
+    Raises:
+        ConfigError: There are nulls among the numbers.
+    """
+    kind = array.type
+    if hasattr(array, "to_numpy_ndarray"):  # fixed-shape tensors, Arrow's own and Ray's
+        _refuse_nulls(array, where)
+        tensor: NDArray[Any] = array.to_numpy_ndarray()
+        return tensor
+    if pa.types.is_fixed_size_list(kind):
+        inner = None if array.null_count else _fixed_width(array.flatten(), where)
+        if inner is None:
+            return None
+        return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        _refuse_nulls(array, where)
+    elif not (pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind)):
+        return None
+    numbers: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _refuse_nulls(array: Any, where: str) -> None:
+    if array.null_count:
+        raise ConfigError(
+            f"{where} has {array.null_count} nulls among {len(array)} values of {array.type}, which NumPy and torch cannot "
+            "represent. Fill or drop them before the run, or read with iter_batches(format='pandas') or 'pyarrow'."
+        )
+
+
+def _is_list(kind: Any) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _rows_of_lists(array: Any, where: str) -> NDArray[Any]:
+    """Return an object array with an array for each row's list."""
+    _refuse_nulls(array, where)
+    inner = _fixed_width(array.flatten(), where)
+    rows = np.empty(len(array), object)
+    if inner is None:
+        for index, value in enumerate(array.to_pylist()):
+            rows[index] = value
+        return rows
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+    for index, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows[index] = inner[first:last]
+    return rows
+
+
+def _stacked(objects: NDArray[Any], where: str) -> NDArray[Any]:
+    """Return objects, one for each row, as one array of numbers."""
+    arrays = [_as_array(value, where) for value in objects]
+    shapes = sorted({array.shape for array in arrays})
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{where} is ragged: one batch has rows of shape {shapes[0]} and of shape {shapes[-1]}. Pad the rows in "
+            "collate_fn, or leave the column out: columns=[...]."
+        )
+    return np.stack(arrays) if arrays else np.empty(0)
+
+
+def _as_array(value: Any, where: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+        # Arrays of NumPy's string types drop zeros at the end of a value.
+        return np.array(value, object) if array.dtype.kind in "SU" else array
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is ragged: lists within a row have different lengths. Pad the rows in collate_fn, or leave the column "
+            "out: columns=[...]."
+        ) from error

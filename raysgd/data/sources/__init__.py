@@ -1,0 +1,1 @@
+"""Datasets that ``run(dataset=...)`` accepts, and how the driver describes them for the workers."""

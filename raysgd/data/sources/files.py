@@ -1,0 +1,287 @@
+"""Finds the files of a dataset and counts the rows in each part of them. Driver side.
+
+Formats with metadata, such as Parquet, are not read any further; rows of CSV and JSON lines are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from raysgd._util.text import with_article
+from raysgd.data.plan import WINDOW_ROWS, FilePart, Files, Source
+from raysgd.data.reading.files import FileReadOptions
+from raysgd.errors import ConfigError
+
+#: Consecutive row groups of a file are read together, up to about this size.
+PART_BYTES = 32 * 2**20
+#: A window has fewer than `WINDOW_ROWS` rows where it would take more memory than this.
+WINDOW_BYTES = 64 * 2**20
+_MIN_WINDOW_ROWS = 256
+#: Files whose metadata is read at a time: remote storage has long latencies.
+_NUM_READERS = 32
+
+_FORMATS = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "ipc",
+    ".ipc": "ipc",
+    ".feather": "ipc",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+}
+_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+
+
+class _SizedPart(NamedTuple):
+    part: FilePart
+    num_rows: int
+    num_bytes: int
+
+
+def source_of_paths(name: str, given: Any) -> Source:
+    """Return the source of the files at a path or URI, or at a list of them.
+
+    A folder stands for all files below it, except names that begin with ``.`` or ``_``. Below a single folder, path parts
+    of the form ``key=value`` are columns (Hive partitioning).
+
+    Raises:
+        ConfigError: No file was found, or the files cannot be read as one dataset.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    paths = [os.fspath(path) for path in (given if isinstance(given, list) else [given])]
+    filesystem, files, folder = _find(name, paths)
+    formats = {path: _format_of(name, path) for path in files}
+    if len(set(formats.values())) > 1:
+        first = files[0]
+        other = next(path for path in files if formats[path] != formats[first])
+        raise ConfigError(
+            f"dataset {name!r} has files of several formats, {first} and {other}; give files of one format."
+        )
+    options = ds.FileSystemFactoryOptions(
+        partition_base_dir=folder, partitioning=ds.HivePartitioning.discover() if folder else None
+    )
+    kinds = {
+        "parquet": ds.ParquetFileFormat,
+        "ipc": ds.IpcFileFormat,
+        "csv": ds.CsvFileFormat,
+        "json": ds.JsonFileFormat,
+    }
+    try:
+        dataset = ds.FileSystemDatasetFactory(filesystem, files, kinds[formats[files[0]]](), options).finish()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(name, files[0], error) from error
+    return source_of_dataset(name, dataset)
+
+
+def source_of_dataset(name: str, dataset: Any) -> Source:
+    """Return the source of the files of a `pyarrow.dataset.Dataset`.
+
+    Raises:
+        ConfigError: A file cannot be read, or its columns differ from those of the first file.
+    """
+    schema = dataset.schema
+    condition = dataset._scan_options.get("filter")  # where dataset.filter(...) stores it; pyarrow has no public access
+    unfiltered = dataset.replace_schema(schema)  # a copy
+    unfiltered._scan_options = {}  # a filtered dataset does not list its fragments
+    fragments = list(unfiltered.get_fragments())
+    for fragment in fragments:
+        if not hasattr(fragment, "path"):
+            raise ConfigError(f"dataset {name!r} is a union of files and of tables in memory; give one or the other.")
+
+    def inspect(number: int) -> tuple[int | None, list[_SizedPart]]:
+        return _inspect_file(name, number, fragments[number], schema, condition)
+
+    with ThreadPoolExecutor(min(_NUM_READERS, max(1, len(fragments)))) as pool:
+        inspected = list(pool.map(inspect, range(len(fragments))))
+    sizes = tuple(size for size, _ in inspected)
+    parts = [part for _, of_file in inspected for part in of_file if part.num_rows]
+    formats: list[tuple[Any, Any]] = []
+    format_of = [_index(formats, (fragment.format, fragment.filesystem)) for fragment in fragments]
+    partitions = [fragment.partition_expression for fragment in fragments]
+    read_options = FileReadOptions(
+        schema=schema,
+        formats=tuple(formats),
+        format_of=tuple(format_of) if len(formats) > 1 else (),
+        partitions=tuple(partitions) if any(str(each) != "true" for each in partitions) else (),
+        filter=condition,
+    )
+    return Source(
+        "files",
+        tuple(part.part for part in parts),
+        tuple(part.num_rows for part in parts),
+        Files(tuple(fragment.path for fragment in fragments), sizes, pickle.dumps(read_options)),
+        window_rows=_window_rows(parts),
+    )
+
+
+def _window_rows(parts: Sequence[_SizedPart]) -> int:
+    """Return the rows of a window: fewer if rows are large, since a worker holds all blocks of a window in memory."""
+    per_row = max(1, sum(part.num_bytes for part in parts)) / max(1, sum(part.num_rows for part in parts))
+    return max(_MIN_WINDOW_ROWS, min(WINDOW_ROWS, int(WINDOW_BYTES / per_row)))
+
+
+def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
+    """Return the filesystem, the files on it, and the folder if a single one was given."""
+    from pyarrow import fs
+
+    filesystem: Any = None
+    files: list[str] = []
+    folder: str | None = None
+    for given in paths:
+        if not given:
+            raise ConfigError(f"dataset {name!r} has an empty path; give a path or URI.")
+        try:
+            found, path = fs.FileSystem.from_uri(given) if "://" in given else (fs.LocalFileSystem(), _local(given))
+            inside = _files_at(name, given, found, path)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise _unreadable(name, given, error) from error
+        if filesystem is not None and found != filesystem:
+            raise ConfigError(
+                f"dataset {name!r} has paths on several storages, {paths[0]} and {given}; give paths on one storage."
+            )
+        filesystem = found
+        files += inside
+        folder = path if len(paths) == 1 and inside != [path] else None
+    return filesystem, files, folder
+
+
+def _files_at(name: str, given: str, filesystem: Any, path: str) -> list[str]:
+    from pyarrow import fs
+
+    info = filesystem.get_file_info(path)
+    if info.type == fs.FileType.NotFound:
+        raise ConfigError(f"dataset {name!r}: there is no file or folder {given}; check the path.")
+    if info.type == fs.FileType.File:
+        return [path]
+    if info.type != fs.FileType.Directory:
+        raise ConfigError(f"dataset {name!r}: {given} is neither a file nor a folder; give one of them.")
+    below = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    inside = sorted(each.path for each in below if each.is_file and not _is_hidden(each.path, path))
+    if not inside:
+        raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it; check the path.")
+    return inside
+
+
+def _local(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _is_hidden(path: str, folder: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path[len(folder) :].strip("/").split("/"))
+
+
+def _format_of(name: str, path: str) -> str:
+    stem, ending = os.path.splitext(path.lower())
+    if ending in _COMPRESSIONS:
+        ending = os.path.splitext(stem)[1]
+    if ending not in _FORMATS:
+        raise ConfigError(
+            f"dataset {name!r}: the name of {path} does not say its format; known endings are {', '.join(_FORMATS)}. Give "
+            "other files as pyarrow.dataset.dataset(path, format=...)."
+        )
+    return _FORMATS[ending]
+
+
+def _inspect_file(
+    name: str, number: int, fragment: Any, schema: Any, condition: Any
+) -> tuple[int | None, list[_SizedPart]]:
+    """Return the size of a file in bytes, or None if its storage does not say, and its parts."""
+    import pyarrow as pa
+
+    try:
+        # The size is read first, so that workers notice a change that happens while this function reads.
+        size: int | None = fragment.filesystem.get_file_info(fragment.path).size
+        _check_columns(name, fragment, schema)
+        if not hasattr(fragment, "row_groups"):
+            return size, [_SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
+        return size, list(_row_groups(number, fragment, schema, condition))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(name, fragment.path, error) from error
+
+
+def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iterator[_SizedPart]:
+    row_bytes = sum(_value_bytes(field.type) for field in schema)
+    group: list[int] = []
+    rows = size = 0
+    for each in fragment.row_groups:
+        decoded = max(each.total_byte_size, each.num_rows * row_bytes)  # encoded rows may take a hundredth of that
+        if group and size + decoded > PART_BYTES:
+            yield _SizedPart(FilePart(number, tuple(group)), rows, size)
+            group, rows, size = [], 0, 0
+        group.append(each.id)
+        size += decoded
+        rows += (
+            each.num_rows
+            if condition is None
+            else _count_rows(fragment.subset(row_group_ids=[each.id]), schema, condition)
+        )
+    if group:
+        yield _SizedPart(FilePart(number, tuple(group)), rows, size)
+
+
+def _count_rows(fragment: Any, schema: Any, condition: Any) -> int:
+    """Count the rows that pass the filter. The filter may use partition columns, which only the dataset's schema has."""
+    if condition is None:
+        return int(fragment.count_rows())
+    return int(fragment.scanner(schema=schema, filter=condition).count_rows())
+
+
+def _value_bytes(kind: Any) -> float:
+    """Return the approximate size of a value of this Arrow type."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind):
+        return float(kind.list_size * _value_bytes(kind.value_type))
+    try:
+        return float(kind.bit_width) / 8
+    except ValueError:
+        return 16.0
+
+
+def _check_columns(name: str, fragment: Any, schema: Any) -> None:
+    """Check that a file has the columns of the first file, of types that can be converted to theirs."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    physical = fragment.physical_schema
+    in_path = ds.get_partition_keys(fragment.partition_expression)
+    for field in schema:
+        if field.name in in_path:
+            continue
+        if field.name not in physical.names:
+            raise ConfigError(
+                f"dataset {name!r}: {fragment.path} has no column {field.name!r}, which other files have; give files with "
+                "equal columns."
+            )
+        kinds = [physical.field(field.name).type, field.type]
+        has_no_own_type = any(pa.types.is_null(kind) or pa.types.is_dictionary(kind) for kind in kinds)
+        if not has_no_own_type and pa.types.is_primitive(kinds[0]) != pa.types.is_primitive(kinds[1]):
+            raise ConfigError(
+                f"dataset {name!r}: column {field.name!r} has type {kinds[0]} in {fragment.path} and {kinds[1]} in other "
+                "files; write it with one type."
+            )
+
+
+def _unreadable(name: str, path: str, error: BaseException) -> ConfigError:
+    kind = with_article(type(error).__name__)
+    line = str(error).split("\n", 1)[0]
+    return ConfigError(f"dataset {name!r}: {path} cannot be read because of {kind}: {line}")
+
+
+def _index(known: list[Any], wanted: Any) -> int:
+    """Return the index of a value in the list, after appending it if it is missing."""
+    for index, each in enumerate(known):
+        if each == wanted:
+            return index
+    known.append(wanted)
+    return len(known) - 1

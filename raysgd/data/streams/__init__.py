@@ -1,0 +1,1 @@
+"""Lazy datasets: executed by Ray Data while the workers read them."""

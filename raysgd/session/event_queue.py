@@ -1,0 +1,174 @@
+"""The queue between the training thread and the worker's stream: single events go in, batches of events come out.
+
+The training thread (and the checkpoint writer's thread) puts, the stream's thread drains. Putting a report is one append to
+a C queue. Draining flushes at once after an idle gap. Under load at most one batch leaves per ``flush_interval_s``, because
+a message costs the controller the same CPU whatever its size.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from raysgd._util.json import encode
+from raysgd.errors import MetricError
+from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
+from raysgd.session.metrics import read_deferred
+
+Row = tuple[float, float, dict[str, Any]]
+
+#: Reports that may wait for the stream before ``report`` waits too. Without a bound, a loop that does nothing but report
+#: would fill the memory of its node.
+MAX_PENDING = 200_000
+#: Seconds for the stream's thread to read the reported values, which may wait for a device.
+_SETTLE_TIMEOUT_S = 60.0
+_WAKE = object()
+
+
+class _Unencoded(NamedTuple):
+    """An event whose metrics are still to be read and encoded."""
+
+    event: Saved | Scored
+    metrics: dict[str, Any]
+
+    def encoded(self) -> Saved | Scored:
+        return replace(self.event, metrics=encode(read_deferred(self.metrics)))
+
+
+class EventQueue:
+    """Events on their way out of the worker, in the order in which they were put.
+
+    Attributes:
+        flush_interval_s: Least time between two batches.
+        unreadable: The error of a metric that was accepted and could not be read later, such as one on a device that failed.
+            No report is sent from that one on; the session raises the error in the training thread.
+    """
+
+    def __init__(self, flush_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.flush_interval_s = flush_interval_s
+        self._clock = clock
+        self._urgent = threading.Event()
+        self._last_flush = float("-inf")
+        self._num_reports = 0
+        self.unreadable: MetricError | None = None
+
+    def put_report(self, row: Row) -> None:
+        """Put one report; called by ``report``."""
+        self._queue.put(row)
+        if self._queue.qsize() > MAX_PENDING:
+            time.sleep(0.001)
+
+    def put(self, event: WorkerEvent, *, urgent: bool = False) -> None:
+        """Put an event; an urgent one does not wait for the flush interval."""
+        self._queue.put(event)
+        if urgent:
+            self._urgent.set()
+
+    def put_with_metrics(self, event: Saved | Scored, metrics: dict[str, Any] | None) -> None:
+        """Put an event whose metrics the stream's thread encodes, since reading them may wait for a device."""
+        self._queue.put(event if metrics is None else _Unencoded(event, metrics))
+
+    def wake(self) -> None:
+        """Make a waiting `drain` return what there is."""
+        self._queue.put(_WAKE)
+        self._urgent.set()
+
+    def settle(self) -> None:
+        """Wait until every metric that was put so far has been read.
+
+        Raises:
+            MetricError: A metric could not be read.
+        """
+        settled = threading.Event()
+        self._queue.put(settled)
+        self._urgent.set()
+        settled.wait(_SETTLE_TIMEOUT_S)
+        if self.unreadable is not None:
+            raise self.unreadable
+
+    def drain(self, timeout_s: float) -> list[WorkerEvent]:
+        """Return the next batch; empty after ``timeout_s`` without an event. Called by the stream's thread only."""
+        try:
+            items = [self._queue.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+        wait_s = self._last_flush + self.flush_interval_s - self._clock()
+        if wait_s > 0:
+            self._urgent.wait(wait_s)
+        self._urgent.clear()
+        for _ in range(self._queue.qsize()):  # what is there now: more keeps arriving
+            items.append(self._queue.get())
+        self._last_flush = self._clock()
+        return self._batched(items)
+
+    def _batched(self, items: list[Any]) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
+        rows: list[Row] = []
+        for item in items:
+            if type(item) is tuple:
+                rows.append(item)
+            elif item is not _WAKE:
+                self._close_rows(rows, events)
+                if type(item) is threading.Event:
+                    item.set()
+                else:
+                    events.append(self._encoded(item) if type(item) is _Unencoded else item)
+        self._close_rows(rows, events)
+        return events
+
+    def _encoded(self, item: _Unencoded) -> WorkerEvent:
+        try:
+            return item.encoded()
+        except Exception as error:
+            self.unreadable = self.unreadable or _name_unreadable(item.metrics, error)
+            return item.event
+
+    def _close_rows(self, rows: list[Row], events: list[WorkerEvent]) -> None:
+        if rows and self.unreadable is None:
+            try:
+                data = encode_rows(rows)
+            except Exception:
+                data = self._encode_readable(rows)
+            if rows:
+                events.append(Reports(self._num_reports, len(rows), data))
+                self._num_reports += len(rows)
+        rows.clear()
+
+    def _encode_readable(self, rows: list[Row]) -> bytes:
+        """Encode the rows before the first unreadable one, and drop the others from ``rows``."""
+        for number, row in enumerate(rows):
+            try:
+                encode_rows([row])
+            except Exception as error:
+                self.unreadable = _name_unreadable(row[2], error)
+                del rows[number:]
+                break
+        return encode_rows(rows)
+
+
+def _name_unreadable(metrics: dict[str, Any], error: Exception) -> MetricError:
+    for key, value in metrics.items():
+        try:
+            encode(read_deferred(value))
+        except Exception as cause:
+            error, name = cause, key
+            break
+    else:
+        name = ", ".join(metrics)
+    unreadable = MetricError(f"report({name}=...) could not be read: {type(error).__name__}: {error}", key=name)
+    unreadable.__cause__ = error
+    return unreadable
+
+
+def encode_rows(rows: list[Row]) -> bytes:
+    """Encode rows as JSON; NaN and infinities as Python's json module writes them."""
+    try:
+        return encode(rows)
+    except TypeError:  # a Deferred among them: looking for one first would cost more than json's error
+        plain = [(timestamp, total, read_deferred(metrics)) for timestamp, total, metrics in rows]
+        return encode(plain)

@@ -1,0 +1,257 @@
+"""Checks of the arguments of a run, before anything is started. Driver side."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+
+from raysgd._util.text import with_article
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.codecs.frameworks import extract_states
+from raysgd.checkpoint.codecs.tree import is_state
+from raysgd.controller.run_plan import Start
+from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from raysgd.config import ScalingConfig
+    from raysgd.data.streams.stream import Stream
+
+
+_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_train_func(function: Any) -> Callable[..., Any]:
+    """Check that train_func can be called with one argument, the config, or with none.
+
+    Raises:
+        ConfigError: It cannot, or it is a coroutine or a generator function.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"train_func={function!r} is not a function; give a function train_func(config).")
+    _check_plain(function, f"train_func {name}", "give a plain function and call raysgd.report in its loop")
+    signature = _signature(function)
+    if signature is None:
+        return function  # type: ignore[no-any-return]
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        wants = ", ".join(p.name for p in needed)
+        raise ConfigError(
+            f"train_func {name}{signature} needs {wants}, but it gets one argument, the config; "
+            "put the others into the config, or bind them with functools.partial."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def check_tuned_func(function: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Check a train_func for trials of Ray Tune; return it and the names of its arguments other than the config.
+
+    Raises:
+        ConfigError: As `check_train_func`.
+    """
+    signature = _signature(function) if callable(function) and not isinstance(function, type) else None
+    if signature is None:
+        return check_train_func(function), ()
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
+    further = [p.name for p in needed if p.kind is p.KEYWORD_ONLY] + [
+        p.name for p in [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    ]
+    check_train_func(functools.partial(function, **dict.fromkeys(further)) if further else function)
+    return function, tuple(further)
+
+
+def check_call(method: str, function: Any, has_instance: bool) -> None:
+    """Check a function for `Trainer.execute`: it gets the worker's instance, or nothing if there are no instances.
+
+    Raises:
+        ConfigError: It cannot be called so, or it is a coroutine or a generator function.
+    """
+    if not callable(function):
+        raise ConfigError(f"{method}() got {function!r}, which is not callable; give a function.")
+    name = getattr(function, "__qualname__", repr(function))
+    _check_plain(function, f"{method}() got {name}, which", "give a plain function")
+    signature = _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*([None] if has_instance else []))
+    except TypeError as error:
+        gets = (
+            "one argument, the worker's instance" if has_instance else "no argument, since start() was given no class"
+        )
+        raise ConfigError(
+            f"{method}() calls {name}{signature} with {gets}: {error}; bind other arguments with functools.partial."
+        ) from None
+
+
+def _check_plain(function: Any, subject: str, instead_of_generator: str) -> None:
+    if _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+        raise ConfigError(f"{subject} is async; give a plain function (it may use asyncio.run inside).")
+    if _is_any(function, inspect.isgeneratorfunction):
+        raise ConfigError(f"{subject} is a generator; {instead_of_generator}.")
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return None
+
+
+def _is_any(function: Any, *kinds: Callable[[Any], bool]) -> bool:
+    """Return whether ``function`` is of one of the kinds: a function, a bound one, or an object with ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return any(kind(plain) for kind in kinds for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """Return the config as a new dict; None is an empty config.
+
+    Raises:
+        ConfigError: It is not a dict with string keys.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config={config!r} is {with_article(type(config).__name__)}; give a dict.")
+    for key in config:
+        if not isinstance(key, str):
+            raise ConfigError(f"config has the key {key!r}, {with_article(type(key).__name__)}; give strings as keys.")
+    return dict(config)
+
+
+def check_returns(returns: Any) -> str:
+    """Check ``run(returns=...)``."""
+    if returns not in ("first", "all"):
+        raise ConfigError(f"returns={returns!r} is not known; give 'first' (rank 0's value) or 'all' (a list by rank).")
+    return str(returns)
+
+
+def resolve_start(resume_from: Any) -> tuple[Start, Any]:
+    """Resolve ``run(resume_from=...)`` to a checkpoint on storage to start from, and a state to start with.
+
+    In a state, models, optimizers and the like are replaced
+    by their ``state_dict()``, so that train_func loads what `raysgd.save_checkpoint` would have saved.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointCorruptError: The manifest of the checkpoint is not valid.
+        CheckpointError: The checkpoint lives in memory only.
+        ConfigError: The value is none of these.
+    """
+    if resume_from is None:
+        return Start(), None
+    if isinstance(resume_from, (str, os.PathLike)):
+        resume_from = Checkpoint.from_path(resume_from)
+    if not isinstance(resume_from, Checkpoint):
+        if not isinstance(resume_from, Mapping) and not is_state(resume_from):
+            raise ConfigError(
+                f"run(resume_from=...) got {with_article(type(resume_from).__name__)}; "
+                "give a Checkpoint, a path, or a state as save_checkpoint takes it."
+            )
+        return Start(), extract_states(resume_from)
+    if resume_from.path is None:
+        raise CheckpointError(
+            "run(resume_from=...) got a Checkpoint that lives in memory only and has no path; "
+            "give a checkpoint on storage, or a state."
+        )
+    checkpoint = Checkpoint.from_path(resume_from.path)
+    return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
+
+
+def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
+    """Resolve ``run(dataset=...)``; put its rows into the object store, where they stay as long as the plan.
+
+    Raises:
+        ConfigError: It cannot be a dataset, or it is lazy and the workers would leave no CPU to execute it.
+        SerializationError: A map-style dataset does not pickle.
+    """
+    if dataset is None:
+        return NO_DATASETS
+    if isinstance(dataset, DatasetPlan):
+        return dataset
+    from raysgd.data.sources.resolve import resolve_datasets  # imports NumPy, which a run without data does not need
+
+    def start(lazy: Any) -> Stream:
+        from raysgd.workers.dataset_stream import start_host
+
+        check_cpu_for_dataset(scaling)
+        return start_host(lazy)
+
+    here = ray.get_runtime_context()
+    return resolve_datasets(dataset, ray.put, start, session=(here.get_node_id(), here.get_job_id()))
+
+
+def plan_data(dataset: Any) -> DatasetPlan:
+    """Resolve a dataset for several runs; each of them executes the lazy datasets by `start_streams`."""
+    if dataset is None:
+        return NO_DATASETS
+    from raysgd.data.sources.resolve import resolve_datasets
+
+    here = ray.get_runtime_context()
+    return resolve_datasets(dataset, ray.put, cast("Any", _Lazy), session=(here.get_node_id(), here.get_job_id()))
+
+
+def start_streams(plan: DatasetPlan, scaling: ScalingConfig) -> DatasetPlan:
+    """Start the execution of a plan's lazy datasets for one run; return the plan of that run.
+
+    Raises:
+        ConfigError: The workers would leave no CPU to execute them.
+    """
+    lazy = {name: source for name, source in plan.sources.items() if source.kind == "stream"}
+    if not lazy:
+        return plan
+    from raysgd.workers.dataset_stream import start_host
+
+    check_cpu_for_dataset(scaling)
+    hosts = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}
+    started = {key: start_host(given.dataset) for key, given in hosts.items()}
+    sources = {name: replace(source, blocks=(started[id(source.blocks[0])],)) for name, source in lazy.items()}
+    return replace(plan, sources={**plan.sources, **sources})
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A lazy dataset that is not executed yet."""
+
+    dataset: Any
+
+
+def check_cpu_for_dataset(scaling: ScalingConfig) -> None:
+    """Check that the largest group of workers leaves a CPU to execute a lazy dataset, which would wait for one forever.
+
+    Raises:
+        ConfigError: It leaves none.
+    """
+    bundle = scaling.bundle()
+    each = bundle.get("CPU", 0.0)
+    free = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    fit = [_num_fitting(node["Resources"], bundle) for node in ray.nodes() if node["Alive"]]
+    workers = min(scaling.max_workers, sum(fit))
+    if not each or workers < scaling.min_workers:
+        return  # the workers take no CPU, or wait for nodes that are yet to come
+    # The best case puts as many workers as possible on the fullest nodes. If no node has a CPU left then, none ever has.
+    left, unplaced = [], workers
+    for cpus, count in sorted(zip(free, fit, strict=True), key=lambda node: node[0] - node[1] * each):
+        here = min(count, unplaced)
+        unplaced -= here
+        left.append(cpus - here * each)
+    if max(left, default=0.0) < 1:
+        raise ConfigError(
+            f"the dataset is a lazy ray.data.Dataset, which Ray executes while the workers train, but they leave it no CPU: "
+            f"{workers:g} workers of {each:g} CPUs take {workers * each:g} of the {sum(free):g} that the cluster has. Give "
+            "fewer workers, or fewer CPUs to each (cpus_per_worker=...), or execute it before: ds.materialize()."
+        )
+
+
+def _num_fitting(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """Return how many workers fit on a node."""
+    return int(min((node.get(name, 0.0) // amount for name, amount in bundle.items() if amount), default=0))

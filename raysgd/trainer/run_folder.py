@@ -1,0 +1,243 @@
+"""Read the folder of a run, and compare two runs to find where they first differ. Runs anywhere, without Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.config.run import Reduction
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.journal import stored_frames
+from raysgd.controller.rounds import RoundMerger, check_reduce
+from raysgd.result import DATA_WAIT_FRACTION, Event, Result
+
+#: Metrics that differ between equal runs.
+_CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt", DATA_WAIT_FRACTION})
+
+Span = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The contents of a run's folder.
+
+    Attributes:
+        run_dir: The folder.
+        metrics: A row per iteration: rank 0's metrics and the automatic keys. For an iteration that was repeated after a
+            failure, the latest.
+        workers: A row per iteration and rank, with each rank's own metrics.
+        events: A row per event: ``timestamp``, ``kind``, ``data``.
+        samples: A row per sample of a worker: CPU, memory, GPU, pace of reports.
+        config: The config, with secrets redacted.
+        description: The contents of ``run.json``.
+        checkpoints: The committed checkpoints, oldest first.
+        outcome: ``"done"``, ``"stopped"`` (ended early by a callback), ``"cancelled"`` or ``"error"``. None: the run is live, or
+            it was lost. The event ``run_end`` has the reason.
+    """
+
+    run_dir: str
+    metrics: pd.DataFrame
+    workers: pd.DataFrame
+    events: pd.DataFrame
+    samples: pd.DataFrame
+    config: dict[str, Any]
+    description: dict[str, Any]
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    outcome: str | None = None
+
+
+def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, Reduction] | None = None) -> LoadedRun:
+    """Read the files of a run.
+
+    Args:
+        run_dir: The run's folder, path or URI.
+        reduce: Metrics to compute over all ranks, as in ``Trainer.run``.
+
+    Raises:
+        CheckpointNotFoundError: The folder is not that of a run.
+    """
+    storage = Storage.from_uri(run_dir)
+    sequence = stored_frames(storage)
+    results = _results(sequence, check_reduce(reduce))
+    events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
+    description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
+    ends = [event.data["kind"] for event in events if event.kind == "run_end"]
+    return LoadedRun(
+        run_dir=storage.uri,
+        metrics=pd.DataFrame([dict(result) for result in results]),
+        workers=pd.DataFrame(list(_worker_rows(results))),
+        events=pd.DataFrame(
+            [(e.timestamp, e.kind, e.data) for e in events if e.kind != "sample"], columns=["timestamp", "kind", "data"]
+        ),
+        samples=pd.DataFrame([{"timestamp": e.timestamp, **e.data} for e in events if e.kind == "sample"]),
+        config=description.get("config", {}),
+        description=description,
+        checkpoints=_checkpoints(storage),
+        outcome=ends[-1] if ends else None,
+    )
+
+
+def _results(sequence: list[Frame], reduce: dict[str, str]) -> list[Result]:
+    merger = RoundMerger(reduce)
+    by_iteration: dict[int, Result] = {}
+    for frame in sequence:
+        for result in merger.feed(frame):
+            by_iteration[result["training_iteration"]] = result
+    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+
+
+def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
+    for result in results:
+        for rank, metrics in zip(result.ranks, result.workers, strict=True):
+            automatic = {"training_iteration": result["training_iteration"], "attempt": result["attempt"], "rank": rank}
+            yield {**automatic, **{k: v for k, v in metrics.items() if k not in automatic}}
+
+
+def _checkpoints(storage: Storage) -> list[Checkpoint]:
+    if not storage.is_folder("checkpoints"):
+        return []
+    store = CheckpointStore(storage.child("checkpoints"))
+    return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in store.list()]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of two runs; it is false if there is none.
+
+    Attributes:
+        iteration: The first iteration that differs, or None.
+        rank: The lowest rank that differs there, or None.
+        metrics: ``{name: (in a, in b)}`` of that rank's metrics that differ there. None stands for a missing metric; all are
+            missing if only one run has that rank.
+        config: ``{key: (in a, in b)}`` of differing config entries.
+        versions: ``{package: (in a, in b)}`` of differing software versions.
+        lengths: Iterations in a, in b.
+        spans: First and last iteration of a and of b; None if a run has none. A later begin is not a difference, since a
+            run may start from a checkpoint. An earlier end is a difference.
+    """
+
+    iteration: int | None
+    rank: int | None
+    metrics: dict[str, tuple[Any, Any]]
+    config: dict[str, tuple[Any, Any]]
+    versions: dict[str, tuple[Any, Any]]
+    lengths: tuple[int, int]
+    spans: tuple[Span, Span]
+
+    def __bool__(self) -> bool:
+        ends = [None if span is None else span[1] for span in self.spans]
+        return self.iteration is not None or ends[0] != ends[1]
+
+    def __str__(self) -> str:
+        if self.iteration is not None:
+            found = ", ".join(f"{name}: {a!r} != {b!r}" for name, (a, b) in self.metrics.items())
+            text = f"first difference at iteration {self.iteration}, rank {self.rank}: {found}"
+        else:
+            text = self._equality()
+        for what, entries in (("config", self.config), ("versions", self.versions)):
+            if entries:
+                text += f"; {what}: " + ", ".join(f"{name} {a!r} / {b!r}" for name, (a, b) in entries.items())
+        return text
+
+    def _equality(self) -> str:
+        if self.spans[0] == self.spans[1]:
+            return f"equal in all {self.lengths[0]} iterations"
+        spans = f"({_span_text(self.spans[0])} and {_span_text(self.spans[1])})"
+        both = _common(*self.spans)
+        if both is None:
+            return f"no iteration in common {spans}"
+        number = both[1] - both[0] + 1
+        text = f"equal in the {number} iteration{'s' * (number > 1)} both have ({_span_text(both)})"
+        return f"{text}, then one ends {spans}" if self else text
+
+
+def compare_runs(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, rel_tol: float = 0.0, ignore: tuple[str, ...] = ()
+) -> Difference:
+    """Compare the metrics of two runs, rank by rank, in the iterations that both have.
+
+    Args:
+        a: The folder of a run.
+        b: The folder of another run.
+        rel_tol: Relative difference of numbers that counts as equal. 0: equal bits.
+        ignore: Further metrics to leave out. Times are always left out.
+
+    Raises:
+        CheckpointNotFoundError: A folder is not that of a run.
+    """
+    first, second = load_run(a), load_run(b)
+    rows_a, rows_b = _rows(first, ignore), _rows(second, ignore)
+    iteration, rank, metrics = _first_difference(rows_a, rows_b, rel_tol)
+    return Difference(
+        iteration,
+        rank,
+        metrics,
+        _differing(first.config, second.config, 0.0),
+        _differing(first.description.get("versions", {}), second.description.get("versions", {}), 0.0),
+        (len(first.metrics), len(second.metrics)),
+        (_span(rows_a), _span(rows_b)),
+    )
+
+
+def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict[str, Any]]:
+    left_out = _CLOCK_KEYS | set(ignore)
+    return {
+        (row["training_iteration"], row["rank"]): {
+            str(key): value for key, value in row.items() if key not in left_out and not _is_missing(value)
+        }
+        for row in run.workers.to_dict("records")
+    }
+
+
+def _first_difference(
+    rows_a: dict[tuple[int, int], dict[str, Any]], rows_b: dict[tuple[int, int], dict[str, Any]], rel_tol: float
+) -> tuple[int | None, int | None, dict[str, tuple[Any, Any]]]:
+    both = {iteration for iteration, _ in rows_a} & {iteration for iteration, _ in rows_b}
+    for key in sorted(key for key in {*rows_a, *rows_b} if key[0] in both):
+        if differing := _differing(rows_a.get(key, {}), rows_b.get(key, {}), rel_tol):
+            return key[0], key[1], differing
+    return None, None, {}
+
+
+def _span(rows: dict[tuple[int, int], dict[str, Any]]) -> Span:
+    iterations = [iteration for iteration, _ in rows]
+    return (min(iterations), max(iterations)) if iterations else None
+
+
+def _common(a: Span, b: Span) -> Span:
+    if a is None or b is None:
+        return None
+    first, last = max(a[0], b[0]), min(a[1], b[1])
+    return (first, last) if first <= last else None
+
+
+def _span_text(span: Span) -> str:
+    if span is None:
+        return "none"
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any], rel_tol: float) -> dict[str, tuple[Any, Any]]:
+    keys = [*a, *(key for key in b if key not in a)]
+    return {key: (a.get(key), b.get(key)) for key in keys if not _same(a.get(key), b.get(key), rel_tol)}
+
+
+def _same(a: Any, b: Any, rel_tol: float) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=rel_tol)
+    return bool(a == b)
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a metric is missing. Pandas marks that with NaN, so a reported NaN counts as missing in both runs."""
+    return isinstance(value, float) and math.isnan(value)

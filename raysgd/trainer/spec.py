@@ -1,0 +1,253 @@
+"""All settings of a Trainer: made from its arguments, written to ``run.json``, and read from there. Driver side.
+
+`Trainer`, `Trainer.restore` and the trials of Ray Tune all get their settings here, so that each of them checks the same.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raysgd._util.redact import REDACTED, plain, redact_arguments
+from raysgd._util.text import with_article
+from raysgd.backends.base import BackendConfig
+from raysgd.backends.registry import resolve_backend
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
+from raysgd.config.checks import check_count
+from raysgd.config.run import BackendName
+from raysgd.config.scaling import PlacementStrategy
+from raysgd.errors import CheckpointNotFoundError, ConfigError
+
+_RUN_FOLDER = re.compile(r"run_[0-9]+")
+_PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """The checked settings of a Trainer."""
+
+    scaling: ScalingConfig
+    backend: BackendConfig
+    run_config: RunConfig
+    failure_config: FailureConfig
+    checkpoint_config: CheckpointConfig
+    runtime_env: Mapping[str, Any] | None = None
+    seed: int | None = None
+    deterministic: bool = False
+
+    @classmethod
+    @refuse_unknown("Trainer", TRAINER_HINTS)
+    def from_arguments(
+        cls,
+        num_workers: int | tuple[int, float] = 1,
+        backend: BackendName | str | BackendConfig = "torch",
+        backend_args: BackendConfig | Mapping[str, Any] | None = None,
+        *,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement_strategy: PlacementStrategy = "PACK",
+        runtime_env: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        run_config: RunConfig | None = None,
+        failure_config: FailureConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+    ) -> TrainerSpec:
+        """Check the arguments of a `raysgd.Trainer`, which documents them.
+
+        Raises:
+            ConfigError: An argument that cannot work.
+        """
+        if seed is not None:
+            check_count("seed", seed, minimum=0)
+        return cls(
+            ScalingConfig(
+                num_workers=num_workers,
+                cpus_per_worker=cpus_per_worker,
+                gpus_per_worker=gpus_per_worker,
+                resources_per_worker=resources_per_worker or {},
+                placement_strategy=placement_strategy,
+            ),
+            resolve_backend(backend, backend_args),
+            _check_instance("run_config", run_config, RunConfig),
+            _check_instance("failure_config", failure_config, FailureConfig),
+            _check_instance("checkpoint_config", checkpoint_config, CheckpointConfig),
+            None if runtime_env is None else dict(runtime_env),
+            seed,
+            deterministic,
+        )
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Return the arguments that `from_arguments` makes an equal spec of."""
+        return {
+            "num_workers": self.scaling.num_workers,
+            "backend": self.backend,
+            "backend_args": None,
+            "cpus_per_worker": self.scaling.cpus_per_worker,
+            "gpus_per_worker": self.scaling.gpus_per_worker,
+            "resources_per_worker": self.scaling.resources_per_worker,
+            "placement_strategy": self.scaling.placement_strategy,
+            "runtime_env": self.runtime_env,
+            "seed": self.seed,
+            "deterministic": self.deterministic,
+            "run_config": self.run_config,
+            "failure_config": self.failure_config,
+            "checkpoint_config": self.checkpoint_config,
+        }
+
+
+class HasSpec(Protocol):
+    """A `raysgd.Trainer`, for the modules that it imports itself."""
+
+    _spec: TrainerSpec
+
+
+def spec_of_trainer(trainer: HasSpec) -> TrainerSpec:
+    """Return the settings of a Trainer, without a public attribute for them."""
+    return trainer._spec
+
+
+def _check_instance(name: str, value: Any, kind: type) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a {kind.__name__}(...).")
+    return value
+
+
+# -- in run.json -------------------------------------------------------------------------------------------------------
+
+
+def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
+    """Return what ``run.json`` says of the code, the versions and the settings of a run."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    path = spec.run_config.storage_path
+    return {
+        "versions": versions,
+        "train_func": getattr(train_func, "__qualname__", type(train_func).__name__),
+        "command": redact_arguments(sys.argv),
+        "seed": spec.seed,
+        "deterministic": spec.deterministic,
+        "runtime_env": plain(dict(spec.runtime_env or {})),
+        "scaling": _scaling_to_json(spec.scaling),
+        "backend_args": plain(vars(spec.backend)),
+        "run_config": plain({**vars(spec.run_config), "storage_path": None if path is None else os.fspath(path)}),
+        "failure_config": plain(vars(spec.failure_config)),
+        "checkpoint_config": plain(vars(spec.checkpoint_config)),
+    }
+
+
+def _scaling_to_json(scaling: ScalingConfig) -> dict[str, Any]:
+    largest = None if math.isinf(scaling.max_workers) else scaling.max_workers
+    return {
+        "num_workers": [scaling.min_workers, largest] if scaling.is_elastic else scaling.min_workers,
+        "cpus_per_worker": scaling.cpus_per_worker,
+        "gpus_per_worker": scaling.gpus_per_worker,
+        "resources_per_worker": dict(scaling.resources_per_worker),
+        "placement_strategy": scaling.placement_strategy,
+    }
+
+
+def num_workers_from_json(value: Any) -> Any:
+    """Return ``num_workers`` as an argument: JSON has a list for the tuple, and null for an infinite maximum."""
+    return tuple(math.inf if each is None else each for each in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """What the folder of a run says about the run.
+
+    Attributes:
+        spec: The settings of its Trainer, with the changes that were asked for.
+        runs_uri: The folder that holds the run's folder, and gets the folder of the next run.
+        checkpoint: The newest checkpoint that is whole; None: there is none.
+        skipped: A line for each newer checkpoint that is damaged.
+    """
+
+    spec: TrainerSpec
+    runs_uri: str
+    checkpoint: Checkpoint | None
+    skipped: list[str]
+
+
+def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> RestoredRun:
+    """Read the settings of a run, and find its newest checkpoint that is whole.
+
+    Args:
+        run_dir: The run's folder, path or URI.
+        changes: Arguments of `raysgd.Trainer` that replace those of the run.
+
+    Raises:
+        CheckpointNotFoundError: The folder is not that of a run.
+        ConfigError: The run's files leave an argument out, a secret or a function, and it is not among the changes.
+    """
+    folder = Storage.from_uri(run_dir)
+    if not folder.exists("run.json"):
+        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
+    description = json.loads(folder.read_bytes("run.json"))
+    if "scaling" not in description or "failure_config" not in description:
+        raise CheckpointNotFoundError(
+            f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
+        )
+    saved = {name: value for name, value in _arguments_from_json(description).items() if name not in changes}
+    for name, value in saved.items():
+        if REDACTED in json.dumps(value, default=vars):
+            raise ConfigError(
+                f"the run's {name} holds secrets, which its files leave out; give restore({name}=...) again."
+            )
+    if description["failure_config"].get("on_resize") is not None and "failure_config" not in changes:
+        raise ConfigError(
+            "the run had a FailureConfig(on_resize=...), a function, which its files leave out; "
+            "give restore(failure_config=...) again."
+        )
+    store = CheckpointStore(folder.child("checkpoints"))
+    newest = store.newest()
+    manifest = newest.manifest
+    checkpoint = None if manifest is None else Checkpoint.of_manifest(store.path(manifest.number), manifest)
+    skipped = [f"checkpoint {each.number} is damaged and was skipped: {each.error}" for each in newest.skipped]
+    path, mark, options = folder.uri.partition("?")
+    runs_uri = path.rstrip("/").rpartition("/")[0] + mark + options
+    return RestoredRun(TrainerSpec.from_arguments(**{**saved, **changes}), runs_uri, checkpoint, skipped)
+
+
+def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = dict(description["scaling"])
+    failure = {name: value for name, value in description["failure_config"].items() if name != "on_resize"}
+    run = description["run_config"]
+    return {
+        **scaling,
+        "num_workers": num_workers_from_json(scaling["num_workers"]),
+        "backend": description["backend"],
+        "backend_args": description["backend_args"],
+        "runtime_env": description["runtime_env"] or None,
+        "seed": description["seed"],
+        "deterministic": description["deterministic"],
+        "failure_config": FailureConfig(**failure),
+        "checkpoint_config": CheckpointConfig(**description["checkpoint_config"]),
+        "run_config": RunConfig(storage_path=run["storage_path"], name=run["name"]),
+    }
+
+
+def _suggest(folder: Storage) -> str:
+    runs = [name for name in folder.list_names() if _RUN_FOLDER.fullmatch(name)]
+    if runs:
+        return f"; did you mean {folder.path_of(max(runs))}?"
+    return "" if folder.exists() else ", and does not exist"

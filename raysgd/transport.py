@@ -1,0 +1,184 @@
+"""TCP connections between the processes of a Trainer: a token opens them, and length-prefixed pickles travel on them.
+
+`Listener` is the end that accepts: it runs in an asyncio loop, binds one address of its node, and checks the token first.
+`connect` is the other end. Both ends belong to raysgd and have shown the token, so messages are pickles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+TOKEN_BYTES = 32
+#: What follows the token: the length of a JSON object that says what is wanted.
+HELLO_LENGTH = struct.Struct("!H")
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a peer that is cut off is noticed in 25 s
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address and the token that opens it. It travels through Ray only; its repr hides the token."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+def connect(endpoint: Endpoint, hello: Mapping[str, object], timeout_s: float) -> socket.socket:
+    """Return a connection that has sent its token and its hello; blocking, without a timeout.
+
+    Raises:
+        OSError: The address cannot be reached, or does not answer within ``timeout_s``.
+    """
+    data = json.dumps(dict(hello)).encode()
+    line = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+    try:
+        tune(line)
+        line.sendall(endpoint.token + HELLO_LENGTH.pack(len(data)) + data)
+        line.settimeout(None)
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+def tune(line: Any) -> None:
+    """Make a socket (or asyncio's wrapper) send at once, and notice a peer that is cut off."""
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        with contextlib.suppress(AttributeError, OSError):  # not every system has them
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_LENGTH = struct.Struct("!Q")
+#: Longer than anything that is sent; a length above it means that the stream is out of step.
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Writer(Protocol):
+    """An `asyncio.StreamWriter`, or a fake."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+class Readable(Protocol):
+    """What ``socket.makefile("rb")`` returns: it reads as much as asked for, and less only at the end."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def pack(message: Any) -> bytes:
+    """Return ``message`` as it travels."""
+    payload = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def write_message(writer: Writer, message: Any) -> None:
+    """Write ``message`` to an asyncio stream."""
+    writer.write(pack(message))
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """Read the next message of an asyncio stream.
+
+    Raises:
+        EOFError: The stream ended, within a message or between two.
+    """
+    size = _size(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
+def receive_message(file: Readable) -> Any:
+    """Read the next message of a blocking stream (``socket.makefile("rb")``).
+
+    Raises:
+        EOFError: The stream ended, within a message or between two.
+        OSError: The connection broke.
+    """
+    size = _size(_exactly(file, _LENGTH.size))
+    return pickle.loads(_exactly(file, size))
+
+
+def _exactly(file: Readable, size: int) -> bytes:
+    data: bytes = file.read(size)
+    if len(data) < size:
+        raise EOFError("the connection ended")
+    return data
+
+
+def _size(header: bytes) -> int:
+    (size,) = _LENGTH.unpack(header)
+    if size > MAX_MESSAGE_BYTES:
+        raise EOFError(f"a message of {size} bytes: the connection is out of step")
+    return int(size)
+
+
+_log = logging.getLogger(__name__)
+
+#: Serves one connection: what the other end wants, and the stream both ways. Closing it is the listener's.
+Handler = Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+#: Seconds a connection has to show its token.
+_HELLO_TIMEOUT_S = 10.0
+#: Bytes a connection may be ahead of its handler.
+_READ_AHEAD_BYTES = 1 << 20
+
+
+class Listener:
+    """Accepts connections and passes each to the handler of the ``kind`` that it names."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = dict(handlers)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._server: asyncio.Server | None = None
+
+    async def open(self, host: str) -> Endpoint:
+        """Listen on a free port of ``host``, an address of this node.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        self._server = await asyncio.start_server(self._accept, host, 0, limit=_READ_AHEAD_BYTES)
+        return Endpoint(host, int(self._server.sockets[0].getsockname()[1]), self._token)
+
+    def close(self) -> None:
+        """Accept no more connections; open ones stay open."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello = await asyncio.wait_for(self._greet(reader), _HELLO_TIMEOUT_S)
+            handler = self._handlers.get(str(hello.get("kind"))) if hello is not None else None
+            if hello is not None and handler is not None:
+                tune(writer.get_extra_info("socket"))
+                await handler(hello, reader, writer)
+        except Exception as error:
+            # The other end went away, or asked for what there is not: it learns that through Ray, where it asks next.
+            _log.debug("a connection ended: %r", error)
+        finally:
+            with contextlib.suppress(Exception):
+                writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
+        """Return the hello of the other end; None if it does not know the token."""
+        if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
+            return None
+        (size,) = HELLO_LENGTH.unpack(await reader.readexactly(HELLO_LENGTH.size))
+        try:
+            hello = json.loads(await reader.readexactly(size))
+        except ValueError:
+            return None
+        return hello if isinstance(hello, dict) else None

@@ -1,0 +1,238 @@
+"""A worker's events on their way to the controller: over a connection where there is one, else through Ray's stream.
+
+Batches are numbered. The controller acknowledges what it has received when the worker asks, which is seldom. If the
+connection breaks, all batches that were not acknowledged, and all later ones, become items of the worker's Ray stream, under
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.session.events import WorkerEvent
+from raysgd.transport import Endpoint, connect, pack, read_message
+
+#: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
+CONNECT_TIMEOUT_S = 3.0
+ACK_TIMEOUT_S = 20.0
+#: Unacknowledged bytes at which the sender waits, and the batches and bytes after which it asks for an acknowledgement.
+MAX_UNACKNOWLEDGED_BYTES = 32 << 20
+ASK_AFTER_BATCHES = 64
+ASK_AFTER_BYTES = 1 << 20
+
+_ACK = struct.Struct("!Q")
+#: The message by which the sender asks for an acknowledgement.
+_ASK = pack(None)
+#: In a worker's Ray stream: the next item is a large return value of train_func.
+VALUE_FOLLOWS = "value"
+#: Kind of the connection in its hello.
+KIND = "events"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some events of one worker, as they travel."""
+
+    number: int
+    events: list[WorkerEvent]
+
+
+@dataclass(frozen=True)
+class InboxAddress:
+    """Where a worker sends its events of one attempt: a listener, and the key of the inbox there."""
+
+    endpoint: Endpoint
+    key: str
+
+
+class EventSender:
+    """The worker's end. Used by the stream's thread only.
+
+    Args:
+        inbox: Where to connect; None if there is no connection.
+        on_problem: Called when events begin to travel through Ray, with the reason where that is a failure.
+    """
+
+    def __init__(
+        self, inbox: InboxAddress | None, *, on_problem: Callable[[str | None], None] = lambda problem: None
+    ) -> None:
+        self._inbox = inbox
+        self._on_problem = on_problem
+        self._connection: socket.socket | None = None
+        self._unacknowledged: deque[tuple[Batch, int]] = deque()
+        self._unacknowledged_bytes = 0
+        self._unasked_batches = 0
+        self._unasked_bytes = 0
+        self._acks = b""
+        self._next_number = 0
+        if inbox is None:
+            on_problem(None)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether events travel over the connection, as far as the sender knows."""
+        return self._inbox is not None
+
+    def send(self, events: list[WorkerEvent]) -> list[Batch]:
+        """Send ``events``; returns the batches that must be items of Ray's stream instead."""
+        batch = Batch(self._next_number, events)
+        self._next_number += 1
+        if self._inbox is None:
+            return [batch]
+        data = pack(batch)
+        self._unacknowledged.append((batch, len(data)))
+        self._unacknowledged_bytes += len(data)
+        self._unasked_batches += 1
+        self._unasked_bytes += len(data)
+        is_full = self._unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES
+        try:
+            connection = self._connect(self._inbox)
+            connection.sendall(data)
+            if is_full or self._unasked_batches >= ASK_AFTER_BATCHES or self._unasked_bytes >= ASK_AFTER_BYTES:
+                self._ask(connection)
+                self._read_acks(0)
+            if is_full:
+                self._await_acks(MAX_UNACKNOWLEDGED_BYTES // 2)
+        except OSError as error:
+            return self._switch_to_ray(self._inbox, error)
+        return []
+
+    def finish(self) -> list[Batch]:
+        """Wait until everything is acknowledged; returns the batches that must be items of Ray's stream instead."""
+        if self._connection is None or self._inbox is None:
+            return []
+        try:
+            self._ask(self._connection)
+            self._await_acks(0)
+        except OSError as error:
+            return self._switch_to_ray(self._inbox, error)
+        self._connection.close()
+        return []
+
+    def _ask(self, connection: socket.socket) -> None:
+        connection.sendall(_ASK)
+        self._unasked_batches = self._unasked_bytes = 0
+
+    def _connect(self, inbox: InboxAddress) -> socket.socket:
+        if self._connection is None:
+            hello = {"kind": KIND, "key": inbox.key}
+            self._connection = connect(inbox.endpoint, hello, CONNECT_TIMEOUT_S)
+            self._connection.settimeout(ACK_TIMEOUT_S)
+        return self._connection
+
+    def _await_acks(self, until_bytes: int) -> None:
+        deadline = time.monotonic() + ACK_TIMEOUT_S
+        while self._unacknowledged and self._unacknowledged_bytes > until_bytes:
+            if not self._read_acks(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no acknowledgement within {ACK_TIMEOUT_S:g} s")
+
+    def _read_acks(self, timeout_s: float) -> bool:
+        """Read the acknowledgements that arrived; returns whether there were any."""
+        assert self._connection is not None
+        if not select.select([self._connection], [], [], timeout_s)[0]:
+            return False
+        data = self._connection.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("the controller closed the connection")
+        self._acks += data
+        complete = len(self._acks) // _ACK.size * _ACK.size
+        if complete:
+            (received,) = _ACK.unpack_from(self._acks, complete - _ACK.size)
+            self._acks = self._acks[complete:]
+            while self._unacknowledged and self._unacknowledged[0][0].number < received:
+                self._unacknowledged_bytes -= self._unacknowledged.popleft()[1]
+        return True
+
+    def _switch_to_ray(self, inbox: InboxAddress, error: OSError) -> list[Batch]:
+        self._inbox = None
+        self._on_problem(
+            f"no connection to the controller at {inbox.endpoint.host}:{inbox.endpoint.port} "
+            f"({type(error).__name__}: {error}); reports travel through Ray's streams, a few milliseconds slower"
+        )
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        batches = [batch for batch, _ in self._unacknowledged]
+        self._unacknowledged.clear()
+        return batches
+
+
+class Inbox:
+    """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._next_number = 0
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def put(self, batch: Batch) -> None:
+        """Add a batch; one that arrived before is dropped."""
+        if batch.number == self._next_number:
+            self._next_number += 1
+            self._queue.put_nowait(batch.events)
+
+    def put_other(self, item: Any) -> None:
+        """Add an item that is not a batch, behind what is here."""
+        self._queue.put_nowait(item)
+
+    async def get(self) -> Any:
+        """Return the events of the next batch, or the next other item."""
+        return await self._queue.get()
+
+    async def wait_drained(self, timeout_s: float) -> None:
+        """Wait until everything that the connection of a dead worker still holds is here."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive what arrives over one connection, until it ends."""
+        self._connections.add(writer)
+        self._idle.clear()
+        try:
+            while True:
+                batch = await read_message(reader)
+                if batch is None:
+                    writer.write(_ACK.pack(self._next_number))
+                else:
+                    self.put(batch)
+        finally:
+            self._connections.discard(writer)
+            if not self._connections:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Close the connections, since nobody reads any more: the worker may be abandoned and still send."""
+        for connection in self._connections:
+            connection.close()
+
+
+class Inboxes:
+    """The inboxes that workers may connect to, by key; `handle` serves their connections."""
+
+    def __init__(self) -> None:
+        self._inboxes: dict[str, Inbox] = {}
+
+    def open(self, key: str) -> Inbox:
+        inbox = self._inboxes[key] = Inbox()
+        return inbox
+
+    def close(self, key: str) -> None:
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            inbox.close()
+
+    async def handle(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inbox = self._inboxes.get(str(hello.get("key")))
+        if inbox is not None:
+            await inbox.serve(reader, writer)

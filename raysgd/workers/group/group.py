@@ -1,0 +1,443 @@
+"""The worker group of a Trainer: places, starts, calls and replaces the worker processes. Runs in the TrainerActor.
+
+Members are ordered by rank. When a member dies, a spare or a new process takes its rank; all others keep their processes and
+their ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raysgd.backends.base import BackendConfig, Member
+from raysgd.config import FailureConfig, ScalingConfig
+from raysgd.errors import InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
+from raysgd.session.events import WorkerEvent
+from raysgd.workers.group.checkpoint_memory import ClusterMemory, check_storage
+from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
+from raysgd.workers.group.joining import JoiningWorkers
+from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
+from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
+from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_identities
+from raysgd.workers.group.reserve import Reserve
+from raysgd.workers.liveness.deaths import DEATHS, first_line
+from raysgd.workers.liveness.node_agent import NodeAgents
+from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
+from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
+from raysgd.workers.placement.cluster import check_feasible, list_nodes
+from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.storage.storage import Storage
+
+#: Deaths within this time of each other, such as those of a node's workers, are handled together.
+_DIE_TOGETHER_S = 0.2
+#: The same during the start, where workers reach the same fatal place at different times.
+_START_TOGETHER_S = 15.0
+
+
+class WorkerGroup:
+    """Worker processes in the bundles of placement groups.
+
+    Args:
+        name: Unique in the cluster; prefix of the names of placement groups and actors.
+        controller: Name of the TrainerActor.
+        runtime_env: Ray runtime environment of the workers.
+        existing: An existing placement group with enough room for the first workers.
+
+    Attributes:
+        slots: Where the workers are.
+        streams: Reads the events of the workers.
+        monitor: Observes the members.
+        drains: Finds members on draining nodes.
+        agreement: Makes all ranks stop or leave at the same place.
+        memory: The group's checkpoints in the cluster's memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scaling: ScalingConfig,
+        backend: BackendConfig,
+        failure: FailureConfig,
+        *,
+        controller: str,
+        runtime_env: Mapping[str, Any] | None,
+        existing: ExistingPlacement | None = None,
+    ) -> None:
+        self._scaling = scaling
+        self._failure = failure
+        self._backend = backend
+        self._members: list[Worker | None] = [None] * scaling.min_workers
+        self._has_formed = False
+        self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
+        self._agents = NodeAgents(name)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
+        self._coordinator = CoordinatorProcess(name, backend, runtime_env)
+        self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
+        self._joining: JoiningWorkers | None = None
+        if scaling.is_elastic:
+            self._joining = JoiningWorkers(
+                scaling,
+                self.slots,
+                self._starter,
+                self._avoided,
+                end=self._end,
+                start_timeout_s=failure.start_timeout_s,
+            )
+        self._reserve = Reserve(self.slots, self._starter, failure.num_spares, self._joining, self._end, self._avoided)
+        self.streams = WorkerStreams()
+        self.monitor = GroupMonitor(self._agents, lambda: self._members)
+        self.drains = DrainMonitor(lambda: self._members, self._reserve, self._avoided)
+        self.agreement = RankAgreement(self.call)
+        self.memory = ClusterMemory(self._agents, lambda: self._members)
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    @property
+    def num_joining(self) -> int:
+        """The number of workers that are ready to join the group."""
+        return self._joining.num_ready if self._joining is not None else 0
+
+    def info(self, rank: int) -> WorkerInfo | None:
+        """Return where a member runs; None if it has no process that has answered."""
+        return None if (worker := self._members[rank]) is None else worker.info
+
+    def on_joining_worker(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` for each worker that becomes ready to join."""
+        if self._joining is not None:
+            self._joining.on_ready = callback
+
+    # -- starting -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Request the workers' processes without waiting; `get_ready` waits for them and raises the errors."""
+        with contextlib.suppress(InfeasibleError, RayError):
+            self._start_missing()
+
+    def expect(self, size: int) -> None:
+        """Form with ``size`` members, unless the group has formed: a run resumes from what only that size can load."""
+        self._members = self._members if self._has_formed else [None] * size
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+        """Make every worker ready for a run; return messages for the user.
+
+        An elastic group continues with the surviving members, if they are enough, and takes in workers that are ready to join.
+
+        Args:
+            keep_size: The group neither shrinks nor grows.
+
+        Raises:
+            InfeasibleError: The cluster can never hold the workers.
+            StartTimeoutError: They were not ready in time.
+            WorkerDiedError: A worker died while it was starting.
+            WorkerError: A worker cannot work, for example because the framework is not installed.
+        """
+        try:
+            messages = await asyncio.wait_for(self._get_ready(keep_size), self._failure.start_timeout_s)
+        except (asyncio.TimeoutError, GetTimeoutError):
+            raise self._make_timeout_error() from None
+        self._reserve.replenish()
+        self._want_joining_workers()
+        self._agents.watch_workers([worker.info for worker in self._workers() if worker.info is not None])
+        return [*messages, *self._avoided.take_warnings()]
+
+    async def _get_ready(self, keep_size: bool) -> list[str]:
+        await self._form(keep_size)
+        stale = {rank: why for rank, why in enumerate(await self._prepare()) if why is not None}
+        if not stale:
+            return []
+        for rank in stale:
+            self.kill(rank)
+        await self._form(keep_size=True)
+        await self._prepare()
+        return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
+
+    async def _form(self, keep_size: bool) -> None:
+        """Give every rank a loaded process and every process its identity."""
+        if self._has_formed and None in self._members:
+            await self.drains.ranks()
+        for rank in self._vacant_ranks():
+            self._members[rank] = await self._reserve.take()
+        if self._scaling.is_elastic and not keep_size:
+            self._members = close_gaps(self._members, self._scaling.min_workers)
+            await self._take_joining_workers()
+        await self._replace_used_processes()
+        self._start_missing()
+        for rank in self._vacant_ranks():
+            self._members[rank] = await self._reserve.find()
+        await self._wait_loaded()
+        if self._joining is not None and not self._has_formed and not keep_size:
+            await self._joining.wait_for_first()
+            await self._take_joining_workers()
+        self._set_identities()
+
+    async def _take_joining_workers(self) -> None:
+        while (
+            self.size < self._scaling.max_workers and (worker := await self._reserve.take_joining_worker()) is not None
+        ):
+            self._members.append(worker)
+
+    def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
+        if self._joining is not None:
+            self._joining.want(self._scaling.max_workers - self.size, after=after)
+
+    def _start_missing(self) -> None:
+        is_new = not self.slots.is_open
+        if is_new:
+            self._coordinator.begin()
+            if not self.slots.is_in_existing_placement:
+                check_feasible(self._scaling, self._failure.num_spares)
+            self.slots.open(self.size + self._failure.num_spares)
+        self._avoided.remove_gone()
+        for rank in self._vacant_ranks():
+            must_have_node = self._scaling.is_elastic and not is_new
+            if (slot := self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
+                self._members[rank] = self._starter.start(slot)
+        if is_new:
+            self._want_joining_workers(after=None if (first := self._members[0]) is None else first.slot)
+
+    async def _replace_used_processes(self) -> None:
+        """End processes that were in a group and can join no other; the size stays."""
+        for rank in () if self._backend.can_rejoin else range(self.size):
+            if (worker := self._members[rank]) is not None and worker.has_joined:
+                self.kill(rank)
+                self._members[rank] = await self._reserve.take()
+
+    async def _wait_loaded(self) -> None:
+        """Wait until every process has answered where it runs and has imported the framework."""
+        new = [worker for worker in self._workers() if worker.info is None or not worker.is_loaded]
+        # Together: what kills one worker in its import may kill the next there, and that is one failure.
+        answers = await self._gather(new * 2, [w.loading for w in new] + [w.locate() for w in new])
+        problems = dict(zip(new, answers, strict=False))
+        failed = {worker: problem for worker, problem in problems.items() if problem is not None}
+        for worker in new:
+            worker.is_loaded = worker not in failed
+        for worker in failed:  # the next run tries again in a new process
+            self._drop(worker)
+            self._end(worker)
+        for worker, problem in failed.items():
+            raise WorkerError(f"{problem} (worker on {worker.node})")
+
+    def _set_identities(self) -> None:
+        workers = self._workers()
+        nodes = [worker.info.node_id for worker in workers if worker.info is not None]
+        if not self._has_formed:  # later a replacement keeps the rank of the worker it replaces
+            workers = [workers[index] for index in assign_ranks(nodes)]
+            nodes = [worker.info.node_id for worker in workers if worker.info is not None]
+            self._members, self._has_formed = list(workers), True
+        for worker, identity in zip(workers, make_identities(nodes), strict=True):
+            worker.identity = identity
+
+    async def _prepare(self) -> list[str | None]:
+        """Reset every process for a run; return by rank why a process cannot be used again, or None."""
+        workers = self._workers()
+        infos = [worker.info for worker in workers if worker.info is not None]
+        gpus = assign_visible_gpus(infos, shows_all=self._backend.shows_node_gpus)
+        orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
+        return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
+
+    async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
+        answers = [asyncio.ensure_future(ref) for ref in refs]
+        try:
+            return list(await asyncio.gather(*answers))
+        except DEATHS as error:
+            await asyncio.wait(answers, timeout=_START_TOGETHER_S)
+            ranks, why = await self._remove_dead(workers, answers)
+            raise WorkerDiedError(f"a worker died while it was starting: {why}", ranks=ranks) from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
+        except RayError as error:
+            raise WorkerError(f"a worker could not start: {first_line(error)}") from error
+
+    def _make_timeout_error(self) -> StartTimeoutError:
+        missing = sum(worker is None or worker.info is None for worker in self._members)
+        why = explain_busy(self._scaling, list_nodes(), self._failure.num_spares) if missing else None
+        return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
+
+    async def check_storage(self, storage: Storage) -> None:
+        """Raise a ConfigError if the node of a worker cannot see the run's folder."""
+        await check_storage(storage, self._workers(), self._gather)
+
+    # -- an attempt -----------------------------------------------------------------------------------------------
+
+    async def open_rendezvous(self) -> str:
+        """Return where the members of the next attempt meet."""
+        if self._backend.has_coordinator:
+            return await self._coordinator.open_rendezvous([self.member(rank, "") for rank in range(self.size)])
+        first = self._member(0)
+        return str((await self._gather([first], [first.handle.open_rendezvous.remote()]))[0])
+
+    def member(self, rank: int, rendezvous: str) -> Member:
+        """Return a rank's place in the process group that it is to join now."""
+        return self._member(rank).make_member(rank, rendezvous, self._scaling.gpus_per_worker)
+
+    async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
+        """Start an attempt in a worker, and yield its batches of events and references to large values.
+
+        Raises:
+            WorkerDied: The process is gone.
+        """
+        worker = self._member(rank)
+        try:
+            why = partial(self._agents.explain_death, info=worker.info)
+            async for item in self.streams.read(worker.handle, run, order, why):
+                yield item
+        except WorkerDied:
+            await self._remove(worker)
+            raise
+        except RayTaskError as error:  # raysgd's own code failed in the worker, and train_func may still run
+            self._drop(worker)
+            self._end(worker)
+            raise WorkerDied(f"it was ended because its event stream failed: {error.cause!r}") from error
+
+    def end(self, rank: int, attempt: int, why: str) -> None:
+        """End a worker's attempt; does not wait."""
+        if (worker := self._members[rank]) is not None:
+            worker.handle.end.remote(attempt, why)
+
+    async def leave(self) -> None:
+        """Make all members leave the process group, after all ranks have returned."""
+        with contextlib.suppress(RayError):
+            await asyncio.gather(*[worker.handle.leave.remote() for worker in self._workers()])
+
+    async def call(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call a method of the worker actors; return the results by rank.
+
+        Raises:
+            WorkerDiedError: A worker died.
+        """
+        chosen = range(self.size) if ranks is None else ranks
+        workers = [worker for rank in chosen if (worker := self._members[rank]) is not None]
+        answers = [asyncio.ensure_future(getattr(worker.handle, method).remote(*args)) for worker in workers]
+        try:
+            return list(await asyncio.gather(*answers))
+        except DEATHS:
+            await asyncio.wait(answers, timeout=_DIE_TOGETHER_S)
+            dead, why = await self._remove_dead(workers, answers)
+            listed = ", ".join(map(str, dead))
+            raise WorkerDiedError(f"the worker process of rank {listed} died: {why}", ranks=dead) from None
+
+    # -- ending ---------------------------------------------------------------------------------------------------
+
+    def kill(self, rank: int, *, is_lost: bool = False) -> None:
+        """End a worker's process, even a stopped one, and ignore its events.
+
+        If ``is_lost``, the worker's node is lost, and no other process is started there.
+        """
+        if (worker := self._members[rank]) is None:
+            return
+        if is_lost and worker.info is not None:
+            self._avoided.add([worker.info.node_id])
+        self._drop(worker)
+        self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        """Ask a worker's process to exit, and ignore what it still sends; SIGKILL follows if it stays."""
+        ray.kill(worker.handle)  # the process exits by itself: Ray reports what SIGKILL ends as unexpected
+        if worker.info is not None:
+            self._agents.expect_exit(worker.info)
+        self.streams.abandon(worker.handle)
+
+    async def wait_for_exits(self) -> None:
+        """Wait until the processes that were ended are gone."""
+        await self._agents.wait_for_exits()
+
+    def release(self) -> None:
+        """End all processes and return the resources to the cluster; `get_ready` requests them again."""
+        for worker in self._workers():
+            self._drop(worker)
+            self._end(worker)
+        self._reserve.close()
+        self._coordinator.close()
+        self._agents.close()
+        self.slots.close()
+        self._has_formed = False
+
+    def _drop(self, worker: Worker) -> None:
+        """Forget a process that is gone, or will be, and free its slot; the slot on a lost node is removed."""
+        if worker in self._members:
+            self._members[self._members.index(worker)] = None
+        elif not self._reserve.drop(worker):
+            return
+        is_avoided = worker.info is not None and worker.info.node_id in self._avoided.ids
+        (self.slots.remove if is_avoided else self.slots.release)(worker.slot)
+
+    async def _remove(self, worker: Worker) -> None:
+        """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
+        if await self._agents.is_node_gone(worker.info) and worker.info is not None:
+            self._avoided.add([worker.info.node_id])
+        elif worker.info is not None:
+            self._avoided.record_death(worker.info)
+        self._drop(worker)
+
+    async def _remove_dead(
+        self, workers: Sequence[Worker], answers: Sequence[asyncio.Future[Any]]
+    ) -> tuple[tuple[int, ...], str]:
+        """Remove the workers that died before they answered; return their known ranks, and why the first one died."""
+        done = [(w, a.exception()) for w, a in zip(workers, answers, strict=True) if a.done() and not a.cancelled()]
+        dead = {worker: error for worker, error in done if isinstance(error, DEATHS)}
+        for worker in dead:
+            await self._remove(worker)
+        ranks = sorted(worker.identity.world_rank for worker in dead if worker.identity is not None)
+        first, error = next(iter(dead.items()))
+        return tuple(ranks), await self._agents.explain_death(error, first.info)
+
+    def _member(self, rank: int) -> Worker:
+        worker = self._members[rank]
+        assert worker is not None, f"rank {rank} has no process"
+        return worker
+
+    def _vacant_ranks(self) -> list[int]:
+        return [rank for rank, worker in enumerate(self._members) if worker is None]
+
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in self._members if worker is not None]
+
+
+class RankAgreement:
+    """Makes all ranks of an attempt stop or leave at the same place of their loops.
+
+    It holds the ranks, which returns how far each has come, and then releases them up to the furthest place: see
+    `raysgd.session.gates` for the workers' side. The death of a rank in between ends the attempt anyway.
+
+    Args:
+        call: Calls a method of all worker actors with the given arguments; returns the results by rank.
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._call = call
+        self._stopping = asyncio.Lock()  # one stop must not release the ranks that another one holds
+
+    async def stop(self, attempt: int, *, ends_reports: bool) -> None:
+        """Make ``should_stop()`` return True for all ranks at the same place.
+
+        Args:
+            attempt: The attempt's number.
+            ends_reports: Ranks that do not call ``should_stop()`` leave at a report.
+        """
+        async with self._stopping:
+            with contextlib.suppress(WorkerDiedError, RayError):
+                places = await self._call("hold", attempt)
+                checks, reports = (max(place[i] for place in places) for i in (0, 1))
+                await self._call("stop_from", attempt, checks, reports if ends_reports else None)
+
+    async def save(self, attempt: int) -> None:
+        """Make all ranks leave after the same save."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self._call("leave_after", attempt, max(await self._call("hold_saves", attempt)))
+
+    async def call_off_save(self, attempt: int) -> None:
+        """Cancel `save`: the ranks leave after no save."""
+        with contextlib.suppress(WorkerDiedError, RayError):
+            await self._call("leave_after", attempt, None)

@@ -1,0 +1,194 @@
+"""The processes that a worker group starts: workers, and the backend's coordinator. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysgd.backends.base import BackendConfig, Coordinator, Member
+from raysgd.config import ScalingConfig
+from raysgd.errors import WorkerError
+from raysgd.session.base import Identity
+from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.placement.slots import WorkerSlot
+from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process in its slot.
+
+    Attributes:
+        loading: The answer to its first call, which imports the framework: None, or what is wrong.
+        info: Where it runs, once it has answered.
+        identity: Its ranks, once the group is complete.
+        has_joined: It was given a place in a process group.
+    """
+
+    slot: WorkerSlot
+    handle: Any
+    loading: Any
+    is_loaded: bool = False
+    info: WorkerInfo | None = None
+    identity: Identity | None = None
+    has_joined: bool = False
+
+    @property
+    def node(self) -> str:
+        return "an unknown node" if self.info is None else self.info.node
+
+    async def locate(self) -> None:
+        """Ask the process where it runs."""
+        self.info = await self.handle.describe.remote()
+
+    async def wait_loaded(self) -> str | None:
+        """Wait until the process has imported the framework; return what is wrong, or None."""
+        await self.locate()
+        problem: str | None = await self.loading
+        self.is_loaded = problem is None
+        return problem
+
+    def make_member(self, rank: int, rendezvous: str, gpus: float) -> Member:
+        """Return the place in the process group that the worker is to join now; ``gpus`` is their number per worker."""
+        assert self.info is not None and self.identity is not None
+        self.has_joined = True
+        return Member(
+            rank=rank,
+            world_size=self.identity.world_size,
+            local_rank=self.identity.local_rank,
+            local_world_size=self.identity.local_world_size,
+            node_rank=self.identity.node_rank,
+            rendezvous=rendezvous,
+            node_ip=self.info.node_ip,
+            has_gpu=gpus > 0,
+            shares_gpu=0 < gpus < 1,
+        )
+
+
+class WorkerStarter:
+    """Starts worker processes, each of which begins at once to import the framework.
+
+    Args:
+        name: Prefix of the actors' names.
+        runtime_env: Ray runtime environment of the processes.
+        controller: Name of the TrainerActor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scaling: ScalingConfig,
+        backend: BackendConfig,
+        runtime_env: Mapping[str, Any] | None,
+        controller: str,
+    ) -> None:
+        self._name = name
+        self._scaling = scaling
+        self._backend = backend
+        self._runtime_env = dict(runtime_env or {})
+        self._controller = controller
+        self._num_started = 0
+
+    def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
+        """Start a process in ``slot``, once the slot has its resources.
+
+        With ``warm_up`` no rank waits for the process: it also imports what training loops import later.
+        """
+        self._num_started += 1
+        handle: Any = (
+            ray.remote(WorkerActor)
+            .options(
+                name=f"{self._name}-worker-{self._num_started}",
+                namespace=NAMESPACE,
+                num_cpus=self._scaling.cpus_per_worker,
+                num_gpus=self._scaling.gpus_per_worker,
+                resources=dict(self._scaling.resources_per_worker) or None,
+                scheduling_strategy=slot.scheduling_strategy(),
+                max_concurrency=NUM_THREADS,
+                runtime_env=self._runtime_env or None,
+            )
+            .remote()
+        )
+        return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up))
+
+
+class CoordinatorActor:
+    """The Ray actor in which a backend's coordinator runs: the TrainerActor imports no framework."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        self._config = config
+        self._coordinator: Coordinator | None = None
+
+    def open_rendezvous(self, members: Sequence[Member]) -> str:
+        if self._coordinator is None:
+            self._coordinator = self._config.make_coordinator()
+        return self._coordinator.open_rendezvous(ray.util.get_node_ip_address(), members)
+
+
+class CoordinatorProcess:
+    """Starts the coordinator's process on the TrainerActor's node, and a new one if it has died.
+
+    Args:
+        name: Prefix of the actor's name.
+        runtime_env: That of the workers, which may contain the framework.
+    """
+
+    def __init__(self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None) -> None:
+        self._name = name
+        self._runtime_env = dict(runtime_env or {})
+        self._config = config
+        self._actor: Any = None
+        self._num_started = 0
+
+    def begin(self) -> None:
+        """Start the process, if the backend has a coordinator; does not wait."""
+        if self._config.has_coordinator and self._actor is None:
+            self._actor = self._start()
+
+    async def open_rendezvous(self, members: Sequence[Member]) -> str:
+        """Prepare for a new group; return where its members meet.
+
+        Raises:
+            WorkerError: The coordinator cannot start, for example because the framework is not installed.
+        """
+        self.begin()
+        try:
+            return await self._call(members)
+        except RayActorError:  # it died after the previous group had formed
+            self._actor = self._start()
+            return await self._call(members)
+
+    def close(self) -> None:
+        """End the process."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
+
+    async def _call(self, members: Sequence[Member]) -> str:
+        try:
+            return str(await self._actor.open_rendezvous.remote(list(members)))
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            node_ip = ray.util.get_node_ip_address()
+            raise WorkerError(f"the backend's coordinator on {node_ip} failed: {cause}") from error
+
+    def _start(self) -> Any:
+        self._num_started += 1
+        own_node = ray.get_runtime_context().get_node_id()
+        return (
+            ray.remote(CoordinatorActor)
+            .options(
+                name=f"{self._name}-coordinator-{self._num_started}",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                runtime_env=self._runtime_env or None,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(own_node, soft=False),
+            )
+            .remote(self._config)
+        )

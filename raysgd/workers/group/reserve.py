@@ -1,0 +1,127 @@
+"""The workers of a group that are not members: spares, and workers that join an elastic group. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from ray.exceptions import RayError
+
+from raysgd.workers.group.joining import JoiningWorkers
+from raysgd.workers.group.processes import Worker, WorkerStarter
+from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from raysgd.workers.placement.slots import WorkerSlots
+
+#: The time for a worker to answer when it is needed.
+_ANSWER_S = 1.0
+#: Seconds between two checks for joining workers that are ready.
+_POLL_S = 0.1
+
+
+class Reserve:
+    """Provides replacements for members that have died.
+
+    Args:
+        num_spares: The number of workers that are kept ready only as replacements.
+        joining: The workers that may also join the group; None for a group of fixed size.
+        end: Ends a worker in any state.
+        avoided: Nodes from which no worker is taken.
+    """
+
+    def __init__(
+        self,
+        slots: WorkerSlots,
+        starter: WorkerStarter,
+        num_spares: int,
+        joining: JoiningWorkers | None,
+        end: Callable[[Worker], None],
+        avoided: AvoidedNodes,
+    ) -> None:
+        self._slots = slots
+        self._starter = starter
+        self._num_spares = num_spares
+        self._end = end
+        self._avoided = avoided
+        self._spares: list[Worker] = []
+        self.joining = joining
+
+    async def take(self) -> Worker | None:
+        """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""
+        while self._spares:
+            spare = self._spares[0]
+            is_usable = await self._is_usable(spare)
+            self._spares.remove(spare)
+            if is_usable:
+                return spare
+            self._end_spare(spare)
+        return await self.take_joining_worker()
+
+    async def take_joining_worker(self) -> Worker | None:
+        """Take a joining worker that is ready, or None."""
+        while self.joining is not None and (worker := self.joining.take()) is not None:
+            is_usable = False
+            try:
+                is_usable = await self._is_usable(worker)
+            finally:
+                if not is_usable:  # also if this call is cancelled
+                    self._end(worker)
+                    self._slots.remove(worker.slot)
+            if is_usable:
+                return worker
+        return None
+
+    async def find(self) -> Worker:
+        """Wait for a replacement: a new worker in a slot that is found, or a joining worker that is ready earlier."""
+        finding = asyncio.ensure_future(self._slots.find(self._avoided.ids))
+        joining_worker: Worker | None = None
+        try:
+            while joining_worker is None and not finding.done():
+                joining_worker = await self.take_joining_worker()
+                if joining_worker is None:
+                    await asyncio.wait([finding], timeout=_POLL_S)
+        finally:
+            finding.cancel()  # without effect if it is done
+        if joining_worker is None:
+            return self._starter.start(finding.result())
+        if finding.done():
+            self._slots.remove(finding.result())
+        return joining_worker
+
+    def replenish(self) -> None:
+        """Start spares in free slots."""
+        while len(self._spares) < self._num_spares and (slot := self._slots.take(self._avoided.ids)) is not None:
+            self._spares.append(self._starter.start(slot, warm_up=True))
+
+    def drop(self, worker: Worker) -> bool:
+        """Forget a worker that has died; return True if its slot is free, which is so for spares only."""
+        if worker in self._spares:
+            self._spares.remove(worker)
+            return True
+        if self.joining is not None:
+            self.joining.drop(worker)
+        return False
+
+    def leave_nodes(self, node_ids: Collection[str]) -> None:
+        """Drop joining workers on these nodes; spares there are dropped by `take`."""
+        for worker in list(self.joining.all() if self.joining is not None else []):
+            if self.joining is not None and worker.info is not None and worker.info.node_id in node_ids:
+                self.joining.drop(worker)
+
+    def close(self) -> None:
+        """End all spares and joining workers."""
+        if self.joining is not None:
+            self.joining.close()
+        for spare in self._spares:
+            self._end_spare(spare)
+        self._spares.clear()
+
+    async def _is_usable(self, worker: Worker) -> bool:
+        try:
+            worker.info = await asyncio.wait_for(worker.handle.describe.remote(), _ANSWER_S)
+        except (RayError, asyncio.TimeoutError):
+            return False
+        return worker.info is not None and worker.info.node_id not in self._avoided.ids
+
+    def _end_spare(self, worker: Worker) -> None:
+        self._end(worker)
+        self._slots.release(worker.slot)

@@ -1,0 +1,62 @@
+"""Describes why a worker died, in one line, from Ray's error and its node's memory evidence. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, describe_growth, judge
+
+#: Ray's errors for a process that is gone; the second one if Ray's memory monitor killed it.
+DEATHS = (RayActorError, OutOfMemoryError)
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_EXIT = re.compile(r"exit type: (\w+) Worker exit detail: (.*)", re.DOTALL)
+# Ray's general advice, several lines that are the same for every death.
+_ADVICE = re.compile(r"\s*(Some common causes include|There are some potential root causes|If the process was killed)")
+_DEAD_BECAUSE = re.compile(r"^The actor (?:is dead|died) because (.*)", re.MULTILINE)
+_MONITOR_USAGE = re.compile(r"was ([\d.]+)GB(?: used)? / ([\d.]+)GB")
+_LOST_CONNECTION = "for example by SIGKILL, which the kernel sends when memory runs out, or by a crash"
+
+
+def may_be_memory(error: BaseException) -> bool:
+    """Return True if the worker may have been killed for its memory use, as far as Ray knows."""
+    return isinstance(error, OutOfMemoryError) or "connection error code" in str(error)
+
+
+def describe_death(error: BaseException, memory: MemoryEvidence | None = None) -> str:
+    """Say that memory ran out, or else the exit type, code and signal, as far as Ray knows them.
+
+    Args:
+        error: Ray's error.
+        memory: What the worker's node saw of its memory, if `may_be_memory`.
+    """
+    text = _COLOR.sub("", str(error))
+    if isinstance(error, OutOfMemoryError):
+        return _describe_monitor_kill(text, memory)
+    if memory is not None and (cause := judge(memory)) is not None:
+        return cause
+    if found := _EXIT.search(text):
+        detail = " ".join(_ADVICE.split(found[2])[0].split()).rstrip(".")
+        return f"{found[1]}, {detail}" + (f" ({_LOST_CONNECTION})" if "connection error" in detail else "")
+    because = _DEAD_BECAUSE.search(text)
+    return because[1].strip().removeprefix("of ") if because else first_line(error)
+
+
+def was_sigterm(reason: str) -> bool:
+    """Return True if `describe_death` named SIGTERM, which ends an idle worker."""
+    return "receives a SIGTERM" in reason
+
+
+def _describe_monitor_kill(text: str, memory: MemoryEvidence | None) -> str:
+    found = _MONITOR_USAGE.search(text)  # Ray's GB are GiB
+    used = f", as {found[1]} of the node's {found[2]} GiB were in use" if found else ""
+    parts = [f"Ray's memory monitor ended it{used}", *([describe_growth(memory.sizes)] if memory is not None else [])]
+    return f"out of memory: {'; '.join(parts)}. {ADVICE}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of one of Ray's errors, without colours."""
+    lines = [line.strip() for line in _COLOR.sub("", str(error)).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,308 @@
+"""Node agents: observe and kill worker processes from outside, on the processes' own nodes.
+
+The TrainerActor is the agent of its own node; every other node with workers has an actor without a CPU for it. An agent
+knows whether processes are alive, how much memory they use and where they stand, and keeps copies of checkpoint parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysgd.workers.liveness.deaths import describe_death, may_be_memory
+from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
+from raysgd.workers.liveness.stacks import read_stacks
+from raysgd.workers.placement.cluster import NAMESPACE, is_node_reachable
+
+if TYPE_CHECKING:
+    from raysgd.workers.orders import WorkerInfo
+
+#: Seconds between two samples of the processes' memory.
+_MEMORY_INTERVAL_S = 0.5
+#: The time for a copy of a checkpoint part to arrive.
+_COPY_TIMEOUT_S = 30.0
+#: The time for a process that was asked to exit.
+EXIT_GRACE_S = 1.0
+#: The time for the kernel to end a process after SIGKILL.
+_KILL_TIMEOUT_S = 5.0
+#: The time for an agent to confirm, before it is stopped, that the processes on its node are gone. A lost node never answers.
+_CLOSE_TIMEOUT_S = 3.0
+#: The time for a node to return what it knows of a dead worker's memory; the worker's last events are read meanwhile.
+_EVIDENCE_TIMEOUT_S = 0.2
+
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """The state of a process at one moment.
+
+    Attributes:
+        cpu_s: CPU time of all its threads so far.
+        is_stopped: It was sent SIGSTOP, or a debugger holds it.
+        waited_s: How long its runnable threads have waited for a CPU so far; 0 if the kernel does not say.
+    """
+
+    cpu_s: float
+    is_stopped: bool
+    waited_s: float = 0.0
+
+
+class NodeAgent:
+    """The agent on one node. Calls are quick, except for `stacks`, `kill_unless_exited` and `wait_for_exits`."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(thread_name_prefix="raysgd-stacks")
+        self._memory = MemoryWatch()
+        self._sampler: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._wanted: list[Any] = []
+        self._copies: list[Any] = []
+        self._is_fetching = False
+        self._lock = threading.Lock()
+        self._exits: list[threading.Thread] = []
+
+    def check_processes(self, pids: Sequence[int]) -> list[ProcessStatus | None]:
+        """Return the status of each process; None for one that is gone."""
+        return [_read_status(pid) for pid in pids]
+
+    def expect_exit(self, pid: int) -> None:
+        """Start a thread that kills a process which was asked to exit and does not; the agent answers calls meanwhile."""
+        thread = threading.Thread(target=self.kill_unless_exited, args=(pid,), name="raysgd-exit", daemon=True)
+        self._exits = [*(exit_ for exit_ in self._exits if exit_.is_alive()), thread]
+        thread.start()
+
+    def wait_for_exits(self) -> None:
+        """Block until the processes of `expect_exit` are gone, or were sent SIGKILL some seconds ago."""
+        for thread in self._exits:
+            thread.join()
+
+    def kill_unless_exited(self, pid: int) -> None:
+        """Wait for the exit of a process that was asked to exit; blocks until it is gone.
+
+        SIGKILL ends it after a grace period. A stopped process cannot exit, so it is killed at once: Ray needs 5 s for it.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(0 if process.status() in _STOPPED else EXIT_GRACE_S)
+                return
+            process.kill()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(_KILL_TIMEOUT_S)
+
+    def keep_copies(self, parts: Sequence[Any]) -> None:
+        """Keep copies of these checkpoint parts on this node instead of the previous ones; returns at once."""
+        with self._lock:
+            self._wanted = list(parts)
+            if not self._is_fetching:  # otherwise the running fetch continues with these: one copy at a time
+                self._is_fetching = True
+                self._pool.submit(self._fetch_wanted)
+
+    def _fetch_wanted(self) -> None:
+        while True:
+            with self._lock:
+                wanted = self._wanted
+                if wanted is self._copies:
+                    self._is_fetching = False
+                    return
+            if wanted:
+                # No error, not even the end of Ray, may prevent later fetches.
+                with contextlib.suppress(Exception):
+                    ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_TIMEOUT_S, fetch_local=True)
+            self._copies = wanted
+
+    def stacks(self, processes: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the stacks of processes, each given by its id and its stacks descriptor; see `read_stacks`."""
+        return list(self._pool.map(lambda process: read_stacks(*process), processes))
+
+    def watch_memory(self, pids: Sequence[int]) -> None:
+        """Sample the memory of these processes from now on, and of no others."""
+        self._memory.watch(pids)
+        if self._sampler is None:
+            self._sampler = threading.Thread(target=self._sample_regularly, name="raysgd-memory", daemon=True)
+            self._sampler.start()
+
+    def memory(self, pid: int) -> MemoryEvidence | None:
+        """Return what was seen of the memory of a process that has just died; None if it was not watched."""
+        return self._memory.evidence(pid)
+
+    def close(self) -> None:
+        """Stop the sampling thread."""
+        self._closing.set()
+        if self._sampler is not None:
+            self._sampler.join()
+            self._sampler = None
+        self._closing.clear()
+
+    def _sample_regularly(self) -> None:
+        while not self._closing.wait(_MEMORY_INTERVAL_S):
+            self._memory.sample()
+
+
+def _read_status(pid: int) -> ProcessStatus | None:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status, times = process.status(), process.cpu_times()
+            if status == psutil.STATUS_ZOMBIE:
+                return None
+            return ProcessStatus(times.user + times.system, status in _STOPPED, _read_waited_s(pid))
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _read_waited_s(pid: int) -> float:
+    """Sum the second number of each thread's ``schedstat`` (Linux): nanoseconds in a run queue."""
+    waited_ns = 0
+    for path in glob.iglob(f"/proc/{pid}/task/*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # a thread may end meanwhile
+            waited_ns += int(Path(path).read_text().split()[1])
+    return waited_ns / 1e9
+
+
+class NodeUnreachableError(Exception):
+    """A node's agent does not answer."""
+
+
+class NodeAgents:
+    """The agents of all nodes that have workers. Runs in the TrainerActor.
+
+    Args:
+        name: Prefix of the actors' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._own = NodeAgent()
+        self._actors: dict[str, Any] = {}
+        self._num_started = 0
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def watch_workers(self, workers: Iterable[WorkerInfo]) -> None:
+        """Start an agent on each node of these workers, and watch their memory; returns at once."""
+        pids_by_node: dict[str, list[int]] = {}
+        for info in workers:
+            pids_by_node.setdefault(info.node_id, []).append(info.pid)
+        for node_id, pids in pids_by_node.items():
+            if node_id == self._own_node:
+                self._own.watch_memory(pids)
+                continue
+            if node_id not in self._actors:
+                self._num_started += 1  # the node's previous agent may still be closing under its own name
+                self._actors[node_id] = (
+                    ray.remote(NodeAgent)
+                    .options(
+                        name=f"{self._name}-agent-{node_id[:12]}-{self._num_started}",
+                        namespace=NAMESPACE,
+                        num_cpus=0,
+                        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    )
+                    .remote()
+                )
+            self._actors[node_id].watch_memory.remote(pids)
+
+    async def check_processes(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessStatus | None]:
+        """Return the status of processes of a node; None for those that are gone.
+
+        Raises:
+            NodeUnreachableError: The node does not answer in time.
+        """
+        if node_id == self._own_node:
+            return self._own.check_processes(pids)
+        statuses: list[ProcessStatus | None] = await self._ask(node_id, "check_processes", list(pids), timeout_s)
+        return statuses
+
+    async def stacks(self, node_id: str, processes: Sequence[tuple[int, int]], timeout_s: float) -> list[str]:
+        """Return the stacks of processes of a node, each given by its id and its stacks descriptor.
+
+        Raises:
+            NodeUnreachableError: The node does not answer in time.
+        """
+        if node_id == self._own_node:
+            return await asyncio.to_thread(self._own.stacks, processes)
+        stacks: list[str] = await self._ask(node_id, "stacks", list(processes), timeout_s)
+        return stacks
+
+    def keep_copies(self, parts: Sequence[tuple[str, Any]]) -> None:
+        """Keep each part of a checkpoint on a second node that has an agent, instead of the copies kept so far.
+
+        Args:
+            parts: Each part with the node that it is on.
+        """
+        nodes = [self._own_node, *self._actors]
+        copies: dict[str, list[Any]] = {node_id: [] for node_id in nodes}
+        for node_id, part in parts:
+            if other := next((node for node in nodes if node != node_id), None):
+                copies[other].append(part)
+        self._own.keep_copies(copies.pop(self._own_node))
+        for node_id, on_node in copies.items():
+            self._actors[node_id].keep_copies.remote(on_node)
+
+    def expect_exit(self, info: WorkerInfo) -> None:
+        """Kill a process that was asked to exit, if it does not do so soon; returns at once."""
+        if info.node_id == self._own_node:
+            self._own.expect_exit(info.pid)
+        elif (actor := self._actors.get(info.node_id)) is not None:
+            actor.expect_exit.remote(info.pid)
+
+    async def wait_for_exits(self) -> None:
+        """Wait until the processes that were asked to exit are gone, and closed agents too; takes some seconds at most."""
+        await asyncio.gather(asyncio.to_thread(self._own.wait_for_exits), *self._closing)
+
+    async def explain_death(self, error: BaseException, info: WorkerInfo | None) -> str:
+        """Return why a worker died: Ray's reason, or that memory was the cause."""
+        memory = await self._memory(info) if info is not None and may_be_memory(error) else None
+        return describe_death(error, memory)
+
+    async def is_node_gone(self, info: WorkerInfo | None) -> bool:
+        """Return True if the node of a dead worker is gone as well."""
+        if info is None or info.node_id == self._own_node:
+            return False
+        return not await asyncio.to_thread(is_node_reachable, info.node_id)
+
+    def close(self) -> None:
+        """Stop the agents, once the processes that were asked to exit are gone."""
+        self._own.close()
+        for actor in self._actors.values():
+            task = asyncio.get_running_loop().create_task(_close_agent(actor))
+            self._closing.add(task)  # the loop holds tasks weakly
+            task.add_done_callback(self._closing.discard)
+        self._actors.clear()
+
+    async def _memory(self, info: WorkerInfo) -> MemoryEvidence | None:
+        if info.node_id == self._own_node:
+            return self._own.memory(info.pid)
+        try:
+            evidence: MemoryEvidence | None = await self._ask(info.node_id, "memory", info.pid, _EVIDENCE_TIMEOUT_S)
+        except NodeUnreachableError:
+            return None
+        return evidence
+
+    async def _ask(self, node_id: str, method: str, argument: Any, timeout_s: float) -> Any:
+        actor = self._actors.get(node_id)
+        if actor is None:
+            raise NodeUnreachableError(node_id)
+        try:
+            return await asyncio.wait_for(getattr(actor, method).remote(argument), timeout_s)
+        except (RayError, asyncio.TimeoutError) as error:
+            raise NodeUnreachableError(node_id) from error
+
+
+async def _close_agent(actor: Any) -> None:
+    with contextlib.suppress(RayError, asyncio.TimeoutError):
+        await asyncio.wait_for(actor.wait_for_exits.remote(), _CLOSE_TIMEOUT_S)
+    ray.kill(actor)

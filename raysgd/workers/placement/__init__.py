@@ -1,0 +1,1 @@
+"""Placement of workers: the cluster's capacity, worker slots in placement groups, nodes to avoid."""

@@ -1,0 +1,77 @@
+"""The nodes on which a group starts no processes: lost, draining and faulty ones. Runs in the TrainerActor; needs no Ray."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.placement.capacity import Node, count_fitting
+
+#: A node is faulty from this many deaths, if every other node has at least two deaths fewer.
+MIN_DEATHS = 2
+#: Deaths on a node within this time of each other count as one.
+SAME_DEATH_S = 5.0
+
+
+class AvoidedNodes:
+    """Collects the nodes to avoid, over all runs of a group, and counts the deaths on each node.
+
+    Args:
+        bundle: A worker's resources.
+        list_nodes: Returns the cluster's nodes with their free resources.
+        clock: Returns seconds since any fixed moment.
+
+    Attributes:
+        ids: The ids of the nodes to avoid.
+    """
+
+    def __init__(
+        self,
+        bundle: Mapping[str, float],
+        list_nodes: Callable[[], Sequence[Node]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ids: set[str] = set()
+        self._bundle = bundle
+        self._list_nodes = list_nodes
+        self._clock = clock
+        self._deaths: Counter[str] = Counter()
+        self._last_death: dict[str, float] = {}
+        self._warnings: list[str] = []
+
+    def add(self, node_ids: Collection[str]) -> None:
+        """Avoid nodes that are lost or draining."""
+        self.ids.update(node_ids)
+
+    def remove_gone(self) -> None:
+        """Remove the nodes that Ray knows to be gone: Ray itself starts nothing there."""
+        if self.ids:
+            self.ids &= {node.node_id for node in self._list_nodes()}
+
+    def record_death(self, info: WorkerInfo) -> None:
+        """Count a worker's death on a living node; a faulty node is avoided if another node has room for a worker."""
+        node_id, now = info.node_id, self._clock()
+        is_new = now - self._last_death.get(node_id, -SAME_DEATH_S) >= SAME_DEATH_S
+        self._last_death[node_id] = now
+        self._deaths[node_id] += is_new
+        if node_id not in self.ids and self._is_faulty(node_id) and self._has_room_elsewhere(node_id):
+            self.ids.add(node_id)
+            self._warnings.append(
+                f"{info.node} is not used any more: workers have died there {self._deaths[node_id]} times, "
+                "and on no other node as often"
+            )
+
+    def take_warnings(self) -> list[str]:
+        """Return a line for each node that was found faulty since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def _is_faulty(self, node_id: str) -> bool:
+        others = max((count for other, count in self._deaths.items() if other != node_id), default=0)
+        return self._deaths[node_id] >= max(MIN_DEATHS, others + 2)
+
+    def _has_room_elsewhere(self, node_id: str) -> bool:
+        nodes = [node for node in self._list_nodes() if node.node_id not in {node_id, *self.ids}]
+        return count_fitting(self._bundle, nodes) > 0

@@ -1,0 +1,111 @@
+"""Computes whether a cluster can hold a group of workers, and explains why it cannot. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd.config import ScalingConfig
+
+_EPSILON = 1e-6  # resources are floats: ten times 0.1 GPU may be more than 1 GPU
+
+
+@dataclass(frozen=True)
+class Node:
+    """The resources of a node, in total and free."""
+
+    node_id: str
+    name: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
+    """Say why the cluster could not hold the workers and their spares even if it were idle; None if it could."""
+    return _explain(scaling, [node.total for node in nodes], "the cluster has", num_spares)
+
+
+def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
+    """Say why the free resources cannot hold the workers and their spares; None if they can."""
+    return _explain(scaling, [node.free for node in nodes], "free now are", num_spares)
+
+
+def explain_timeout(num_missing: int, num_workers: int, timeout_s: float, why: str | None) -> str:
+    """Return the message for a group that was not ready in time; ``why`` is the answer of `explain_busy`."""
+    what = f"{num_missing} of {num_workers} workers did not start" if num_missing else "the workers did not get ready"
+    because = f": {why}, others use the rest" if why else ""
+    return f"{what} within {timeout_s:g} s{because}. Free resources, or raise FailureConfig(start_timeout_s=...)."
+
+
+def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str, num_spares: int) -> str | None:
+    bundle, count = scaling.bundle(), scaling.min_workers + num_spares
+    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
+    for name, amount in bundle.items():
+        total = sum(node.get(name, 0) for node in nodes)
+        if total + _EPSILON < count * amount:
+            return (
+                f"needs {count} x {_number(amount)} {name} = {_number(count * amount)}{which}, {verb} {_number(total)}"
+            )
+    room = [_count_on_node(bundle, node) for node in nodes]
+    workers = f"{count} workers of {describe_bundle(bundle)}{which}"
+    if scaling.placement_strategy == "STRICT_PACK" and max(room, default=0) < count:
+        return f"STRICT_PACK needs one node for {workers}; the largest holds {max(room, default=0)}"
+    if scaling.placement_strategy == "STRICT_SPREAD" and sum(r > 0 for r in room) < count:
+        return f"STRICT_SPREAD needs {count} nodes for {workers}; {sum(r > 0 for r in room)} can hold one"
+    if sum(room) < count:
+        return f"needs room for {workers}; the nodes hold {' + '.join(map(str, room))} = {sum(room)}"
+    return None
+
+
+def slot_bundle(scaling: ScalingConfig) -> dict[str, float]:
+    """Return the resources that a worker slot reserves; Ray refuses empty bundles."""
+    return scaling.bundle() or {"CPU": 0.001}
+
+
+def list_slots(bundles: Sequence[Mapping[str, float]], bundle: Mapping[str, float]) -> list[int]:
+    """Return the index of a bundle of a placement group for each worker that fits into it.
+
+    Args:
+        bundles: The free resources of each bundle.
+        bundle: The resources of a worker.
+    """
+    return [index for index, free in enumerate(bundles) for _ in range(_count_on_node(bundle, free))]
+
+
+def explain_full(scaling: ScalingConfig, bundles: Sequence[Mapping[str, float]], num_spares: int = 0) -> str | None:
+    """Say why a placement group with these free bundles cannot hold the workers and their spares; None if it can."""
+    bundle, count = scaling.bundle(), scaling.min_workers + num_spares
+    room = len(list_slots(bundles, slot_bundle(scaling)))
+    if room >= count:
+        return None
+    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
+    free = " | ".join(describe_bundle({name: amount for name, amount in held.items() if amount}) for held in bundles)
+    return f"needs room for {count} x ({describe_bundle(bundle)}){which}, and its bundles have {free} free, room for {room}"
+
+
+def count_fitting(bundle: Mapping[str, float], nodes: Sequence[Node]) -> int:
+    """Return how many of the bundle fit into the free resources."""
+    return sum(_count_on_node(bundle, node.free) for node in nodes)
+
+
+def describe_bundle(bundle: Mapping[str, float]) -> str:
+    """Return the bundle as text, such as ``2 CPU + 1 GPU``."""
+    return " + ".join(f"{_number(amount)} {name}" for name, amount in bundle.items()) or "no resources"
+
+
+def _count_on_node(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
+    # Bundles are equal, so that filling node by node is exact.
+    counts = [_times(amount, node.get(name, 0), is_whole=name == "GPU") for name, amount in bundle.items()]
+    return min(counts, default=10**9)
+
+
+def _times(amount: float, there: float, *, is_whole: bool) -> int:
+    """Return how often ``amount`` fits into ``there``; if ``is_whole``, no part may span two units."""
+    if not is_whole or amount >= 1:
+        return int((there + _EPSILON) // amount)
+    units = int(there + _EPSILON)
+    return units * int((1 + _EPSILON) // amount) + int((there - units + _EPSILON) // amount)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

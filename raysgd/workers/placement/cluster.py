@@ -1,0 +1,92 @@
+"""Reads the state of the Ray cluster for placement; no other module does. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+import ray
+from ray._private.state import state  # no public API has the free resources by node, or the autoscaler's limit
+from ray._private.worker import global_worker  # no public API lists draining nodes
+
+from raysgd.config import ScalingConfig
+from raysgd.errors import InfeasibleError
+from raysgd.workers.placement.capacity import Node, explain_infeasible
+
+#: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
+NAMESPACE = "raysgd"
+
+_log = logging.getLogger(__name__)
+#: The time for Ray to list draining nodes.
+_DRAINING_TIMEOUT_S = 2.0
+#: The time for a living node to accept a connection.
+_CONNECT_TIMEOUT_S = 0.5
+_ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
+
+
+def list_nodes() -> list[Node]:
+    """Return the living nodes with their total and free resources."""
+    free = state.available_resources_per_node()
+    return [
+        Node(info["NodeID"], info["NodeManagerHostname"], info["Resources"], free.get(info["NodeID"], {}))
+        for info in ray.nodes()
+        if info["Alive"]
+    ]
+
+
+def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
+    """Refuse workers that the cluster can never hold; with an autoscaler, those beyond the autoscaler's limit.
+
+    Raises:
+        InfeasibleError: The message shows the arithmetic.
+    """
+    why = explain_infeasible(scaling, list_nodes(), num_spares)
+    if why is None:
+        return
+    limit = _autoscaler_limit()
+    if limit is None:
+        raise InfeasibleError(f"{why}. {_ADVICE}")
+    beyond = explain_infeasible(scaling, [Node("", "", limit, limit)], num_spares)
+    if beyond is not None and "nodes" not in beyond:  # the limit says nothing about single nodes
+        raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
+
+
+def has_autoscaler() -> bool:
+    """Return True if an autoscaler may add nodes to the cluster."""
+    return _autoscaler_limit() is not None
+
+
+def is_node_reachable(node_id: str) -> bool:
+    """Return True if a node's raylet accepts connections; blocks. Ray itself needs many seconds to notice a lost node."""
+    address = {info["NodeID"]: (info["NodeManagerAddress"], info["NodeManagerPort"]) for info in ray.nodes()}
+    try:
+        socket.create_connection(address[node_id], _CONNECT_TIMEOUT_S).close()
+    except (OSError, KeyError):
+        return False
+    return True
+
+
+def list_draining_nodes() -> dict[str, float | None]:
+    """Return the nodes that Ray will take away, with the seconds that are left or None if unknown; blocks."""
+    try:
+        client = global_worker.gcs_client  # type: ignore[attr-defined]
+        deadlines_ms = client.get_draining_nodes(timeout=_DRAINING_TIMEOUT_S)
+    except Exception as error:  # the next check may succeed
+        _log.debug("Ray did not list the draining nodes: %s", error)
+        return {}
+    now_ms = time.time() * 1000
+    return {node_id: max(0.0, (at_ms - now_ms) / 1000) if at_ms else None for node_id, at_ms in deadlines_ms.items()}
+
+
+def is_tls_enabled() -> bool:
+    """Return True if Ray encrypts its connections."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _autoscaler_limit() -> Mapping[str, float] | None:
+    """Return the resources of the cluster at its largest, or None without an autoscaler."""
+    limit: Mapping[str, float] | None = state.get_max_resources_from_cluster_config()
+    return limit

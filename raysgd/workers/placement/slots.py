@@ -1,0 +1,272 @@
+"""Worker slots: bundles of placement groups, each of which holds one worker process at a time. Runs in the TrainerActor.
+
+A placement group cannot change its size. The first one has the slots of the smallest group and of the spares, so that they
+are reserved together or not at all. Each further slot is a placement group of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+#: Seconds between two checks of a placement group's state.
+_POLL_S = 0.05
+#: How long the removal of a placement group waits for resources that are just being reserved.
+_SETTLE_S = 5.0
+#: Ray's scheduling states of a placement group for which it found no room and will try again; in the last one it looks for
+#: another place for a part of the group.
+_WAITING = ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerSlot:
+    """One bundle of a placement group."""
+
+    placement: PlacementGroup
+    index: int
+
+    def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that starts an actor in this slot."""
+        return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
+
+    def node_id(self) -> str:
+        """Return the slot's node; empty if Ray has not placed the slot, or its node is gone."""
+        return str(placement_group_table(self.placement).get("bundles_to_node_id", {}).get(self.index, ""))
+
+    def is_placed(self) -> bool:
+        """Return True if the slot's whole placement group is reserved on nodes that Ray sees."""
+        return bool(placement_group_table(self.placement).get("state") == "CREATED")
+
+
+@dataclass(frozen=True)
+class ExistingPlacement:
+    """A placement group with room for the first slots that belongs to others, such as to a Tune trial.
+
+    Attributes:
+        bundles: The index of each slot's bundle.
+    """
+
+    placement: PlacementGroup
+    bundles: tuple[int, ...]
+
+
+class WorkerSlots:
+    """The slots of one worker group.
+
+    Args:
+        name: Name of the first placement group.
+        bundle: The resources of a slot.
+        strategy: Placement strategy of the first placement group.
+        existing: Where the first slots are, if not in a placement group of their own.
+
+    Attributes:
+        on_slot_added: Called when a slot outside of an existing placement group is requested, of which Ray does not know that
+            it belongs to that group.
+    """
+
+    def __init__(
+        self, name: str, bundle: Mapping[str, float], strategy: str, existing: ExistingPlacement | None = None
+    ) -> None:
+        self._name = name
+        self._bundle = dict(bundle)
+        self._strategy = strategy
+        self._existing = existing
+        self._placements: list[PlacementGroup] = []  # the first one holds the slots that were requested together
+        self._num_opened = 0
+        self._num_added = 0
+        self._free: list[WorkerSlot] = []
+        self._removals: set[asyncio.Task[None]] = set()
+        self.on_slot_added: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        """The prefix of the placement groups' names."""
+        return self._name
+
+    @property
+    def is_in_existing_placement(self) -> bool:
+        return self._existing is not None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._placements)
+
+    def open(self, count: int) -> None:
+        """Request ``count`` slots together; in an existing placement group all its slots are taken over instead."""
+        if self._existing is not None:
+            placement, bundles = self._existing.placement, self._existing.bundles
+        else:
+            # The previous group may still wait for its removal, and keeps its name until then.
+            name = self._name if not self._num_opened else f"{self._name}-again{self._num_opened}"
+            self._num_opened += 1
+            placement = placement_group([self._bundle] * count, strategy=self._strategy, name=name)
+            bundles = tuple(range(count))
+        self._placements.append(placement)
+        self._free += [WorkerSlot(placement, index) for index in bundles]
+
+    def add(self, avoid: Collection[str] = ()) -> WorkerSlot:
+        """Request one more slot, on none of the nodes ``avoid``."""
+        if self.is_in_existing_placement:
+            self.on_slot_added()
+        self._num_added += 1
+        name = f"{self._name}-{self._num_added}"
+        selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
+        placement = placement_group([self._bundle], name=name, bundle_label_selector=selector)
+        self._placements.append(placement)
+        return WorkerSlot(placement, 0)
+
+    def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> WorkerSlot | None:
+        """Take a free slot on none of the nodes ``avoid``; its resources may not be reserved yet.
+
+        With ``must_have_node`` Ray must have put the slot on a node. A slot whose node is lost may never get another one: a
+        joining worker may use the only room that there is.
+        """
+        for slot in self._free:
+            node = slot.node_id() if avoid or must_have_node else ""
+            if node not in avoid and (node or not must_have_node):
+                self._free.remove(slot)
+                return slot
+        return None
+
+    async def find(self, avoid: Collection[str]) -> WorkerSlot:
+        """Wait for a slot with reserved resources on none of the nodes ``avoid``.
+
+        Under ``STRICT_SPREAD`` nodes with a slot in use are avoided, too. The slot is a new one, unless Ray first moves a free
+        slot: Ray does so with the slots of a lost node, and the moved slot may take the only room that there is.
+        """
+        if self._strategy == "STRICT_SPREAD":
+            avoid = {*avoid, *self._nodes_in_use()}
+        added = self.add(avoid)
+        try:
+            while not added.is_placed():
+                if (moved := self.take_placed(avoid)) is not None:
+                    self.remove(added)
+                    return moved
+                await asyncio.sleep(_POLL_S)
+        except asyncio.CancelledError:
+            self.remove(added)
+            raise
+        return added
+
+    def release(self, slot: WorkerSlot) -> None:
+        """Make a slot free for another process; the process in it is gone, or will be."""
+        if slot.placement in self._placements:
+            self._free.append(slot)
+
+    def take_placed(self, avoid: Collection[str] = ()) -> WorkerSlot | None:
+        """Take a free slot with reserved resources on none of the nodes ``avoid``."""
+        for slot in self._free:
+            if slot.is_placed() and (not avoid or slot.node_id() not in avoid):
+                self._free.remove(slot)
+                return slot
+        return None
+
+    def remove(self, slot: WorkerSlot) -> None:
+        """Return a slot's resources to the cluster; one of the slots requested together becomes free instead."""
+        if slot.placement in self._placements[1:]:
+            self._placements.remove(slot.placement)
+            self._remove_placement(slot.placement)
+        else:
+            self.release(slot)
+
+    def remove_unplaced(self) -> None:
+        """Remove free slots without resources, whose node is gone; the slots requested together stay."""
+        for slot in list(self._free):
+            if slot.placement in self._placements[1:] and not slot.is_placed():
+                self._free.remove(slot)
+                self.remove(slot)
+
+    def close(self) -> None:
+        """Return all resources to the cluster, but for those of an existing placement group."""
+        for placement in self._placements:
+            if self._existing is None or placement != self._existing.placement:
+                self._remove_placement(placement)
+        self._placements.clear()
+        self._free.clear()
+
+    async def wait_removed(self) -> None:
+        """Wait until every placement group that was to be removed is removed."""
+        if self._removals:
+            await asyncio.wait(self._removals)
+
+    def _nodes_in_use(self) -> set[str]:
+        free = {(slot.placement, slot.index) for slot in self._free}
+        bundles = {
+            placement: placement_group_table(placement).get("bundles_to_node_id", {}) for placement in self._placements
+        }
+        return {
+            str(node)
+            for placement, nodes in bundles.items()
+            for index, node in nodes.items()
+            if node and (placement, index) not in free
+        }
+
+    def _remove_placement(self, placement: PlacementGroup) -> None:
+        if _is_settled(placement):
+            remove_placement_group(placement)
+            return
+        removal = asyncio.ensure_future(_remove_when_settled(placement))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+
+def _is_settled(placement: PlacementGroup) -> bool:
+    """Return True unless a node is just reserving the resources.
+
+    Ray 2.60 loses the resources of a placement group that is removed at that moment, until the node restarts (decision 0020).
+    """
+    table = placement_group_table(placement)
+    return table.get("state") in (None, "CREATED", "REMOVED") or table["stats"]["scheduling_state"] in _WAITING
+
+
+async def _remove_when_settled(placement: PlacementGroup) -> None:
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if time.monotonic() > deadline or _is_settled(placement):
+            break
+    remove_placement_group(placement)
+
+
+def has_waiting_groups(name: str, totals: Sequence[Mapping[str, float]]) -> bool:
+    """Return True if placement groups of others wait for resources that some node could have.
+
+    Args:
+        name: The prefix of one's own placement groups' names.
+        totals: The total resources of each node.
+    """
+    for group in placement_group_table().values():
+        if group["state"] in ("PENDING", "RESCHEDULING") and not str(group["name"]).startswith(name):
+            bundles = [dict(bundle) for bundle in group["bundles"].values()]
+            if all(any(_holds(total, bundle) for total in totals) for bundle in bundles):
+                return True
+    return False
+
+
+def _holds(total: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(total.get(resource, 0.0) >= amount for resource, amount in bundle.items())
+
+
+def remove_placement_groups(name: str) -> None:
+    """Remove the placement groups that a dead TrainerActor left: those named ``name`` or with that prefix. Blocks."""
+    deadline = time.monotonic() + _SETTLE_S  # for all of them together
+    for group in placement_group_table().values():
+        found = str(group["name"])
+        if group["state"] != "REMOVED" and (found == name or found.startswith(f"{name}-")):
+            with contextlib.suppress(Exception):  # it may be gone by now
+                placement = get_placement_group(found)
+                while time.monotonic() < deadline and not _is_settled(placement):
+                    time.sleep(_POLL_S)
+                remove_placement_group(placement)

@@ -1,0 +1,362 @@
+"""The Ray actor in each worker process. Its methods run in a pool of threads: one streams events, the others answer calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from raysgd._util.imports import uncollected
+from raysgd.backends.base import BackendConfig
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.errors import StorageError
+from raysgd.session.progress import Heartbeat
+from raysgd.workers.events_connection import VALUE_FOLLOWS, EventSender
+from raysgd.workers.liveness.stacks import expose_stacks
+from raysgd.workers.orders import AttemptOrder, Blob, GpuId, PrepareOrder, RunOrder, WorkerInfo
+from raysgd.workers.process.reset import Baseline, ModuleWatch
+
+if TYPE_CHECKING:
+    from raysgd.backends.flight_recorder import Collective
+    from raysgd.workers.process.attempt import Attempt
+    from raysgd.workers.process.class_api import Instances
+
+
+T = TypeVar("T")
+
+
+class CurrentAttempt:
+    """The attempt that runs in this process, if there is one. Called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempt: Attempt | None = None
+        self._is_expected = False
+        self._early: list[tuple[int, Callable[[Attempt], Any]]] = []
+
+    def get(self) -> Attempt | None:
+        """Return the attempt that runs, or None."""
+        return self._attempt
+
+    def expect(self) -> None:
+        """Keep the calls that arrive from now on until the next attempt begins."""
+        with self._lock:
+            self._is_expected = True
+            self._early.clear()
+
+    def begin(self, attempt: Attempt) -> None:
+        """Make ``attempt`` the current one, and make the calls that arrived before it."""
+        with self._lock:
+            early, self._early, self._is_expected = self._early, [], False
+            for number, function in early:
+                if number == attempt.number:
+                    function(attempt)
+            self._attempt = attempt
+
+    def call(self, number: int, function: Callable[[Attempt], T], otherwise: T) -> T:
+        """Make a call on the attempt of that number, now or when it begins.
+
+        Returns:
+            What ``function`` returns; ``otherwise`` if the attempt has not begun, or is over.
+        """
+        with self._lock:
+            current = self._attempt
+            if current is None or current.number != number:
+                if self._is_expected:
+                    self._early.append((number, function))
+                return otherwise
+        return function(current)
+
+    def forget(self, attempt: Attempt | None = None) -> None:
+        """Drop the attempt if it is the current one; without an argument, drop whichever is current."""
+        with self._lock:
+            if attempt in (None, self._attempt):
+                self._attempt = None
+
+
+#: Seconds after a preempted attempt in which the controller ends the process; after that the process ends itself.
+_REMIND_S = 5.0
+
+
+class Termination:
+    """Handles SIGTERM of this process: a notice while an attempt runs, and the end of the process otherwise.
+
+    Make it in the main thread.
+
+    Args:
+        on_notice: Called for each SIGTERM, in the main thread; returns whether it handles the signal.
+    """
+
+    def __init__(self, on_notice: Callable[[], bool]) -> None:
+        self._on_notice = on_notice
+        self._pid = os.getpid()
+        self._earlier_handler: Any = signal.signal(signal.SIGTERM, self._handle)
+
+    def remind(self) -> None:
+        """Let SIGTERM come again after the attempt that handled one, in case nobody ends the process."""
+        reminder = threading.Timer(_REMIND_S, os.kill, (self._pid, signal.SIGTERM))
+        reminder.daemon = True
+        reminder.start()
+
+    def end_now(self) -> None:
+        """End the process at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if os.getpid() == self._pid and self._on_notice():
+            return
+        if callable(self._earlier_handler):
+            self._earlier_handler(signum, frame)
+        else:
+            self.end_now()
+
+
+# threads: one streams, the others answer meanwhile.
+
+
+#: Threads of the actor: the stream, and calls that must be answered while it runs.
+NUM_THREADS = 8
+
+
+class WorkerActor:
+    """One worker process, which is reused from one run to the next."""
+
+    def __init__(self) -> None:
+        self._controller = ""
+        self._baseline = Baseline()
+        self._modules = ModuleWatch()
+        self._backend: Any = None
+        self._pool: Any = None
+        self._current = CurrentAttempt()
+        self._instances: Instances | None = None
+        self._is_in_group = False
+        self._leaving = threading.Lock()
+        self._rank = 0
+        self._visible_gpus: tuple[GpuId, ...] = ()
+        self._stacks_file = expose_stacks()
+        self._termination = Termination(self._on_sigterm)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def describe(self) -> WorkerInfo:
+        """Return where this process is."""
+        run_context = ray.get_runtime_context()
+        gpus = run_context.get_accelerator_ids().get("GPU", [])
+        return WorkerInfo(
+            node_id=run_context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            gpu_ids=tuple(int(gpu) if str(gpu).isdigit() else str(gpu) for gpu in gpus),
+            stacks_file=self._stacks_file,
+        )
+
+    def load(self, config: BackendConfig, controller: str, warm_up: bool = False) -> str | None:
+        """Import the framework; called once, before anything else. Returns what is wrong if it is not installed, else None.
+
+        Args:
+            config: The configuration of the backend, which knows the framework.
+            controller: Name of the TrainerActor.
+            warm_up: Nobody waits for this process, so import what training loops import later as well.
+        """
+        self._controller = controller
+        backend = config.make_backend()
+        try:
+            with uncollected():
+                backend.load()
+                if warm_up:
+                    backend.warm_up()
+        except ImportError as error:
+            return str(error)
+        self._backend = backend
+        import raysgd.workers.process.build  # noqa: F401  (before the first attempt; the TrainerActor does not need it)
+
+        self._baseline.note_framework()
+        return None
+
+    def prepare(self, order: PrepareOrder) -> str | None:
+        """Reset this process and its environment for an attempt.
+
+        Returns why this process must be replaced, or None: user modules have changed since they were loaded, or the framework
+        has not freed its earlier groups.
+        """
+        from raysgd.session import context
+
+        self._rank = order.rank
+        self._current.expect()
+        context.uninstall()
+        with self._leaving:  # an earlier call of `leave` may still run
+            if self._is_in_group:  # train_func returned here, and a rank that had not was lost
+                self._leave()
+        self._modules.note_loaded()
+        if stale := self._modules.stale():
+            return f"{', '.join(stale)} changed since the workers loaded it"
+        if self._backend.should_replace_process():
+            return "their framework has not freed all resources of earlier groups"
+        self._baseline.restore()
+        if order.visible_gpus:
+            # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever the group has later.
+            self._visible_gpus = self._visible_gpus or order.visible_gpus
+            own = order.visible_gpus[order.device_index]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
+            os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
+        return None
+
+    def open_rendezvous(self) -> str:
+        """Open the rendezvous on rank 0; returns its address."""
+        return str(self._backend.open_rendezvous(ray.util.get_node_ip_address()))
+
+    def probe(self, folder: str, name: str) -> bool:
+        """Return whether this node sees the file ``name`` that another node wrote into ``folder``."""
+        return (Path(folder) / name).exists()
+
+    # -- an attempt ---------------------------------------------------------------------------------------------
+
+    def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
+        """Run train_func once; a streaming generator of the events that do not travel over a connection."""
+        from raysgd.workers.process.build import make_attempt, make_pool
+
+        if self._pool is None:
+            self._pool = make_pool(run)
+        attempt = make_attempt(run, order, controller=self._controller, backend=self._backend, pool=self._pool)
+        self._current.begin(attempt)
+        sender = EventSender(order.inbox, on_problem=attempt.use_ray_stream)
+        for item in attempt.events():
+            if isinstance(item, list):
+                for batch in sender.send(item):  # no `yield from`: Ray calls `send` of its generators
+                    yield batch
+            else:
+                yield VALUE_FOLLOWS
+                yield item
+        for batch in sender.finish():
+            yield batch
+        self._current.forget(attempt)  # it refers to the run's data, which must be freed now
+        self._is_in_group = attempt.has_returned
+        if attempt.is_preempted:
+            self._termination.remind()
+        self._modules.note_loaded()
+
+    def payloads(self, attempt: int) -> Iterator[Any]:
+        """Yield what this rank saves in an attempt, each part as an array of bytes. The controller owns the items."""
+        current = self._current.get()
+        if current is None or current.number != attempt:
+            return
+        yield from current.payloads()
+
+    def reach(self, parts: Sequence[Any], timeout_s: float) -> bool:
+        """Return whether this node has these parts of a checkpoint in memory, or can fetch them in time."""
+        try:
+            ray.get(list(parts), timeout=timeout_s)  # `ray.wait` would count lost objects as ready
+        except RayError:
+            return False
+        return True
+
+    def store(self, parts: Sequence[Any], folder: str, prefix: str) -> list[FileEntry]:
+        """Write a part of a checkpoint from memory to storage; returns its files, which are durable."""
+        from raysgd.workers.process.build import store_part
+
+        return store_part(parts[0], folder, prefix)
+
+    def end(self, attempt: int, why: str) -> None:
+        """End an attempt that runs, or is about to begin."""
+        self._current.call(attempt, lambda current: current.end(why), None)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return how far train_func has come."""
+        current = self._current.get()
+        return Heartbeat() if current is None else current.heartbeat()
+
+    def flight_record(self, folder: str) -> tuple[Collective, ...]:
+        """Return the last collectives of this rank, and write all that is known of them into ``folder``."""
+        record = self._backend.dump_flight_record()
+        if record is None:
+            return ()
+        from raysgd.checkpoint.storage.storage import Storage
+
+        def write() -> None:
+            with contextlib.suppress(StorageError, OSError):
+                Storage.from_uri(folder).write_bytes(f"rank_{self._rank}", record.dump)
+
+        threading.Thread(target=write, name="raysgd-record", daemon=True).start()  # storage must not delay the answer
+        last: tuple[Collective, ...] = record.last
+        return last
+
+    def hold(self, attempt: int) -> tuple[int, int]:
+        """Return how far this rank has come; it waits there for `stop_from`. Zeros if it is not in the attempt."""
+        return self._current.call(attempt, lambda current: current.hold(), (0, 0))
+
+    def stop_from(self, attempt: int, check: int, last_report: int | None) -> None:
+        """Make ``should_stop()`` true from this check on."""
+        self._current.call(attempt, lambda current: current.stop_from(check, last_report), None)
+
+    def hold_saves(self, attempt: int) -> int:
+        """Return how many saves this rank has begun; it waits at the next one for `leave_after`."""
+        return self._current.call(attempt, lambda current: current.hold_saves(), 0)
+
+    def leave_after(self, attempt: int, last_save: int | None) -> None:
+        """Make train_func leave after this save; None: after no save."""
+        self._current.call(attempt, lambda current: current.leave_after(last_save), None)
+
+    def leave(self) -> None:
+        """Leave the process group, once all ranks have returned."""
+        with self._leaving:
+            self._leave()
+
+    # -- the class API -------------------------------------------------------------------------------------------
+
+    def make_instance(self, blob: Blob, order: AttemptOrder) -> None:
+        """Join a group and make this worker's instance of the user's class."""
+        from raysgd.workers.process.build import node_name, resolve
+
+        self._backend.init_process_group(order.member)
+        try:
+            node, is_collective = node_name(order.member.node_ip), self._backend.is_collective_error
+            self._class_api().make(resolve(blob), order.member, node, is_collective)
+        except BaseException:
+            self.drop_instance()
+            raise
+
+    def execute(self, blob: Blob, has_instance: bool) -> bytes:
+        """Call the user's function; returns the pickle of its value."""
+        from raysgd.workers.process.build import node_name, resolve
+
+        node = node_name(ray.util.get_node_ip_address())
+        self._backend.set_device()
+        return self._class_api().execute(resolve(blob), has_instance, self._backend.get_reducers(), self._rank, node)
+
+    def drop_instance(self) -> None:
+        """Drop the instance and leave its group."""
+        self._class_api().drop()
+        self._backend.destroy_process_group()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self._current.forget()
+        self._is_in_group = False
+        self._backend.destroy_process_group()
+
+    def _class_api(self) -> Instances:
+        from raysgd.workers.process.class_api import Instances
+
+        if self._instances is None:
+            self._instances = Instances()
+        return self._instances
+
+    def _on_sigterm(self) -> bool:
+        """Handle SIGTERM in the main thread: the first one ends the attempt in order, the second one ends the process."""
+        current = self._current.get()
+        if current is None:
+            return False
+        if not current.preempt("its process got SIGTERM"):
+            self._termination.end_now()
+        return True

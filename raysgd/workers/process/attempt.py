@@ -1,0 +1,418 @@
+"""One attempt in a worker process: train_func from its call to its end, and the events of it. Worker side."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+
+from raysgd._util.imports import imported
+from raysgd._util.redact import redact_text, secret_values
+from raysgd.backends.base import Backend
+from raysgd.callbacks.base import Callback, Stop
+from raysgd.callbacks.runner import CallbackRunner
+from raysgd.errors import AttemptEnded, TrainFuncError
+from raysgd.result import Result
+from raysgd.session import context
+from raysgd.session.event_queue import EventQueue
+from raysgd.session.events import (
+    Ended,
+    Entered,
+    Failed,
+    Preempted,
+    Returned,
+    Sample,
+    StopRequested,
+    Warned,
+    WorkerEvent,
+)
+from raysgd.session.metrics import read_deferred
+from raysgd.session.progress import Heartbeat
+from raysgd.session.saving import CheckpointWriter
+from raysgd.session.worker import WorkerSession
+from raysgd.workers.orders import AttemptOrder, RunOrder
+from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, user_part
+from raysgd.workers.process import train_thread
+from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
+
+#: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
+MAX_INLINE_BYTES = 64 * 1024
+#: An item of a Ray stream costs the controller as much as this many messages over a connection.
+RAY_ITEM_COST = 5
+#: Seconds in which train_func can leave an ended attempt by itself, before it is interrupted. The error of a broken
+#: collective says more than an interrupt.
+INTERRUPT_AFTER_S = 0.1
+#: Seconds between two samples of the process.
+SAMPLE_INTERVAL_S = 2.0
+
+
+class Attempt:
+    """One attempt. The stream's thread drains `events`; other threads call `end`, `stop_from` and the like.
+
+    Args:
+        code: Returns this attempt's own copies of ``train_func`` and its ``config``.
+        session: The session that train_func's calls act on.
+        callbacks: The callbacks that run in workers.
+        on_resize: Returns the user's ``on_resize``.
+
+    Attributes:
+        is_preempted: The process got SIGTERM.
+        has_returned: train_func has returned. The process is still in its group, since other ranks may need it there.
+    """
+
+    def __init__(
+        self,
+        run: RunOrder,
+        order: AttemptOrder,
+        *,
+        code: Callable[[], tuple[Callable[..., Any], Any]],
+        backend: Backend,
+        session: WorkerSession,
+        event_queue: EventQueue,
+        writer: CheckpointWriter,
+        callbacks: WorkerCallbacks,
+        node: str,
+        on_resize: Callable[[], Callable[[Any, int], Any]] | None = None,
+    ) -> None:
+        self.number = order.attempt
+        self.is_preempted = False
+        self.has_returned = False
+        self._run = run
+        self._order = order
+        self._thread = TrainThread(self._main)
+        self._code = code
+        self._backend = backend
+        self._session = session
+        self._event_queue = event_queue
+        self._writer = writer
+        self._callbacks = callbacks
+        self._node = node
+        self._on_resize = on_resize
+        self._in_setup = False
+        self._done = threading.Event()
+        self._large_value: bytes | None = None
+        self._secrets: frozenset[str] = frozenset()
+
+    # -- the stream's thread ----------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Any]:
+        """Run train_func; yield batches of its events, and last a large return value as an array, if there is one."""
+        member = self._order.member
+        sampler = Sampler({"rank": member.rank, "node": self._node, "run": self._run.info.name})
+        self._thread.start()
+        while True:
+            was_done = self._done.is_set()
+            batch = self._event_queue.drain(0 if was_done else SAMPLE_INTERVAL_S)
+            if was_done and not batch:
+                break
+            if sampler.is_due():
+                batch.append(Sample(sampler.sample(self._session.num_reports)))
+            if batch:
+                yield batch
+        if self._large_value is not None:
+            import numpy as np
+
+            yield np.frombuffer(self._large_value, np.uint8)
+
+    # -- other threads ----------------------------------------------------------------------------------------
+
+    def end(self, why: str) -> None:
+        """End the attempt: the next session call raises, and a Python loop is interrupted.
+
+        Args:
+            why: For the error's text.
+        """
+        self._session.end(why)
+        self._backend.abort_process_group()
+        if not self._done.wait(INTERRUPT_AFTER_S):
+            self._thread.interrupt()
+
+    def use_ray_stream(self, problem: str | None) -> None:
+        """Make fewer and larger batches from now on, because events travel as items of a Ray stream."""
+        self._event_queue.flush_interval_s *= RAY_ITEM_COST
+        if problem is not None:
+            self._event_queue.put(Warned(problem))
+
+    def payloads(self) -> Iterator[Any]:
+        """Yield what this rank saves, as arrays of bytes."""
+        return self._writer.payloads()
+
+    def heartbeat(self) -> Heartbeat:
+        """Return how far train_func has come."""
+        return self._session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
+
+    def hold(self) -> tuple[int, int]:
+        return self._session.hold()
+
+    def stop_from(self, check: int, last_report: int | None) -> None:
+        self._session.stop_from(check, last_report)
+
+    def hold_saves(self) -> int:
+        return self._session.hold_saves()
+
+    def leave_after(self, last_save: int | None) -> None:
+        self._session.leave_after(last_save)
+
+    def preempt(self, why: str) -> bool:
+        """Report to the controller that this process got SIGTERM; returns False if that was reported before.
+
+        A signal handler calls this method, so it takes no lock that the main thread could hold.
+        """
+        if self.is_preempted:
+            return False
+        self.is_preempted = True
+        self._event_queue.put(Preempted(why), urgent=True)
+        return True
+
+    # -- train_func's thread ------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        threads_before = threading.enumerate()
+        try:
+            outcome = self._run_train_func()
+        except AttemptEnded:  # an injected exception that arrived just after train_func had left
+            outcome = Ended()
+        except BaseException as error:  # an exception that cannot be described; the rank must still report its end
+            outcome = describe_unprintable(error)
+            self._send(outcome)
+        self._finish(outcome, threads_before)
+
+    def _run_train_func(self) -> Returned | Ended | Failed:
+        error: BaseException | None = None
+        try:
+            function, config = self._code()
+            self._secrets = frozenset(secret_values(config))
+            self._join_group()
+            value = self._thread.call(function, config, self._enter)
+            return self._make_returned(value)
+        except AttemptEnded:
+            error = AttemptEnded()
+            return Ended()
+        except BaseException as caught:
+            if self._session.is_ended and _is_attempt_ended_of_tensorflow(caught):
+                error = AttemptEnded()
+                return Ended()
+            error = caught
+            failed = self._make_failed(caught)
+            # The driver raises the first error in time: send it before this rank's sockets close and others fail.
+            self._send(failed)
+            return failed
+        finally:
+            self._callbacks.end(error)
+            clear_frames(error)
+
+    def _join_group(self) -> None:
+        if self._backend.waits_for_members:
+            self._session.wait_for_others()
+        self._in_setup = True
+        self._backend.init_process_group(self._order.member)
+        self._in_setup = False
+        context.install(self._session)
+        self._callbacks.start()
+        old, new = self._order.previous_size, self._order.member.world_size
+        if self._on_resize is not None and old not in (None, new):
+            self._on_resize()(old, new)
+
+    def _enter(self) -> None:
+        if self._session.is_ended:
+            raise AttemptEnded("the attempt ended before train_func was entered")
+        self._session.progress.enter()
+        self._send(Entered(time.time()))
+
+    def _send(self, event: WorkerEvent) -> None:
+        self._event_queue.put(event, urgent=True)
+
+    def _finish(self, outcome: Returned | Ended | Failed, threads_before: Sequence[threading.Thread]) -> None:
+        """End what the attempt does in this thread, and its stream."""
+        context.block_threads_started_since(threads_before)
+        self.has_returned = isinstance(outcome, Returned)
+        if not self.has_returned:
+            self._leave_group()
+        self._session.close()
+        # Saves must become durable however train_func left. A rank that others wait for does not wait for memory copies.
+        is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
+        self._writer.close(wait_held=is_cause)
+        # The closed session stays installed, so that a thread which train_func did not join gets its error.
+        if not isinstance(outcome, Failed):  # an error was sent before
+            self._send(outcome)
+        self._done.set()
+        self._event_queue.wake()
+
+    def _make_returned(self, value: Any) -> Returned:
+        """Pickle what train_func returned, once all its metrics can be read.
+
+        Raises:
+            MetricError, ReturnValueError: A metric cannot be read, or the value does not pickle.
+        """
+        self._event_queue.settle()
+        returned = self._dump(value)
+        self._callbacks.end(None)  # before it is sent: a critical callback may raise
+        return returned
+
+    def _dump(self, value: Any) -> Returned:
+        if self._run.task.returns == "first" and self._order.member.rank != 0:
+            check_returned(value, "train_func")
+            return Returned(dumps(None), 0, self._session.saw_stop)
+        rank = self._order.member.rank if self._run.task.returns == "all" else None
+        data = dumps_returned(value, "train_func", self._backend.get_reducers(), rank)
+        if len(data) <= MAX_INLINE_BYTES:
+            return Returned(data, len(data), self._session.saw_stop)
+        self._large_value = data
+        return Returned(None, len(data), self._session.saw_stop)
+
+    def _make_failed(self, error: BaseException) -> Failed:
+        """Describe an exception that left train_func, or kept it from being entered."""
+        timestamp, rank = time.time(), self._order.member.rank
+        error.__traceback__ = user_part(error.__traceback__, (train_thread.__file__, __file__))
+        text = redact_text("".join(traceback.format_exception(error)), self._secrets)
+        raised = _exception_for_driver(error, rank)
+        line = _last_line(raised)
+        if (advice := self._backend.explain_error(error)) is not None:
+            text, raised.__notes__ = f"{text}{advice}\n", [*getattr(raised, "__notes__", ()), advice]
+        return Failed(
+            exception=dumps_error(raised),  # its text and type arrive in any case
+            type_name=f"{type(raised).__module__}.{type(raised).__qualname__}",
+            summary=redact_text(line, self._secrets),
+            traceback=text,
+            timestamp=timestamp,
+            in_collective=self._backend.is_collective_error(error),
+            # A peer or the network can cause these. Another error there is a mistake, which a retry would repeat.
+            in_setup=self._in_setup and isinstance(error, (RuntimeError, OSError)),
+        )
+
+    def _leave_group(self) -> None:
+        try:
+            self._backend.destroy_process_group()
+        except Exception as error:
+            self._event_queue.put(Warned(f"leaving the process group failed: {type(error).__name__}: {error}"))
+
+
+def _is_attempt_ended_of_tensorflow(error: BaseException) -> bool:
+    """Return whether the error is TensorFlow's own for an `AttemptEnded` that was raised where it reads data."""
+    return type(error).__module__.startswith("tensorflow.") and AttemptEnded.__name__ in str(error)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return type and text, as the last line of a traceback, without notes."""
+    shown: Any = traceback.TracebackException(type(error), error, None)
+    shown.__notes__ = None
+    return str(list(shown.format_exception_only())[-1]).strip()
+
+
+def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
+    """Return the exception that the driver raises for ``error``."""
+    if isinstance(error, SystemExit):
+        return TrainFuncError(
+            f"train_func called sys.exit({json.dumps(error.code, default=str)}) on rank {rank}; return instead, "
+            "or raise an exception that says what is wrong.",
+            type_name="SystemExit",
+        )
+    if isinstance(error, Exception):
+        return error
+    return TrainFuncError(
+        f"{type(error).__name__} in train_func on rank {rank}: {error}", type_name=type(error).__name__
+    )
+
+
+class WorkerCallbacks:
+    """The callbacks that run in this worker, in the training thread.
+
+    Args:
+        event_queue: Receives their warnings, and their requests to stop.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Callback], run: RunOrder, order: AttemptOrder, event_queue: EventQueue
+    ) -> None:
+        self._runner = CallbackRunner(callbacks, lambda text: event_queue.put(Warned(text)), rank=order.member.rank)
+        self._info = run.info  # not the whole order, which refers to the run's data
+        self._order = order
+        self._event_queue = event_queue
+        self._count = order.iterations_before
+        self.hooks = [self._on_report] if callbacks else []
+
+    def start(self) -> None:
+        self._request_stop(self._runner.start(self._info))
+
+    def end(self, error: BaseException | None) -> None:
+        self._runner.end(error)
+
+    def _on_report(self, metrics: dict[str, Any]) -> None:
+        """Call the callbacks with a report of this rank, as a result of this rank only."""
+        self._count += 1
+        member = self._order.member
+        result = Result(read_deferred(metrics), ranks=(member.rank,))
+        result["training_iteration"] = self._count
+        result["attempt"] = self._order.attempt
+        result["world_size"] = member.world_size
+        self._request_stop(self._runner.result(result))
+
+    def _request_stop(self, stop: Stop | None) -> None:
+        if stop is not None:
+            self._event_queue.put(StopRequested(str(stop)), urgent=True)
+
+
+class Sampler:
+    """Measures its own process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads /proc."""
+
+    def __init__(self, identity: dict[str, Any]) -> None:
+        self._identity = identity
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first reading is the zero of the next
+        self._reports = 0
+        self._sampled_at = time.monotonic()
+        self._export: Any = None
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S
+
+    def sample(self, num_reports: int) -> dict[str, Any]:
+        """Return the values since the last sample.
+
+        Args:
+            num_reports: Reports made so far.
+        """
+        now = time.monotonic()
+        elapsed, self._sampled_at = now - self._sampled_at, now
+        made, self._reports = num_reports - self._reports, num_reports
+        values = {
+            **self._identity,
+            "cpu_percent": self._process.cpu_percent(),
+            "rss_bytes": self._process.memory_info().rss,
+            **_gpu(),
+            "reports_per_s": made / elapsed,
+            "time_per_report_s": elapsed / made if made else None,
+        }
+        self._publish(values)
+        return values
+
+    def _publish(self, values: dict[str, Any]) -> None:
+        """Set Ray's metrics, which its dashboard and Prometheus read."""
+        if self._export is None:
+            from ray.util.metrics import Gauge
+
+            keys = ("cpu_percent", "rss_bytes", "gpu_memory_bytes", "gpu_percent", "reports_per_s", "time_per_report_s")
+            self._export = {
+                key: Gauge(f"raysgd_worker_{key}", f"{key} of a raysgd worker", tag_keys=("run", "rank"))
+                for key in keys
+            }
+        tags = {"run": str(values.get("run", "")), "rank": str(values["rank"])}
+        for key, gauge in self._export.items():
+            if values[key] is not None:
+                gauge.set(float(values[key]), tags=tags)
+
+
+def _gpu() -> dict[str, Any]:
+    torch = imported("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {"gpu_memory_bytes": None, "gpu_percent": None}
+    try:
+        percent: int | None = torch.cuda.utilization()
+    except Exception:  # needs NVIDIA's management library, which some machines do not have
+        percent = None
+    return {"gpu_memory_bytes": torch.cuda.memory_reserved(), "gpu_percent": percent}

@@ -1,0 +1,226 @@
+"""Builds the attempts of a worker, from orders to objects. Worker side.
+
+A worker imports this module once its framework is loaded. The TrainerActor does not need it to start workers.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysgd.backends.base import Backend
+from raysgd.checkpoint.checkpoint import Checkpoint, load_state
+from raysgd.checkpoint.format.parts import MemoryPart, load_payload, write_payload
+from raysgd.checkpoint.resharding import load_parts
+from raysgd.checkpoint.snapshot import StagingPool
+from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.storage import PATIENT, Storage, retry_of_writes
+from raysgd.checkpoint.store import CheckpointStore, read_manifest
+from raysgd.errors import AttemptEnded, CheckpointNotFoundError
+from raysgd.session import rank_state
+from raysgd.session.base import Identity
+from raysgd.session.event_queue import EventQueue
+from raysgd.session.rank_state import make_deterministic, seed_generators
+from raysgd.session.saving import CheckpointWriter
+from raysgd.session.worker import Codec, WorkerSession
+from raysgd.workers.orders import AttemptOrder, Blob, HeldCheckpoint, RunOrder
+from raysgd.workers.pickling import dumps, loads
+from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
+
+
+class FromCheckpoint:
+    """A starting point: a committed checkpoint on storage."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+
+    def load(
+        self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        folder = Storage.from_uri(self._uri)
+        manifest = read_manifest(folder)
+        state = load_state(
+            folder, manifest, rank, world_size=world_size, allow_pickle=allow_pickle, on_unusable=on_unusable
+        )
+        return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
+
+
+class FromMemory:
+    """A starting point: a checkpoint in the cluster's memory. This node has it by now; it is viewed in place and copied out."""
+
+    def __init__(self, held: HeldCheckpoint) -> None:
+        self._held = held
+
+    def load(
+        self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        manifest, parts = self._held.manifest, self._held.parts
+        if manifest.all_ranks:
+            state = load_parts(
+                {rank: MemoryPart(partial(self._get, part)) for rank, part in parts.items()},
+                rank,
+                saved_by=manifest.world_size,
+                is_reshardable=manifest.is_reshardable,
+                world_size=world_size,
+                where=f"checkpoint {manifest.number}",
+                allow_pickle=allow_pickle,
+                on_unusable=on_unusable,
+            )
+        else:
+            state = load_payload(self._get(parts[min(parts)]), allow_pickle=allow_pickle)
+        return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
+
+    def _get(self, part: Any) -> Any:
+        try:
+            return ray.get(part)
+        except RayError as error:
+            number = self._held.manifest.number
+            raise CheckpointNotFoundError(f"checkpoint {number} is no longer in memory: {error}") from error
+
+
+class FromState:
+    """A starting point: a state given as ``run(resume_from=...)``."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+
+    def load(
+        self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        return loads(self._blob), {}
+
+
+def store_part(part: Any, folder: str, prefix: str) -> list[FileEntry]:
+    """Write a part that is in the cluster's memory to a checkpoint's folder.
+
+    Raises:
+        StorageError: Writing failed for good.
+    """
+    return write_payload(ray.get(part), Storage.from_uri(folder, retry=PATIENT), prefix)
+
+
+def make_pool(run: RunOrder) -> StagingPool:
+    """Make the staging buffers of this process."""
+    return StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
+
+
+def make_attempt(
+    run: RunOrder, order: AttemptOrder, *, controller: str, backend: Backend, pool: StagingPool
+) -> Attempt:
+    """Build an attempt that has not begun.
+
+    Args:
+        run: What is the same for all attempts of the run.
+        order: What this worker does in this attempt.
+        controller: Name of the TrainerActor.
+        backend: The backend of this process.
+        pool: Staging buffers, reused from one attempt to the next.
+    """
+    member = order.member
+    event_queue = EventQueue(order.flush_interval_s)
+    writer = CheckpointWriter(
+        CheckpointStore(Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))),
+        attempt=order.attempt,
+        rank=member.rank,
+        first_number=order.first_number,
+        pool=pool,
+        put=event_queue.put,
+        is_held=run.checkpoint.keep_in_memory,
+        stored_every=max(1, run.checkpoint.storage_interval),
+    )
+    given = loads(resolve(run.task.callbacks)) if run.task.callbacks is not None else []
+    callbacks = WorkerCallbacks(given, run, order, event_queue)
+    session = WorkerSession(
+        Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank),
+        event_queue=event_queue,
+        writer=writer,
+        link=ControllerLink(controller, run.task.run_id, order.attempt, member.rank),
+        codec=Codec(dumps, loads),
+        start=_starting_point(run, order),
+        load_path=_load_path,
+        time_before_s=order.time_before_s,
+        seed=run.task.seed,
+        deterministic=run.task.deterministic,
+        plan=run.task.datasets,
+        fetch=ray.get,
+        on_report=callbacks.hooks,
+        attempt=order.attempt,
+        iterations_before=order.iterations_before,
+    )
+    writer.on_chunk = session.progress.wrote
+    return Attempt(
+        run,
+        order,
+        code=lambda: _open_code(run, member.rank),
+        backend=backend,
+        session=session,
+        event_queue=event_queue,
+        writer=writer,
+        callbacks=callbacks,
+        node=node_name(member.node_ip),
+        on_resize=None if run.task.on_resize is None else lambda: loads(resolve(run.task.on_resize)),
+    )
+
+
+def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
+    function, config = loads(resolve(run.task.code))
+    if run.task.deterministic:
+        make_deterministic()
+    if run.task.seed is not None:
+        seed_generators(run.task.seed, rank)
+    return function, config
+
+
+class ControllerLink:
+    """The calls that a session makes to the TrainerActor. Each is answered, or fails when the attempt ends."""
+
+    def __init__(self, controller: str, run_id: str, attempt: int, rank: int) -> None:
+        self._name = controller
+        self._key = (run_id, attempt)
+        self._rank = rank
+        self._handle: Any = None
+
+    def join_barrier(self, what: str, index: int, payload: bytes | None) -> bytes | None:
+        answer = ray.get(self._controller().join_barrier.remote(*self._key, self._rank, what, index, payload))
+        if answer is None:
+            raise AttemptEnded("the attempt ended while ranks were waiting for each other")
+        return bytes(answer)
+
+    def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
+        uri = ray.get(self._controller().newest_checkpoint.remote(*self._key, index, num_saves))
+        return None if uri is None else FromCheckpoint(uri)
+
+    def _controller(self) -> Any:
+        """Return the TrainerActor's handle. It is made late, because Ray imports the actor's class for it."""
+        if self._handle is None:
+            self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+        return self._handle
+
+
+def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromCheckpoint | FromState | None:
+    if order.held is not None:
+        return FromMemory(order.held)
+    if order.checkpoint is not None:
+        return FromCheckpoint(order.checkpoint)
+    return None if run.task.initial_state is None else FromState(resolve(run.task.initial_state))
+
+
+def _load_path(path: Any, rank: int, world_size: int, allow_pickle: bool) -> Any:
+    folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
+    return load_state(folder, read_manifest(folder), rank, allow_pickle=allow_pickle, world_size=world_size)
+
+
+def node_name(ip: str) -> str:
+    """Return the name of this process's node, as users see it."""
+    return f"{socket.gethostname()} ({ip})"
+
+
+def resolve(blob: Blob) -> bytes:
+    """Return the pickle that an order holds or refers to."""
+    return bytes(ray.get(blob)) if isinstance(blob, ray.ObjectRef) else blob

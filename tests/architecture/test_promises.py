@@ -1,0 +1,39 @@
+"""Every promise of doc/protocol.md has a test that exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from support.project import ROOT
+from support.promises import promises
+
+
+def _names(path: Path) -> set[str]:
+    """Return the tests in a file, and its classes, as pytest writes them after the path."""
+    found = {""}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"::{node.name}", *(f"::{node.name}::{one.name}" for one in node.body if _is_function(one))}
+        elif _is_function(node):
+            found.add(f"::{node.name}")
+    return found
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+@pytest.mark.parametrize("promise", promises())
+def test_promise_has_tests_that_exist(promise: str) -> None:
+    tests = promises()[promise]
+    assert tests, "name a test of this promise in backticks"
+    for test in tests:
+        file, separator, name = test.partition("::")
+        assert (ROOT / file).is_file(), f"there is no file {file}"
+        known = _names(ROOT / file)
+        plain = separator + name.partition("[")[0]
+        is_inherited = plain.rpartition("::")[0] in known and "conformance" in file
+        assert plain in known or is_inherited, f"{file} has no test {name}"

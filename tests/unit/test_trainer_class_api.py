@@ -1,0 +1,60 @@
+"""The driver's side of the class API, with a stand-in for the TrainerActor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd.errors import WorkerError
+from raysgd.trainer import assembly
+from raysgd.trainer.class_api import ClassApi
+
+
+class Actor:
+    """Stands for the channel to a TrainerActor; ``has_instances`` is what the real actor knows."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self.has_instances = False
+
+    def call(self, method: str, *args: Any, may_repeat: bool = True) -> Any:
+        if method == "start_class":
+            self.has_instances = args[1]
+        if method == "execute" and args[2] and not self.has_instances:
+            raise WorkerError("the Trainer's controller process died, and the instances with it; call start() again.")
+        return []
+
+
+class Runs:
+    """Stands for `RunManager`; connects to a new actor if the last one is gone."""
+
+    def __init__(self) -> None:
+        self.latest = SimpleNamespace(channel=Actor())
+
+    def check_idle(self) -> None:
+        pass
+
+    def connect(self) -> Any:
+        if self.latest.channel.is_gone:
+            self.latest.channel = Actor()
+        return self.latest.channel
+
+
+def test_functions_are_not_called_without_instances_that_died_with_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly, "share_call", lambda obj, name: b"")
+    runs: Any = Runs()
+    api = ClassApi(runs)
+    api.start(dict, (), {})
+    api.execute("execute", lambda instance: None, first_only=False)
+    runs.latest.channel.is_gone = True
+    for _ in range(2):  # until start() is called again
+        with pytest.raises(WorkerError, match="call start"):
+            api.execute("execute", lambda instance: None, first_only=False)
+    api.start(dict, (), {})
+    api.execute("execute", lambda instance: None, first_only=False)
+    api.start(None, (), {})
+    api.execute("execute", lambda: None, first_only=False)

@@ -1,0 +1,71 @@
+"""`Trainer.restore`: the Trainer of an earlier run is made from the run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import raysgd
+from raysgd.backends.torch import TorchConfig
+from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
+from raysgd.session import context
+from raysgd.session.local import LocalSession
+from raysgd.trainer.spec import TrainerSpec, describe_run, restore_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The folder of a run without checkpoints."""
+    spec = TrainerSpec.from_arguments(
+        (2, math.inf),
+        TorchConfig(timeout_s=5),
+        seed=3,
+        failure_config=raysgd.FailureConfig(num_spares=1),
+        checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
+        run_config=raysgd.RunConfig(name="runs", storage_path=tmp_path),
+    )
+    folder = tmp_path / "runs" / "run_001"
+    folder.mkdir(parents=True)
+    description = {"backend": spec.backend.name, **describe_run(spec, len)}
+    (folder / "run.json").write_text(json.dumps(description))
+    return folder
+
+
+def test_restored_settings_are_those_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    restored = restore_run(run_dir, {})
+    assert restored.spec.scaling.num_workers == (2, math.inf)
+    assert restored.spec.backend == TorchConfig(timeout_s=5)
+    assert restored.spec.failure_config == raysgd.FailureConfig(num_spares=1)
+    assert restored.spec.checkpoint_config == raysgd.CheckpointConfig(num_to_keep=2)
+    assert restored.spec.run_config == raysgd.RunConfig(name="runs", storage_path=str(tmp_path))
+    assert restored.spec.seed == 3 and restored.checkpoint is None
+    assert restored.runs_uri == str(tmp_path / "runs")
+
+
+def test_restore_replaces_settings_and_refuses_unknown_ones(run_dir: Path) -> None:
+    assert "Trainer: 4 x torch worker" in repr(raysgd.Trainer.restore(run_dir, num_workers=4))
+    with pytest.raises(UnknownArgumentError, match="did you mean 'num_workers'"):
+        raysgd.Trainer.restore(run_dir, num_worker=4)
+    with pytest.raises(ConfigError, match="num_workers=0"):
+        raysgd.Trainer.restore(run_dir, num_workers=0)
+
+
+def test_restore_is_refused_inside_a_train_func(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WorkerSession(LocalSession):
+        in_worker = True
+
+    monkeypatch.setattr(context, "_current", WorkerSession())
+    with pytest.raises(UsageError, match="a Trainer inside train_func"):
+        raysgd.Trainer.restore(run_dir)
+
+
+def test_restored_trainer_of_a_subclass_has_the_attributes_of_the_subclass(run_dir: Path) -> None:
+    class Named(raysgd.Trainer):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            self.label = "mine"
+
+    assert Named.restore(run_dir).label == "mine"

@@ -1,0 +1,136 @@
+"""One attempt in a worker: train_func is called, returns, raises, or is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raysgd.backends.base import Member
+from raysgd.config import CheckpointConfig
+from raysgd.result import RunInfo
+from raysgd.session import context
+from raysgd.session.events import Ended, Entered, Failed, Returned, WorkerEvent
+from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
+from raysgd.workers.pickling import loads
+from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.process.train_thread import TrainThread
+from support.sessions import Worker
+
+PATIENCE_S = 30
+
+
+class FakeBackend:
+    """A backend without a process group; ``init_error`` is raised while the group forms."""
+
+    waits_for_members = False
+
+    def __init__(self, init_error: BaseException | None = None) -> None:
+        self._init_error = init_error
+
+    def init_process_group(self, member: Member) -> None:
+        if self._init_error is not None:
+            raise self._init_error
+
+    def destroy_process_group(self) -> None: ...
+
+    def abort_process_group(self) -> None: ...
+
+    def get_reducers(self) -> dict[type, Any]:
+        return {}
+
+    def explain_error(self, error: BaseException) -> str | None:
+        return None
+
+    def is_collective_error(self, error: BaseException) -> bool:
+        return False
+
+
+def make_attempt(train_func: Callable[..., Any], *, init_error: BaseException | None = None) -> Attempt:
+    worker = Worker(world_size=1)
+    run = RunOrder(WorkerTask("id", b""), RunInfo("", "", {}, 1, "none"), "checkpoints", CheckpointConfig())
+    order = AttemptOrder(
+        attempt=1,
+        member=Member(0, 1, 0, 1, 0, rendezvous="", node_ip="127.0.0.1", has_gpu=False),
+        checkpoint=None,
+        first_number=1,
+        iterations_before=0,
+        time_before_s=0.0,
+        flush_interval_s=0.0,
+    )
+    return Attempt(
+        run,
+        order,
+        code=lambda: (train_func, {"lr": 1}),
+        backend=FakeBackend(init_error),  # type: ignore[arg-type]
+        session=worker.session,
+        event_queue=worker.event_queue,
+        writer=worker.writer,  # type: ignore[arg-type]
+        callbacks=WorkerCallbacks([], run, order, worker.event_queue),
+        node="here",
+    )
+
+
+def events_of(attempt: Attempt) -> list[WorkerEvent]:
+    return [event for batch in attempt.events() for event in batch]
+
+
+@pytest.fixture(autouse=True)
+def no_session() -> Iterator[None]:
+    yield
+    context.uninstall()
+
+
+def test_train_func_is_called_with_its_config_and_its_value_is_sent() -> None:
+    entered, returned = events_of(make_attempt(lambda config: config["lr"] + 1))
+    assert isinstance(entered, Entered)
+    assert isinstance(returned, Returned) and returned.value is not None and loads(returned.value) == 2
+
+
+def test_train_func_is_not_called_if_the_attempt_has_ended_before() -> None:
+    attempt = make_attempt(lambda: pytest.fail("called"))
+    attempt.end("a rank died")
+    assert events_of(attempt) == [Ended()]
+
+
+def test_error_of_train_func_is_sent() -> None:
+    def train_func() -> None:
+        raise LookupError("no data")
+
+    entered, failed = events_of(make_attempt(train_func))
+    assert isinstance(entered, Entered)
+    assert isinstance(failed, Failed) and failed.summary == "LookupError: no data" and not failed.in_setup
+
+
+def test_error_while_the_group_forms_is_sent_without_a_call() -> None:
+    (failed,) = events_of(make_attempt(lambda: pytest.fail("called"), init_error=OSError("no such interface")))
+    assert isinstance(failed, Failed) and failed.summary == "OSError: no such interface" and failed.in_setup
+
+
+def test_end_interrupts_a_python_loop() -> None:
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def train_func() -> None:
+        is_inside.set()
+        while not may_end.wait(0.001):
+            pass
+
+    attempt = make_attempt(train_func)
+    ending = threading.Thread(target=lambda: is_inside.wait(PATIENCE_S) and attempt.end("a rank died"))
+    ending.start()
+    assert events_of(attempt)[1:] == [Ended()]
+    ending.join()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupt_does_nothing_outside_of_train_func(when: str) -> None:
+    values: list[Any] = []
+    thread = TrainThread(lambda: values.append(thread.call(lambda: "value", {}, lambda: None)))
+    if when == "before":
+        thread.interrupt()
+    thread.start()
+    assert thread.join(PATIENCE_S) and values == ["value"] and not thread.is_inside
+    if when == "after":
+        thread.interrupt()
