@@ -13,6 +13,7 @@ import argparse
 import numpy as np
 import torch
 from ray import tune
+from ray.tune.search.basic_variant import BasicVariantGenerator
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -85,6 +86,7 @@ def main() -> None:
             metric="accuracy",
             mode="max",
             num_samples=args.trials,
+            search_alg=BasicVariantGenerator(random_state=0),  # the same trials each time
             scheduler=tune.schedulers.ASHAScheduler(max_t=args.epochs, grace_period=2),
             reuse_actors=True,  # a trial starts in the processes of one that has ended
         ),

@@ -5,7 +5,9 @@ The cluster is one of its own, with the dashboard, which takes the jobs; it is s
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -22,21 +24,29 @@ from support.project import ROOT
 
 BIN = Path(sys.executable).parent
 # A local ``ray.init`` leaves a token in the home folder, and ``ray start`` asks for it where it finds one.
-ENVIRONMENT = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled"}
+ENVIRONMENT = {
+    **os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150"
+}  # fmt: skip
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    """Return ports below those that the kernel gives to connections: another cluster could be given a free one of them
+    before this one listens there."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            ports.append(port)
+    return ports
 
 
 @pytest.fixture(scope="module")
 def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of one node, by the address that takes jobs."""
-    ports = {
-        f"--{name}port": _free_port() for name in ("", "dashboard-", "ray-client-server-", "dashboard-agent-listen-")
-    }
-    options = [*(f"{option}={port}" for option, port in ports.items()), "--num-cpus=4"]
+    names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
+    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    # Asked for by name, a dashboard that does not start ends `ray start`.
+    options = [*(f"{option}={port}" for option, port in ports.items()), "--num-cpus=4", "--include-dashboard=true"]
     # Short, as the names of Ray's sockets are made of it.
     folder = tmp_path_factory.mktemp("r")
     log = folder / "ray_start.log"
@@ -47,7 +57,7 @@ def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
         )  # fmt: skip
     try:
-        up = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 90)
+        up = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 180)
         assert up and head.poll() is None, log.read_text()[-4000:]
         yield f"http://127.0.0.1:{ports['--dashboard-port']}"
     finally:
@@ -72,7 +82,7 @@ def _submit(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done[0]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_job_script_runs_as_a_job(jobs_address: str, tmp_path: Path) -> None:
     done = _submit(jobs_address, "--epochs", "2", "--storage", str(tmp_path))
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -81,7 +91,7 @@ def test_job_script_runs_as_a_job(jobs_address: str, tmp_path: Path) -> None:
     assert raysgd.load_run(run_dir).metrics["epoch"].tolist() == [0, 1]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_a_job_whose_train_func_fails_has_failed(jobs_address: str) -> None:
     done = _submit(jobs_address, "--epochs", "2", "--resume", "/nowhere")
     assert done.returncode != 0

@@ -31,8 +31,9 @@ LIBRARIES_SET = (
     "WANDB_",
     "XLA_",
 )
+# Another process of pytest may write these meanwhile: the benchmark programs work in build/.
 CACHES = frozenset(
-    {".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+    {".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "build"}
 )
 MARK = "RUN_OF_THE_TESTS"  # inherited by all descendants of this process
 
