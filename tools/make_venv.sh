@@ -12,7 +12,7 @@ fail() {
 }
 
 if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "$recent" 2>/dev/null && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    echo "set-up 1/3: $venv is there already"
+    echo "set-up: $venv is there already"
     exit 0
 fi
 
@@ -23,5 +23,5 @@ command -v "$python" >/dev/null ||
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "this Python comes without venv; on Debian and Ubuntu: apt install python3-venv"
 
-echo "set-up 1/3: $venv with $("$python" --version)"
+echo "set-up: $venv with $("$python" --version)"
 "$python" -m venv --clear "$venv"
