@@ -374,6 +374,9 @@ class TestMisuseInTheWorker:
         self, trainer: raysgd.Trainer, tmp_path: Path, call: str, during: str
     ) -> None:
         def train_func(config: dict[str, Any]) -> str:
+            # Read here: the thread may run between two sessions, in a world of one.
+            answer = Path(config["gate"] + str(raysgd.world_rank()))
+
             def late() -> None:
                 until(Path(config["gate"]).exists, 30)
                 try:
@@ -381,7 +384,7 @@ class TestMisuseInTheWorker:
                     text = "no error"
                 except BaseException as error:
                     text = f"{type(error).__name__}: {error}"
-                Path(config["gate"] + str(raysgd.world_rank())).write_text(text)
+                answer.write_text(text)
 
             threading.Thread(target=late).start()
             raysgd.report(early=1)
