@@ -30,21 +30,21 @@ TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=2), "seed": 5}
 
 def trained(config: dict[str, Any]) -> dict[str, Any]:
     """Train three epochs and save in every third step; rank 1 dies in two steps, some steps after a save."""
-    state = raysgd.load_checkpoint() or {"seen": [], "steps": 0}
-    starts_at = state["steps"]
+    state = raysgd.load_checkpoint() or {"seen": [], "step": 0}
+    starts_at = state["step"]
     batches = raysgd.get_dataset().get_split().to_torch(batch_size=3, shuffle="full")
     first_epoch = batches.epoch
     for epoch in range(first_epoch, NUM_EPOCHS):
         for batch in batches:
             state["seen"] += [(epoch, row) for row in batch["x"].tolist()]
-            state["steps"] += 1
-            if state["steps"] % 3 == 0:
+            state["step"] += 1
+            if state["step"] % 3 == 0:
                 raysgd.save_checkpoint(state, all_ranks=True)
-            raysgd.report(step=state["steps"])
-            if config["dies"] and state["steps"] in (8, 29) and once(config["folder"], f"{state['steps']}-{rank()}"):
+            raysgd.report(step=state["step"])
+            if config["dies"] and state["step"] in (8, 29) and once(config["folder"], f"{state['step']}-{rank()}"):
                 raysgd.barrier()  # both ranks have made the saves before
                 if rank() == 1:
-                    die_after_checkpoint_of(state["steps"] // 3 * 3)
+                    die_after_checkpoint_of(state["step"] // 3 * 3)
     return {"seen": state["seen"], "starts_at": starts_at, "first_epoch": first_epoch}
 
 
@@ -53,7 +53,7 @@ def die_after_checkpoint_of(step: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         state = raysgd.load_checkpoint()
-        if state is not None and state["steps"] >= step:
+        if state is not None and state["step"] >= step:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.01)
     raise TimeoutError
@@ -93,7 +93,7 @@ def logged(config: dict[str, Any]) -> None:
                 raysgd.report(step=step)
                 raysgd.save_checkpoint({"step": step})
                 if step >= 5 and rank() == 2 and once(config["folder"], "death"):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die_after_checkpoint_of(1)  # the next attempt does not begin at 0 again
                 time.sleep(0.05)
             if first and raysgd.world_size() == 3:
                 return
