@@ -241,12 +241,14 @@ def show_ratio(ratio: Mapping[str, Any]) -> str:
 def spread(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
+        title = row["title"]
         for name in TITLES:
             cell = row["cells"].get(name)
             if cell is not None and "value" in cell:
-                spread = f"{number(cell['q1'])} to {number(cell['q3'])} {row['unit']}"
-                lines.append((row["title"], TITLES[name], show_cell(cell, row["unit"]), spread, str(cell["n"])))
-    head = ("measure", "system", "value", "quartiles", "samples")
+                quartiles = f"{number(cell['q1'])} to {number(cell['q3'])} {row['unit']}"
+                lines.append((title, TITLES[name], quartiles, str(cell["n"])))
+                title = ""  # shown once, in the first line of its measure
+    head = ("measure", "system", "quartiles", "samples")
     return "## Spread\n\n" + make_table(head, lines)
 
 

@@ -69,8 +69,8 @@ _HEAD = """\
 
 <!-- Written by benchmarks/backends.py from backends.json; changes made here are lost. -->
 
-What a process group of raysgd's backends costs, compared with the same framework without raysgd on the same machine,
-by turns: to start it, to all-reduce in it, and to recover when one of its processes is killed. To measure again:
+What a process group of raysgd's backends costs, compared with the same framework without raysgd on the same machine. To
+measure again:
 
 ```console
 $ python benchmarks/backends.py
@@ -80,55 +80,43 @@ $ python benchmarks/backends.py
 _METHOD = """\
 ## Method
 
-Measured on {machine}. `OMP_NUM_THREADS=1` everywhere, and a local Ray without a dashboard, started before and idle,
-for the systems that use it. The systems take turns: each repetition runs every system in its own processes, in
-another order each time. Values are medians; every sample is in [backends.json](backends.json).
+Measured on {machine}. `OMP_NUM_THREADS=1`; Ray runs locally without a dashboard, started before. Each repetition runs
+every system in its own processes, in another order. Values are medians; every sample is in
+[backends.json](backends.json).
 
-- **By itself** each framework runs as it is shipped: torch under `torchrun --standalone`; Horovod under its
-  `RayExecutor` on Ray, and under `horovodrun --gloo`; TensorFlow as two plain processes with `TF_CONFIG` and a
-  `MultiWorkerMirroredStrategy`; JAX as two plain processes with `jax.distributed.initialize` and gloo. *Bare actors*
-  are two Ray actors with a gloo group of torch.
+- **By itself**: torch under `torchrun --standalone`; Horovod under its `RayExecutor` on Ray, and under
+  `horovodrun --gloo`; TensorFlow as two plain processes with `TF_CONFIG` and a `MultiWorkerMirroredStrategy`; JAX as
+  two plain processes with `jax.distributed.initialize` and gloo. *Bare actors* are two Ray actors with a gloo group.
 - **All-reduces** use the same code in each system: `dist.all_reduce`, `hvd.allreduce_`, `all_reduce` of a replica
-  context in a `tf.function`, a jitted `psum`. gloo of torch and of Horovod uses the interface of the node's address
-  in all of them, which `torchrun`, `horovodrun` and `RayExecutor` would not choose on one machine. TensorFlow's
-  servers have that address; JAX's gloo uses what the machine's name resolves to, in both.
+  context in a `tf.function`, a jitted `psum`. gloo uses the interface of the node's address in all systems.
 - **A start** counts from the call, the launcher's command or the creation of the executor to the sum of one number on
   the last of two ranks. With TensorFlow and JAX that includes the strategy or the compilation. *A second run* uses
-  the same Trainer; its median includes a third and a fourth. After four groups raysgd replaces TensorFlow's
-  processes, which takes as long as a start.
-- **Bandwidth** is the bytes of one float32 array divided by the time of its all-reduce, on the slower of two ranks,
-  in blocks of equal numbers of all-reduces in which the sizes take turns. The systems of a framework are started
-  together and run each block one after the other, in another order each time, because the machine's speed changes
-  from second to second. They begin three seconds after their groups have formed, when Ray has replaced the processes
-  that it gave out. The ratio is the median of the ratios of neighbouring blocks, not the ratio of the medians;
-  brackets show its 95 % confidence interval. All processes have the same niceness; Ray's workers would have 15
-  (`RAY_worker_niceness`).
+  the same Trainer. After four groups raysgd replaces TensorFlow's processes, which takes as long as a start.
+- **Bandwidth** is the bytes of one float32 array divided by the time of its all-reduce, on the slower of two ranks. The
+  systems of a framework are alive at the same time and take turns in short blocks, because the machine's speed changes
+  from second to second. The ratio is the median of the ratios of neighbouring blocks, not the ratio of the medians;
+  brackets show its 95 % confidence interval. All processes have the same niceness.
 - **A kill** is SIGKILL to one of three ranks, not the first, in a loop of all-reduces of 256 KiB with 10 ms between
-  them. raysgd has an idle spare. The time ends when the slowest rank of the next group has finished its first step.
-  `torchrun --max-restarts` restarts all processes; it has `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which its
-  second group did not form over gloo. Horovod's `timeout_s` is its default, 10 s. Horovod's elastic mode was not
-  measured: it counts failures by machine, and cannot continue on a single one. Plain processes of TensorFlow and JAX
-  are not restarted by anything. A Trainer loses three ranks, and the next kills are another Trainer's, because a
-  fourth would have TensorFlow's processes replaced.
+  them. The time ends when the slowest rank of the next group has finished its first step. raysgd has an idle spare.
+  `torchrun --max-restarts` restarts all processes, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which its second
+  group did not form over gloo. Horovod's `timeout_s` is 10 s. Horovod's elastic mode cannot continue on a single
+  machine, and nothing restarts plain processes of TensorFlow and JAX, so these have no value.
 """
 
 #: Why a target is missed, by the row's key.
 _WHY_MISSED = {
     "allreduce_jax_1_MiB": (
-        "No reason is certain. Three groups of plain JAX were measured in the same way, three times: with its loop in"
-        " a thread, as in raysgd, a group had 0.93, 0.99 and 1.03 of the bandwidth of one without, and with Ray "
-        "imported as well 0.91, 0.96 and 0.98. Groups differ that much by chance, and there are seven of each here. "
+        "No reason is certain. Groups of plain JAX, measured three times in the same way, differ as much by chance: 0.93, "
+        "0.99 and 1.03 with the loop in a thread, as in raysgd; 0.91, 0.96 and 0.98 with Ray imported as well. "
         "With arrays a sixteenth or sixteen times as large the ratio is 0.99."
     ),
     "start_horovod": (
-        "`RayExecutor` only asks Ray for two workers. raysgd starts the TrainerActor, which starts them, like *bare "
-        "actors* in [the comparison with Ray Train](index.md). The process with Horovod's rendezvous server starts at"
-        " the same time, on the cores on which the workers import torch."
+        "`RayExecutor` only asks Ray for two workers. raysgd starts the TrainerActor, which starts them. Horovod's "
+        "rendezvous server starts at the same time, on the cores on which the workers import torch."
     ),
     "start_jax": (
         "JAX's import is short: two plain processes have their sum before a worker has begun its import. By then Ray "
-        "has started two processes one after the other, the TrainerActor's and the worker's, and each has imported "
-        "Ray and raysgd."
+        "has started two processes one after the other, and each has imported Ray and raysgd."
     ),
 }
 

@@ -51,18 +51,17 @@ _METHOD = """\
 ## Method
 
 Measured on {machine}. Two workers with a gloo group, `OMP_NUM_THREADS=1` everywhere, a local Ray with four logical
-CPUs and without a dashboard. The systems take turns: each repetition runs every system in its own process, in another
-order each time. Values are medians of all samples (p99 where stated); every sample is in
-[results.json](results.json).
+CPUs and without a dashboard. Each repetition runs every system in its own process, in another order. Values are
+medians of all samples (p99 where stated); every sample is in [results.json](results.json).
 
 - Ray Train is used as its guides show, once with its defaults and once with `RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.05`.
-  It does not stream results to the driver, so its reports count when they reach a callback in its controller, one hop
-  earlier than raysgd's.
+  Its reports count when they reach a callback in its controller, one hop earlier than raysgd's, because it does not
+  stream them to the driver.
 - A start counts from the call to the first line of train_func on the last rank, with Ray started and idle. *Bare
   actors* is the same chain of driver, controller actor and workers in plain Ray, without a service.
 - DDP steps of all systems run with the same niceness; Ray's workers would have 15 (`RAY_worker_niceness`).
 - Checkpoints are random numbers. raysgd's are durable when synced and committed, Ray Train's, which are not synced,
-  when its controller has them. raysgd's display is off.
+  when its controller has them.
 """
 
 
@@ -70,12 +69,11 @@ order each time. Values are medians of all samples (p99 where stated); every sam
 _WHY_MISSED = {
     "cold": (
         "Processes of raysgd import more than bare actors do: 0.08 s in the TrainerActor and 0.09 s in each worker, "
-        "in parallel with torch on two cores; run folder, journal and agents are made meanwhile. Earlier runs of this"
-        " benchmark were within 1.2x."
+        "in parallel with torch on two cores. Run folder, journal and agents are made meanwhile."
     ),
     "overhead": (
-        "The two workers keep both cores busy, so everything a report costs is taken from them: sending it, forming a"
-        " round, the journal, the driver's loop and the loggers, in four processes that wake up for it."
+        "The two workers keep both cores busy, so everything a report costs is taken from them: sending, rounds, the "
+        "journal, the driver's loop and the loggers, in four processes."
     ),
     "ddp_conv": (
         "Ray's own processes run on the two training cores; torchrun has none. Ray Train's step, on the same cluster,"

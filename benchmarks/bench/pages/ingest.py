@@ -41,18 +41,17 @@ _METHOD = """\
 
 Measured on {machine}. Two workers with a gloo group, `OMP_NUM_THREADS=1`, a local Ray with four logical CPUs and
 without a dashboard. Rows a second are those of both workers, from the first that begins an epoch to the last that
-ends it. The first epoch of a run is left out, except for raysgd's files; a barrier precedes each. Values are medians;
-every sample is in [ingest.json](ingest.json). Files were just written, so they come from the system's cache.
+ends it. The first epoch of a run is left out, except for raysgd's files. Values are medians; every sample is in
+[ingest.json](ingest.json). Files were just written, so they come from the system's cache.
 
 - **Parquet, memory, Ray Data**: 2^20 rows of a list of 64 float32 and an int64 (277 MB), in batches of 1,024. Plain
   pyarrow is one process with two threads that reads file after file and cuts each into slices of 1,024 rows. raysgd
-  keeps files that fit into its workers' memory (256 MB each) for later epochs: the first row shows first epochs, each
-  of its own run in warm workers. Ray Data reads and transforms in its tasks while the workers read.
+  keeps files that fit into its workers' memory (256 MB each) for later epochs; the first row shows first epochs.
 - **Images**: 4,096 JPEGs of 224 x 224 in batches of 64, decoded with PIL in `collate_fn` in every epoch.
 - **Planning**: no worker is started. A look reads the metadata of 10,000 files of one row, as plain pyarrow does to
   count them. A plan is what a worker does before its first batch of an epoch with `shuffle="window"`, as if for files
-  of 65,536 rows: the order, the sequence of files, its first rows; for 1,000 simulated workers one after the other.
-  Memory is Python's peak in both. The cost of a batch's rows is that of one of two workers, over 5,000 batches.
+  of 65,536 rows, for 1,000 simulated workers one after the other. Memory is Python's peak in both. The cost of a
+  batch's rows is that of one of two workers, over 5,000 batches.
 """
 
 #: Why a target is missed, by the row's key.

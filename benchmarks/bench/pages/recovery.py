@@ -57,24 +57,21 @@ _METHOD = """\
 ## Method
 
 Measured on {machine}. A DistributedDataParallel loop over gloo with steps of about 15 ms, `OMP_NUM_THREADS=1`, on
-logical CPUs: workers, spares and Ray share the cores. Every process records when it finished a step. A time begins
-when the signal is sent, at a random moment of a step, and ends when the slowest rank of the next group has finished
-its first step, with the checkpoint loaded. Values are medians; every sample is in [recovery.json](recovery.json).
+logical CPUs: workers, spares and Ray share the cores. A time begins when the signal is sent, at a random moment of a
+step, and ends when the slowest rank of the next group has finished its first step, with the checkpoint loaded. Values
+are medians; every sample is in [recovery.json](recovery.json).
 
 - **Killed** is SIGKILL. *Bare actors* is the mechanism alone, in plain Ray: wait for the death, start an actor,
   import torch, form a new group of survivor and new actor. Ray Train restarts its whole group.
-- **Stopped** is SIGSTOP, which closes no connection, so only silence shows it. raysgd has its default,
-  `heartbeat_timeout_s=10`; Ray Train has `RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10`. Its default, 600 s, would take
-  ten minutes longer and was not measured.
-- **Growing** begins when a job releases the CPU for the third worker. raysgd looks for room every 2 s, starts the
-  process and waits 1 s for others, while the two train; then they leave out of a checkpoint. Ray Train's elastic
-  group (which looks every 60 s by default) was only shrunk: with a job that holds a CPU it had not started within 90
-  s, so nothing could grow.
-- **Nodes** are raylets with their processes on this machine, killed with SIGKILL, or stopped with SIGSTOP like a
-  hanging machine.
+- **Stopped** is SIGSTOP, which closes no connection, so only silence shows it. raysgd has `heartbeat_timeout_s=10`,
+  Ray Train `RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10`; its default of 600 s was not measured.
+- **Growing** begins when a job releases the CPU for the third worker. raysgd looks for room every 2 s and waits 1 s for
+  further workers. Ray Train's elastic group was only shrunk: with a job that holds a CPU it had not started within
+  90 s, so nothing could grow.
+- **Nodes** are raylets with their processes on this machine, killed with SIGKILL or frozen with SIGSTOP.
 - **Repeated kills**: {tries} kills. A try without recovery within its limit counts as a failure.
-- **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer with heartbeats once in weeks
-  and no spare, in alternating blocks of equal work.
+- **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer without a spare and almost
+  without heartbeats, in alternating blocks of equal work.
 """
 
 
@@ -82,7 +79,7 @@ its first step, with the checkpoint loaded. Values are medians; every sample is 
 _WHY_MISSED = {
     "node_frozen": (
         "Silence is certain 10 s after the last heartbeat. In an examined run, a process with torch was ready on "
-        "another node 2.2 s later, and train_func took 1.2 s to its first step, including its DDP model."
+        "another node 2.2 s later, and train_func took 1.2 s to its first step."
     ),
 }
 

@@ -41,9 +41,8 @@ Measured on {machine}. A local Ray with eight logical CPUs and without a dashboa
 at a time; each has two workers with torch and a gloo group, which report three times after an all-reduce of one
 number. The time is that of `Tuner.fit` and of making the trainable. Ray Train is used as documented: a Tune function
 makes a `TorchTrainer` with a `TuneReportCallback`. Its workers are new for each trial, so both rows show the same
-value; with `reuse_actors`, which keeps that function's process, it took 132 s instead of 161 s in a single run. *Ray
-Train, 0.05 s* polls reports every 0.05 s instead of every 2 s. Values are medians; every sample is in
-[tune.json](tune.json).
+value; with `reuse_actors` it took 132 s instead of 161 s in a single run. *Ray Train, 0.05 s* polls reports every
+0.05 s instead of every 2 s. Values are medians; every sample is in [tune.json](tune.json).
 """
 
 #: Why a target is missed, by the row's key.
@@ -54,9 +53,8 @@ _WHY_MISSED: dict[str, str] = {
         "The target needs three; only processes that are not started save that, as with `reuse_actors`."
     ),
     "reused": (
-        "The first two trials start their processes as in the row above, with both cores busy for some six seconds; "
-        "the ten others take a tenth of a second each. The target is close: 7.5 s against 168 s, 0.045x, in a run of "
-        "one repetition the day before."
+        "The first two trials start their processes as in the row above; the ten others take a tenth of a second each. "
+        "The target is close: one earlier run of a single repetition took 7.5 s against 168 s, 0.045x."
     ),
 }
 
