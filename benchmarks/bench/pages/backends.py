@@ -131,7 +131,7 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
                 row["title"],
                 ", ".join(f"{TITLES[name]} {show_cell(cells[name], unit)}" for name in peers) or "-",
                 f"**{show_cell(cells.get('raysgd'), unit)}**",
-                ", ".join(_ratio(cells, name, with_title=len(peers) > 1) for name in peers) or "-",
+                ", ".join(_ratio(cells, name) for name in peers) or "-",
                 row["target"] or "-",
                 {True: "yes", False: "**no**", None: "-"}[row["met"]],
             )
@@ -139,12 +139,12 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     return make_table(("measure", "by itself", "raysgd", "ratio", "target", "met"), lines)
 
 
-def _ratio(cells: Mapping[str, Any], peer: str, *, with_title: bool) -> str:
+def _ratio(cells: Mapping[str, Any], peer: str) -> str:
     ours, theirs = cells.get("raysgd", {}), cells[peer]
     if "value" not in ours or "value" not in theirs:
         return "-"
     ratio = show_ratio(theirs["ratio"]) if "ratio" in theirs else f"{number(ours['value'] / theirs['value'])}x"
-    return f"{ratio} {TITLES[peer]}" if with_title else ratio
+    return f"{ratio} {TITLES[peer]}"
 
 
 PAGE = Page(
