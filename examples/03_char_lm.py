@@ -80,7 +80,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def learning_rate(step: int, config: dict) -> float:
-    """Warm-up, then half a cosine."""
+    """Return the learning rate of a step: a warm-up, then half a cosine."""
     return config["lr"] * min(1, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / config["steps"]))
 
 

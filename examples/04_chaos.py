@@ -58,7 +58,7 @@ def train_func(config: dict) -> nn.Module:
 
 
 class RunLog(raysgd.Callback):
-    """Prints the events of the run, and knows the processes of its workers."""
+    """Prints the events of the run, and collects the process ids of its workers."""
 
     critical = True  # an exception here ends the run instead of being a warning
 
@@ -127,7 +127,7 @@ class Killer(threading.Thread):
     def _kill(self, rank: int, pid: int) -> None:
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # raysgd has just ended it, because it did not leave its attempt in time
+        except ProcessLookupError:  # raysgd has just killed it, because it did not leave its attempt in time
             return
         self._run_log.write(f"killed rank {rank} on pid {pid}")
         self.killed.append(pid)

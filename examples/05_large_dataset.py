@@ -31,7 +31,7 @@ REPORT_EVERY = 20  # steps
 
 
 def write_files(folder: Path, gigabytes: float) -> None:
-    """Files of 64 MB, each of four row groups."""
+    """Write files of 64 MB, each of four row groups."""
     rule = np.random.default_rng(0).standard_normal(FEATURES).astype(np.float32)
     num_files = max(1, round(gigabytes * 2**30 / (4 * FEATURES * ROWS_OF_A_FILE)))
     for number in range(num_files):

@@ -30,7 +30,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
 
 def train_func(config: dict) -> None:
     import horovod.tensorflow as hvd
-    import tensorflow as tf  # here, as the driver can do without it
+    import tensorflow as tf  # imported here: the driver does not need it
 
     model = tf.keras.Sequential([tf.keras.layers.Dense(256, "relu", input_shape=(64,)), tf.keras.layers.Dense(10)])
     optimizer = tf.keras.optimizers.Adam(config["lr"])
@@ -52,7 +52,7 @@ def train_func(config: dict) -> None:
         return loss
 
     batches = raysgd.get_dataset("train").get_split().to_tf(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # its part of all
+    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # one batch: this shard
     for epoch in range(start, config["epochs"]):
         optimizer.learning_rate.assign(config["lr"] * (1 - epoch / config["epochs"]))
         losses = [train_step(batch) for batch in batches]

@@ -31,7 +31,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
 
 
 def train_func(config: dict) -> None:
-    import horovod.torch as hvd  # here, as the driver can do without it
+    import horovod.torch as hvd  # imported here: the driver does not need it
 
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
@@ -45,7 +45,7 @@ def train_func(config: dict) -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     batches = raysgd.get_dataset("train").get_split().to_torch(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # its part of all
+    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # one batch: this shard
     for epoch in range(start, config["epochs"]):
         optimizer.param_groups[0]["lr"] = config["lr"] * (1 - epoch / config["epochs"])
         losses = []

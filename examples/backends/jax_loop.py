@@ -37,7 +37,7 @@ def make_params() -> dict[str, np.ndarray]:
 
 
 def train_func(config: dict) -> None:
-    import jax  # here, as the driver can do without it
+    import jax  # imported here: the driver does not need it
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 

@@ -29,7 +29,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
 
 
 def train_func(config: dict) -> None:
-    import tensorflow as tf  # here, as the driver can do without it
+    import tensorflow as tf  # imported here: the driver does not need it
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -48,7 +48,7 @@ def train_func(config: dict) -> None:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], logits)
             loss = tf.nn.compute_average_loss(losses, global_batch_size=32)
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))  # summed up over the workers
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))  # added over the workers
         return loss
 
     @tf.function
@@ -57,7 +57,7 @@ def train_func(config: dict) -> None:
 
     # A worker has one replica, which takes the worker's batch as it is.
     batches = raysgd.get_dataset("train").get_split().to_tf(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # its part of all
+    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # one batch: this shard
     for epoch in range(start, config["epochs"]):
         optimizer.learning_rate.assign(config["lr"] * (1 - epoch / config["epochs"]))
         losses = [train_step(batch) for batch in batches]
