@@ -51,7 +51,7 @@ def train_func(config: dict) -> None:
         start = state["epoch"] + 1
     model = raysgd.torch.prepare_model(model)
     batches = raysgd.get_dataset("train").get_split().to_torch(batch_size=32, shuffle="full")
-    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # one batch: this shard
+    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # this shard
 
     for epoch in range(start, config["epochs"]):
         model.train()

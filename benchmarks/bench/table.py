@@ -239,17 +239,14 @@ def show_ratio(ratio: Mapping[str, Any]) -> str:
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The quartiles of each system, and in brackets the number of its samples; medians are in the table above."""
     lines = []
     for row in rows:
-        title = row["title"]
-        for name in TITLES:
-            cell = row["cells"].get(name)
-            if cell is not None and "value" in cell:
-                quartiles = f"{number(cell['q1'])} to {number(cell['q3'])} {row['unit']}"
-                lines.append((title, TITLES[name], quartiles, str(cell["n"])))
-                title = ""  # shown once, in the first line of its measure
-    head = ("measure", "system", "quartiles", "samples")
-    return "## Spread\n\n" + make_table(head, lines)
+        cells = [(TITLES[name], row["cells"][name]) for name in TITLES if "value" in row["cells"].get(name, {})]
+        if cells:
+            shown = [f"{title}: {number(cell['q1'])} to {number(cell['q3'])} ({cell['n']})" for title, cell in cells]
+            lines.append((row["title"], "; ".join(shown), row["unit"]))
+    return "## Spread\n\n" + make_table(("measure", "quartiles (samples)", "unit"), lines)
 
 
 def number(value: float) -> str:

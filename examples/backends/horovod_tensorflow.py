@@ -52,7 +52,7 @@ def train_func(config: dict) -> None:
         return loss
 
     batches = raysgd.get_dataset("train").get_split().to_tf(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # one batch: this shard
+    (validation,) = raysgd.get_dataset("validation").get_split().to_tf(global_batch_size=360)  # this shard
     for epoch in range(start, config["epochs"]):
         optimizer.learning_rate.assign(config["lr"] * (1 - epoch / config["epochs"]))
         losses = [train_step(batch) for batch in batches]

@@ -41,7 +41,7 @@ def train_func(config: dict) -> None:
     model = raysgd.torch.prepare_model(model)
 
     batches = raysgd.get_dataset("train").get_split().to_torch(global_batch_size=32, shuffle="full", drop_last=True)
-    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # one batch: this shard
+    (validation,) = raysgd.get_dataset("validation").get_split().to_torch(global_batch_size=360)  # this shard
     for epoch in range(start, config["epochs"]):
         optimizer.param_groups[0]["lr"] = config["lr"] * (1 - epoch / config["epochs"])
         losses = []
