@@ -106,8 +106,9 @@ every system in its own processes, in another order. Values are medians; every s
 #: Why a target is missed, by the row's key.
 _WHY_MISSED = {
     "allreduce_jax_1_MiB": (
-        "No reason is certain. Groups of plain JAX, measured three times in the same way, differ as much by chance: 0.93, "
-        "0.99 and 1.03 with the loop in a thread, as in raysgd; 0.91, 0.96 and 0.98 with Ray imported as well. "
+        "No reason is certain. Groups of plain JAX differ as much by chance. Measured three times, a group with its loop in "
+        "a thread, as in raysgd, had 0.93, 0.99 and 1.03 of the bandwidth of one without; with Ray imported as well 0.91, "
+        "0.96 and 0.98. "
         "With arrays a sixteenth or sixteen times as large the ratio is 0.99."
     ),
     "start_horovod": (
