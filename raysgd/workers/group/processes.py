@@ -13,7 +13,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
-from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
@@ -27,8 +26,8 @@ class Worker:
     Attributes:
         loading: The answer to its first call, which imports the framework: None, or what is wrong.
         info: Where it runs, once it has answered.
-        identity: Its ranks, once the group is complete.
-        has_joined: It was given a place in a process group.
+        member: Its place in the group, once the group is complete; without a rendezvous.
+        has_joined: It was told to join a process group.
     """
 
     slot: WorkerSlot
@@ -36,7 +35,7 @@ class Worker:
     loading: Any
     is_loaded: bool = False
     info: WorkerInfo | None = None
-    identity: Identity | None = None
+    member: Member | None = None
     has_joined: bool = False
 
     @property
@@ -53,22 +52,6 @@ class Worker:
         problem: str | None = await self.loading
         self.is_loaded = problem is None
         return problem
-
-    def make_member(self, rank: int, rendezvous: str, gpus: float) -> Member:
-        """Return the place in the process group that the worker is to join now; ``gpus`` is their number per worker."""
-        assert self.info is not None and self.identity is not None
-        self.has_joined = True
-        return Member(
-            rank=rank,
-            world_size=self.identity.world_size,
-            local_rank=self.identity.local_rank,
-            local_world_size=self.identity.local_world_size,
-            node_rank=self.identity.node_rank,
-            rendezvous=rendezvous,
-            node_ip=self.info.node_ip,
-            has_gpu=gpus > 0,
-            shares_gpu=0 < gpus < 1,
-        )
 
 
 class WorkerStarter:
