@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -126,11 +127,11 @@ def test_end_interrupts_a_python_loop() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupt_does_nothing_outside_of_train_func(when: str) -> None:
-    values: list[Any] = []
-    thread = TrainThread(lambda: values.append(thread.call(lambda: "value", {}, lambda: None)))
+    values: queue.Queue[Any] = queue.Queue()
+    thread = TrainThread(lambda: values.put(thread.call(lambda: "value", {}, lambda: None)))
     if when == "before":
         thread.interrupt()
     thread.start()
-    assert thread.join(PATIENCE_S) and values == ["value"] and not thread.is_inside
+    assert values.get(timeout=PATIENCE_S) == "value" and not thread.is_inside
     if when == "after":
         thread.interrupt()
