@@ -36,7 +36,7 @@ from raysgd.session.progress import Heartbeat
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, RunOrder
-from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, user_part
+from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
@@ -260,7 +260,7 @@ class Attempt:
         error.__traceback__ = user_part(error.__traceback__, (train_thread.__file__, __file__))
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         raised = _exception_for_driver(error, rank)
-        line = _last_line(raised)
+        line = last_line(raised)
         if (advice := self._backend.explain_error(error)) is not None:
             text, raised.__notes__ = f"{text}{advice}\n", [*getattr(raised, "__notes__", ()), advice]
         return Failed(
@@ -284,13 +284,6 @@ class Attempt:
 def _is_attempt_ended_of_tensorflow(error: BaseException) -> bool:
     """Return True for TensorFlow's error in place of an `AttemptEnded` that was raised where TensorFlow reads data."""
     return type(error).__module__.startswith("tensorflow.") and AttemptEnded.__name__ in str(error)
-
-
-def _last_line(error: BaseException) -> str:
-    """Return type and text, as the last line of a traceback, without notes."""
-    shown: Any = traceback.TracebackException(type(error), error, None)
-    shown.__notes__ = None
-    return str(list(shown.format_exception_only())[-1]).strip()
 
 
 def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
