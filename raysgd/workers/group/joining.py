@@ -65,7 +65,6 @@ class JoiningWorkers:
         self._end = end
         self._start_timeout_s = start_timeout_s
         self._starting: dict[Worker, asyncio.Task[None]] = {}
-        self._started_at: dict[Worker, float] = {}
         self._ready: list[Worker] = []
         self._num_wanted = 0.0
         self._retry_delay_s = RETRY_DELAY_S
@@ -121,7 +120,6 @@ class JoiningWorkers:
             self._ready.remove(worker)
         else:
             return
-        self._started_at.pop(worker, None)
         self._end(worker)
         self._slots.remove(worker.slot)
         self._ensure_search(None)
@@ -170,8 +168,8 @@ class JoiningWorkers:
     def _drop_unplaced(self) -> None:
         # Others took the resources, or the node is gone; the search continues on other nodes.
         now = time.monotonic()
-        for worker, since in list(self._started_at.items()):
-            if worker in self._starting and now - since > PLACEMENT_TIMEOUT_S and not worker.slot.is_placed():
+        for worker in list(self._starting):
+            if now - worker.requested_at_s > PLACEMENT_TIMEOUT_S and not worker.slot.is_placed():
                 self.drop(worker)
         self._slots.remove_unplaced()
 
@@ -193,7 +191,6 @@ class JoiningWorkers:
 
     def _start(self, slot: WorkerSlot) -> None:
         worker = self._starter.start(slot, warm_up=self._has_begun)
-        self._started_at[worker] = time.monotonic()
         self._starting[worker] = asyncio.ensure_future(self._wait_until_ready(worker))
 
     async def _wait_until_ready(self, worker: Worker) -> None:
@@ -204,7 +201,7 @@ class JoiningWorkers:
         if worker not in self._starting:
             return
         if problem is None:
-            del self._starting[worker], self._started_at[worker]
+            del self._starting[worker]
             self._ready.append(worker)
             self._retry_delay_s = RETRY_DELAY_S
             self.on_ready()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -28,6 +29,7 @@ class Worker:
         info: Where it runs, once it has answered.
         member: Its place in the group, once the group is complete; without a rendezvous.
         has_joined: It was told to join a process group.
+        requested_at_s: When its start was requested, on the monotonic clock.
     """
 
     slot: WorkerSlot
@@ -37,6 +39,7 @@ class Worker:
     info: WorkerInfo | None = None
     member: Member | None = None
     has_joined: bool = False
+    requested_at_s: float = field(default_factory=time.monotonic)
 
     @property
     def node(self) -> str:
@@ -59,7 +62,6 @@ class WorkerStarter:
 
     Args:
         name: Prefix of the actors' names.
-        runtime_env: Ray runtime environment of the processes.
         controller: Name of the TrainerActor.
     """
 
@@ -79,9 +81,9 @@ class WorkerStarter:
         self._num_started = 0
 
     def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
-        """Start a process in ``slot``, once the slot has its resources.
+        """Request a process in ``slot``; Ray starts it when the slot has its resources.
 
-        With ``warm_up`` no rank waits for the process: it also imports what training loops import later.
+        With ``warm_up``, the process also imports what training loops import later, because no rank waits for it.
         """
         self._num_started += 1
         handle: Any = (
@@ -102,7 +104,7 @@ class WorkerStarter:
 
 
 class CoordinatorActor:
-    """The Ray actor in which a backend's coordinator runs: the TrainerActor imports no framework."""
+    """The Ray actor in which a backend's coordinator runs, because the TrainerActor imports no framework."""
 
     def __init__(self, config: BackendConfig) -> None:
         self._config = config
@@ -119,7 +121,7 @@ class CoordinatorProcess:
 
     Args:
         name: Prefix of the actor's name.
-        runtime_env: That of the workers, which may contain the framework.
+        runtime_env: The workers' Ray runtime environment, which may contain the framework.
     """
 
     def __init__(self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None) -> None:
@@ -130,12 +132,12 @@ class CoordinatorProcess:
         self._num_started = 0
 
     def begin(self) -> None:
-        """Start the process, if the backend has a coordinator; does not wait."""
+        """Start the process without waiting, if the backend has a coordinator."""
         if self._config.has_coordinator and self._actor is None:
             self._actor = self._start()
 
     async def open_rendezvous(self, members: Sequence[Member]) -> str:
-        """Prepare for a new group; return where its members meet.
+        """Open the rendezvous of a new group; return the value of `Member.rendezvous`.
 
         Raises:
             WorkerError: The coordinator cannot start, for example because the framework is not installed.
@@ -149,9 +151,9 @@ class CoordinatorProcess:
 
     def close(self) -> None:
         """End the process."""
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            ray.kill(actor)
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
 
     async def _call(self, members: Sequence[Member]) -> str:
         try:
