@@ -34,7 +34,7 @@ class Member:
     """A worker's place in the process group of an attempt.
 
     Attributes:
-        rendezvous: The value that rank 0's `Backend.open_rendezvous` returned.
+        rendezvous: The value that `Backend.open_rendezvous` on rank 0, or `Coordinator.open_rendezvous`, returned.
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether each worker was given a fraction of a GPU, so that several workers may use the same one.
@@ -99,15 +99,15 @@ class Backend(ABC):
         """
 
     def should_replace_process(self) -> bool:
-        """Return True if earlier groups left so much behind that a new process should take this rank."""
+        """Return True if earlier groups left so much behind that a new process should replace this one."""
         return False
 
     def warm_up(self) -> None:
-        """Import what training loops import later; called in spares and joining workers, for which no rank waits."""
+        """Import what training loops import later. Called in spares and joining workers, because no rank waits for them."""
         return
 
     def set_device(self) -> None:
-        """Make this worker's GPU the current thread's device, if the framework has such a setting per thread."""
+        """Make this worker's GPU the current thread's device, if the framework has a device for each thread."""
         return
 
     def open_rendezvous(self, node_ip: str) -> str:
@@ -138,7 +138,7 @@ class Backend(ABC):
         return None
 
     def explain_error(self, error: BaseException) -> str | None:
-        """Return advice to show below an error of train_func whose own text does not say what to do, or None."""
+        """Return advice to show below an error of train_func that does not itself say what to do, or None."""
         return None
 
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:

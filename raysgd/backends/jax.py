@@ -94,7 +94,7 @@ class JaxCoordinator(Coordinator):
                     recoverable=True,
                 )
                 break
-            except Exception:  # another process has taken the port meanwhile
+            except Exception:  # another process may have taken the port meanwhile
                 if not tries_left:
                     raise
         return address
@@ -212,7 +212,7 @@ def _check_no_devices() -> None:
 
 
 def _clear_pending_effects() -> None:
-    # Effects of an interrupted step, such as jax.debug.print: clear_backends would wait for them, raise and keep the devices.
+    # Effects of an interrupted step, such as jax.debug.print: clear_backends would wait for them, raise, and keep the devices.
     from jax._src import dispatch  # JAX has no public way to drop them
 
     tokens: Any = dispatch.runtime_tokens

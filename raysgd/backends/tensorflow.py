@@ -1,9 +1,9 @@
 """The TensorFlow backend: sets ``TF_CONFIG`` for the `tf.distribute.MultiWorkerMirroredStrategy` that train_func creates.
 
-Three facts shape it (doc/design/0021-backends.md). TensorFlow has one server per process, as part of its global context; the
-context can be discarded by a function that TensorFlow has for its own tests. Collectives wait for a dead peer for ever, but
-can be aborted. Keras 3's ``fit`` does not work under this strategy, Keras 2's does: so ``tf.keras`` is Keras 2 if its
-package ``tf_keras`` is installed.
+Three facts shape it (doc/design/0021-backends.md). TensorFlow has one server per process, as part of its global context; a
+function that TensorFlow has for its own tests discards the context. Collectives wait for a dead peer for ever, but can be
+aborted. Keras 3's ``fit`` does not work under this strategy, and Keras 2's does; so ``tf.keras`` is Keras 2 if its package
+``tf_keras`` is installed.
 """
 
 from __future__ import annotations
