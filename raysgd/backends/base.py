@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raysgd.backends.flight_recorder import FlightRecord
+from raysgd.errors import RaySGDError
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Backend(ABC):
         return
 
     def is_collective_error(self, error: BaseException) -> bool:
-        """Return True if ``error`` looks like the consequence of a peer's failure rather than a cause."""
+        """Return True if ``error`` looks like the consequence of a peer's failure. Not called for raysgd's own errors."""
         return False
 
     def dump_flight_record(self) -> FlightRecord | None:
@@ -144,6 +145,11 @@ class Backend(ABC):
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """Return how to pickle, by type, what train_func returns: models without wrappers, GPU tensors on the CPU."""
         return {}
+
+
+def is_collective_error(backend: Backend, error: BaseException) -> bool:
+    """Return the backend's answer, except for raysgd's own errors: their text may quote any other error."""
+    return not isinstance(error, RaySGDError) and backend.is_collective_error(error)
 
 
 class Coordinator(ABC):

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import psutil
+
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import GlooConnections, list_connections
 from raysgd.backends.rendezvous import find_interface
@@ -27,7 +29,7 @@ from raysgd.backends.tensorflow import use_legacy_keras
 from raysgd.backends.torch import import_torch_compiler, tensor_reducers
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_names
-from raysgd.errors import ConfigError, RaySGDError
+from raysgd.errors import ConfigError
 
 _INSTALL_HINT = (
     "backend='horovod' needs Horovod in the workers, built for their torch or TensorFlow: doc/guides/backends.md says how "
@@ -182,8 +184,6 @@ class HorovodBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError
 
-        if isinstance(error, RaySGDError):
-            return False
         if isinstance(error, HorovodInternalError):
             return True
         is_from_tensorflow = type(error).__module__.startswith("tensorflow.")
@@ -211,8 +211,6 @@ class HorovodBackend(Backend):
     def _interface(self, node_ip: str) -> str | None:
         if self._config.nics is None:
             return find_interface(node_ip)
-        import psutil
-
         available = psutil.net_if_addrs()
         chosen = next((nic for nic in self._config.nics if nic in available), None)
         if chosen is None:

@@ -10,6 +10,8 @@ import socket
 import time
 from typing import Any
 
+import psutil
+
 from raysgd.backends.base import Member
 
 
@@ -78,8 +80,6 @@ def address_family(node_ip: str) -> socket.AddressFamily:
 
 def find_interface(node_ip: str) -> str | None:
     """Return the name of the network interface that has this address, or None."""
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             return str(name)

@@ -20,7 +20,6 @@ from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.rendezvous import RendezvousPoint, find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount
-from raysgd.errors import RaySGDError
 
 #: The status code of gRPC and TensorFlow.
 _UNAVAILABLE = 14
@@ -124,7 +123,7 @@ class TensorflowBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import tensorflow as tf
 
-        if isinstance(error, RaySGDError) or not isinstance(error, tf.errors.OpError):
+        if not isinstance(error, tf.errors.OpError):
             return False
         if isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
             return True

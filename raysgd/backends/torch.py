@@ -26,7 +26,7 @@ from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice
-from raysgd.errors import ConfigError, RaySGDError
+from raysgd.errors import ConfigError
 
 _BACKLOG = 2048
 
@@ -257,8 +257,6 @@ class TorchBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import torch.distributed as dist
 
-        if isinstance(error, RaySGDError):  # its text may quote any error, such as one of a storage
-            return False
         if isinstance(error, dist.DistError):
             return True
         text = str(error).lower()

@@ -11,6 +11,7 @@ import pytest
 
 from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
+from raysgd.errors import StorageError
 from raysgd.result import RunInfo
 from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Returned, WorkerEvent
@@ -46,7 +47,7 @@ class FakeBackend:
         return None
 
     def is_collective_error(self, error: BaseException) -> bool:
-        return False
+        return "connection reset" in str(error)
 
 
 def make_attempt(train_func: Callable[..., Any], *, init_error: BaseException | None = None) -> Attempt:
@@ -103,6 +104,15 @@ def test_error_of_train_func_is_sent() -> None:
     entered, failed = events_of(make_attempt(train_func))
     assert isinstance(entered, Entered)
     assert isinstance(failed, Failed) and failed.summary == "LookupError: no data" and not failed.in_setup
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(RuntimeError, True), (StorageError, False)])
+def test_raysgds_own_errors_are_never_taken_for_errors_of_a_collective(kind: type[Exception], expected: bool) -> None:
+    def train_func() -> None:
+        raise kind("connection reset by the storage server")
+
+    _, failed = events_of(make_attempt(train_func))
+    assert isinstance(failed, Failed) and failed.in_collective is expected
 
 
 def test_error_while_the_group_forms_is_sent_without_a_call() -> None:

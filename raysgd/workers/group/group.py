@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Deaths within this time of each other, such as those of a node's workers, are handled together.
 _DIE_TOGETHER_S = 0.2
-#: The same during the start, where workers reach the same fatal place at different times.
+#: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
 
 
@@ -70,7 +70,7 @@ class WorkerGroup:
         self._scaling = scaling
         self._failure = failure
         self._backend = backend
-        # By rank; None for a rank without a process. Its parts share this list, so it is changed in place.
+        # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
@@ -83,10 +83,12 @@ class WorkerGroup:
             self.slots,
             self._starter,
             self._avoided,
-            end=self._end,
+            end=self._end_process,
             start_timeout_s=failure.start_timeout_s,
         )
-        self._reserve = Reserve(self.slots, self._starter, failure.num_spares, self._joining, self._end, self._avoided)
+        self._reserve = Reserve(
+            self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
+        )
         self.streams = WorkerStreams()
         self.monitor = GroupMonitor(self._agents, self._members)
         self.drains = DrainMonitor(self._members, self._joining, self._avoided)
@@ -157,7 +159,7 @@ class WorkerGroup:
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
-        """Give every rank a loaded process and every process its identity."""
+        """Give every rank a loaded process, and every process its place in the group."""
         if self._has_formed and None in self._members:
             await self.drains.ranks()
         for rank in self._vacant_ranks():
@@ -211,17 +213,17 @@ class WorkerGroup:
     async def _wait_loaded(self) -> None:
         """Wait until every process has answered where it runs and has imported the framework."""
         new = [worker for worker in self._workers() if worker.info is None or not worker.is_loaded]
-        # Together: what kills one worker in its import may kill the next there, and that is one failure.
+        # All at once: what kills one worker during its import may kill others too, and that is one failure.
         answers = await self._gather(new * 2, [w.loading for w in new] + [w.locate() for w in new])
-        problems = dict(zip(new, answers, strict=False))
-        failed = {worker: problem for worker, problem in problems.items() if problem is not None}
+        problems = answers[: len(new)]
+        failed = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
         for worker in new:
             worker.is_loaded = worker not in failed
         for worker in failed:  # the next run tries again in a new process
-            self._drop(worker)
-            self._end(worker)
-        for worker, problem in failed.items():
-            raise WorkerError(f"{problem} (worker on {worker.node})")
+            self._discard(worker)
+        if failed:
+            first, problem = next(iter(failed.items()))
+            raise WorkerError(f"{problem} (worker on {first.node})")
 
     def _assign_members(self) -> None:
         """Give every process its ranks; once the group has formed, a replacement has the rank of the worker it replaces."""
@@ -237,7 +239,7 @@ class WorkerGroup:
         """Reset every process for a run; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
-        orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
+        orders = [PrepareOrder(visible, index, rank) for rank, (visible, index) in enumerate(gpus)]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
@@ -276,7 +278,7 @@ class WorkerGroup:
         if blind := [worker.node for worker, sees in zip(workers, seen, strict=True) if not sees]:
             raise ConfigError(
                 f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
-                "Give RunConfig(storage_path=...) a folder all nodes share, or a URI such as s3://bucket/folder."
+                "Give RunConfig(storage_path=...) a folder that all nodes share, or a URI such as s3://bucket/folder."
             )
 
     # -- an attempt -----------------------------------------------------------------------------------------------
@@ -310,8 +312,7 @@ class WorkerGroup:
             await self._remove(worker)
             raise
         except RayTaskError as error:  # raysgd's own code failed in the worker, and train_func may still run
-            self._drop(worker)
-            self._end(worker)
+            self._discard(worker)
             raise WorkerDied(f"it was ended because its event stream failed: {error.cause!r}") from error
 
     def end(self, rank: int, attempt: int, why: str) -> None:
@@ -352,10 +353,13 @@ class WorkerGroup:
             return
         if is_lost and worker.info is not None:
             self._avoided.add([worker.info.node_id])
-        self._drop(worker)
-        self._end(worker)
+        self._discard(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _discard(self, worker: Worker) -> None:
+        self._drop(worker)
+        self._end_process(worker)
+
+    def _end_process(self, worker: Worker) -> None:
         """Ask a worker's process to exit, and ignore what it still sends; SIGKILL follows if it stays."""
         ray.kill(worker.handle)  # the process exits by itself: Ray reports what SIGKILL ends as unexpected
         if worker.info is not None:
@@ -369,8 +373,7 @@ class WorkerGroup:
     def release(self) -> None:
         """End all processes and return the resources to the cluster; `get_ready` requests them again."""
         for worker in self._workers():
-            self._drop(worker)
-            self._end(worker)
+            self._discard(worker)
         self._reserve.close()
         self._coordinator.close()
         self._agents.close()

@@ -129,7 +129,7 @@ class WorkerActor:
     def __init__(self) -> None:
         self._baseline = Baseline()
         self._modules = ModuleWatch()
-        self._backend: Any = None  # these three are made by `load`
+        self._backend: Any = None  # `load` makes these three
         self._attempts: Any = None
         self._instances: Any = None
         self._current = CurrentAttempt()
@@ -201,7 +201,7 @@ class WorkerActor:
             return "their framework has not freed all resources of earlier groups"
         self._baseline.restore()
         if order.visible_gpus:
-            # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever the group has later.
+            # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever others the group gets.
             self._visible_gpus = self._visible_gpus or order.visible_gpus
             own = order.visible_gpus[order.device_index]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
@@ -232,7 +232,7 @@ class WorkerActor:
                 yield item
         for batch in sender.finish():
             yield batch
-        self._current.forget(attempt)  # it refers to the run's data, which must be freed now
+        self._current.forget(attempt)  # the attempt refers to the run's data, which must be freed now
         self._is_in_group = attempt.has_returned
         if attempt.is_preempted:
             self._termination.remind()

@@ -13,7 +13,7 @@ import psutil
 
 from raysgd._util.imports import imported
 from raysgd._util.redact import redact_text, secret_values
-from raysgd.backends.base import Backend
+from raysgd.backends.base import Backend, is_collective_error
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
@@ -100,7 +100,7 @@ class Attempt:
     # -- the stream's thread ----------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Any]:
-        """Run train_func; yield batches of its events, and last a large return value as an array, if there is one."""
+        """Run train_func; yield batches of its events, and at the end its return value as an array, if that is large."""
         member = self._order.member
         sampler = Sampler({"rank": member.rank, "node": self._node, "run": self._run.info.name})
         self._thread.start()
@@ -121,11 +121,7 @@ class Attempt:
     # -- other threads ----------------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
-        """End the attempt: the next session call raises, and a Python loop is interrupted.
-
-        Args:
-            why: For the error's text.
-        """
+        """End the attempt: the next session call raises `AttemptEnded` with this text, and a Python loop is interrupted."""
         self.session.end(why)
         self._backend.abort_process_group()
         if not self._done.wait(INTERRUPT_AFTER_S):
@@ -164,9 +160,8 @@ class Attempt:
             outcome = self._run_train_func()
         except AttemptEnded:  # an interrupt that arrived just after train_func had returned
             outcome = Ended()
-        except (
-            BaseException
-        ) as error:  # the text of train_func's exception cannot be made; the rank must report its end
+        except BaseException as error:
+            # The text of train_func's exception cannot be made; the rank must report its end all the same.
             outcome = describe_unprintable(error)
             self._send(outcome)
         self._finish(outcome, threads_before)
@@ -217,7 +212,7 @@ class Attempt:
         self._event_queue.put(event, urgent=True)
 
     def _finish(self, outcome: Returned | Ended | Failed, threads_before: Sequence[threading.Thread]) -> None:
-        """End what the attempt does in this thread, and its stream."""
+        """Leave the group if train_func failed, wait for pending saves, and end the event stream."""
         context.block_threads_started_since(threads_before)
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
@@ -233,11 +228,7 @@ class Attempt:
         self._event_queue.wake()
 
     def _make_returned(self, value: Any) -> Returned:
-        """Pickle what train_func returned, once all its metrics can be read.
-
-        Raises:
-            MetricError, ReturnValueError: A metric cannot be read, or the value does not pickle.
-        """
+        """Pickle what train_func returned, when all its metrics have been read; raise an error if either fails."""
         self._event_queue.settle()
         returned = self._dump(value)
         self._callbacks.end(None)  # before it is sent: a critical callback may raise
@@ -264,13 +255,13 @@ class Attempt:
         if (advice := self._backend.explain_error(error)) is not None:
             text, raised.__notes__ = f"{text}{advice}\n", [*getattr(raised, "__notes__", ()), advice]
         return Failed(
-            exception=dumps_error(raised),  # its text and type arrive in any case
+            exception=dumps_error(raised),  # None if it does not pickle; its type and text arrive all the same
             type_name=f"{type(raised).__module__}.{type(raised).__qualname__}",
             summary=redact_text(line, self._secrets),
             traceback=text,
             timestamp=timestamp,
-            in_collective=self._backend.is_collective_error(error),
-            # A peer or the network can cause these. Another error there is a mistake, which a retry would repeat.
+            in_collective=is_collective_error(self._backend, error),
+            # A peer or the network can cause these. A retry would repeat any other error there.
             in_setup=self._in_setup and isinstance(error, (RuntimeError, OSError)),
         )
 
@@ -287,7 +278,7 @@ def _is_attempt_ended_of_tensorflow(error: BaseException) -> bool:
 
 
 def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
-    """Return the exception that the driver raises for ``error``."""
+    """Return the exception that the driver raises for ``error``: one that is not an `Exception` would end the driver."""
     if isinstance(error, SystemExit):
         return TrainFuncError(
             f"train_func called sys.exit({json.dumps(error.code, default=str)}) on rank {rank}; return instead, "

@@ -6,6 +6,7 @@ A worker imports this module once its framework is loaded. The TrainerActor does
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,16 +33,16 @@ from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 
 
+@dataclass(frozen=True)
 class FromCheckpoint:
     """A starting point: a committed checkpoint on storage."""
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
+    uri: str
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        folder = Storage.from_uri(self._uri)
+        folder = Storage.from_uri(self.uri)
         manifest = read_manifest(folder)
         state = load_state(
             folder, manifest, rank, world_size=world_size, allow_pickle=allow_pickle, on_unusable=on_unusable
@@ -49,16 +50,16 @@ class FromCheckpoint:
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
 
+@dataclass(frozen=True)
 class FromMemory:
     """A starting point: a checkpoint in the cluster's memory, which this node has fetched. Its state is a copy."""
 
-    def __init__(self, held: HeldCheckpoint) -> None:
-        self._held = held
+    held: HeldCheckpoint
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        manifest, parts = self._held.manifest, self._held.parts
+        manifest, parts = self.held.manifest, self.held.parts
         if manifest.all_ranks:
             state = load_parts(
                 {rank: MemoryPart(partial(self._get, part)) for rank, part in parts.items()},
@@ -78,20 +79,20 @@ class FromMemory:
         try:
             return ray.get(part)
         except RayError as error:
-            number = self._held.manifest.number
+            number = self.held.manifest.number
             raise CheckpointNotFoundError(f"checkpoint {number} is no longer in memory: {error}") from error
 
 
+@dataclass(frozen=True)
 class FromState:
     """A starting point: a state given as ``run(resume_from=...)``."""
 
-    def __init__(self, blob: bytes) -> None:
-        self._blob = blob
+    data: bytes
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        return loads(self._blob), {}
+        return loads(self.data), {}
 
 
 class AttemptBuilder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from raysgd.backends.base import Backend, Member
+from raysgd.backends.base import Backend, Member, is_collective_error
 from raysgd.session import context
 from raysgd.session.local import LocalSession
 from raysgd.workers.orders import Blob
@@ -78,7 +78,7 @@ class Instances:
             return
         except BaseException as error:
             failed = failed_call(error, member.rank, self._node, __file__)
-            failed.data["in_collective"] = self._backend.is_collective_error(error)
+            failed.data["in_collective"] = is_collective_error(self._backend, error)
             # The frames hold the group's open sockets, for which the peers would wait.
             traceback.clear_frames(error.__traceback__)
         raise failed
