@@ -206,9 +206,8 @@ class JoiningWorkers:
             self._retry_delay_s = RETRY_DELAY_S
             self.on_ready()
             return
-        await asyncio.sleep(
-            self._retry_delay_s
-        )  # the failed worker counts as starting, so that nothing replaces it yet
+        # Until the delay is over, the failed worker counts as starting, so that no other one is started in its place.
+        await asyncio.sleep(self._retry_delay_s)
         self._retry_delay_s = min(MAX_RETRY_DELAY_S, 2 * self._retry_delay_s)
         self.drop(worker)
         self.want(self._num_wanted)

@@ -28,7 +28,7 @@ class Worker:
         loading: The answer to its first call, which imports the framework: None, or what is wrong.
         info: Where it runs, once it has answered.
         member: Its place in the group, once the group is complete; without a rendezvous.
-        has_joined: It was told to join a process group.
+        has_joined: It was given a place in a process group.
         requested_at_s: When its start was requested, on the monotonic clock.
     """
 

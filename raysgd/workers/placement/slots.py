@@ -193,15 +193,11 @@ class WorkerSlots:
 
     def _nodes_in_use(self) -> set[str]:
         free = {(slot.placement, slot.index) for slot in self._free}
-        bundles = {
-            placement: placement_group_table(placement).get("bundles_to_node_id", {}) for placement in self._placements
-        }
-        return {
-            str(node)
-            for placement, nodes in bundles.items()
-            for index, node in nodes.items()
-            if node and (placement, index) not in free
-        }
+        in_use: set[str] = set()
+        for placement in self._placements:
+            nodes = placement_group_table(placement).get("bundles_to_node_id", {})
+            in_use |= {str(node) for index, node in nodes.items() if node and (placement, index) not in free}
+        return in_use
 
     def _remove_placement(self, placement: PlacementGroup) -> None:
         if _is_settled(placement):

@@ -63,8 +63,10 @@ class Baseline:
             }
 
     def restore(self) -> None:
-        """Restore all of it, and free what the last run held."""
-        self._restore_environ()
+        """Restore the state of a fresh worker, and free what the last run held."""
+        for name in set(os.environ) - set(self._environ):
+            del os.environ[name]
+        os.environ.update(self._environ)
         os.chdir(self._cwd)
         sys.path[:] = self._path
         if self._generators is not None:
@@ -75,11 +77,6 @@ class Baseline:
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
-
-    def _restore_environ(self) -> None:
-        for name in set(os.environ) - set(self._environ):
-            del os.environ[name]
-        os.environ.update(self._environ)
 
     def _restore_torch(self) -> None:
         torch = imported("torch")
