@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raysgd.backends.flight_recorder import FlightRecord
+from raysgd.errors import RaySGDError
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Member:
     """A worker's place in the process group of an attempt.
 
     Attributes:
-        rendezvous: The value that rank 0's `Backend.open_rendezvous` returned.
+        rendezvous: The value that `Backend.open_rendezvous` on rank 0, or `Coordinator.open_rendezvous`, returned.
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether each worker was given a fraction of a GPU, so that several workers may use the same one.
@@ -99,15 +100,15 @@ class Backend(ABC):
         """
 
     def should_replace_process(self) -> bool:
-        """Return True if earlier groups left so much behind that a new process should take this rank."""
+        """Return True if earlier groups left so much behind that a new process should replace this one."""
         return False
 
     def warm_up(self) -> None:
-        """Import what training loops import later; called in spares and joining workers, for which no rank waits."""
+        """Import what training loops import later. Called in spares and joining workers, because no rank waits for them."""
         return
 
     def set_device(self) -> None:
-        """Make this worker's GPU the current thread's device, if the framework has such a setting per thread."""
+        """Make this worker's GPU the current thread's device, if the framework has a device for each thread."""
         return
 
     def open_rendezvous(self, node_ip: str) -> str:
@@ -127,7 +128,7 @@ class Backend(ABC):
         return
 
     def is_collective_error(self, error: BaseException) -> bool:
-        """Return True if ``error`` looks like the consequence of a peer's failure rather than a cause."""
+        """Return True if ``error`` looks like the consequence of a peer's failure. Not called for raysgd's own errors."""
         return False
 
     def dump_flight_record(self) -> FlightRecord | None:
@@ -138,12 +139,17 @@ class Backend(ABC):
         return None
 
     def explain_error(self, error: BaseException) -> str | None:
-        """Return advice to show below an error of train_func whose own text does not say what to do, or None."""
+        """Return advice to show below an error of train_func that does not itself say what to do, or None."""
         return None
 
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """Return how to pickle, by type, what train_func returns: models without wrappers, GPU tensors on the CPU."""
         return {}
+
+
+def is_collective_error(backend: Backend, error: BaseException) -> bool:
+    """Return the backend's answer, except for raysgd's own errors: their text may quote any other error."""
+    return not isinstance(error, RaySGDError) and backend.is_collective_error(error)
 
 
 class Coordinator(ABC):

@@ -1,7 +1,6 @@
-"""Finds which ranks a hanging collective waits for. Pure.
+"""Finds the ranks that a hanging collective waits for, from the records of PyTorch's flight recorder. Pure.
 
-The records are those of PyTorch's flight recorder
-(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); only the last entry of each group counts.
+See https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html; only the last entry of each group counts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ class Collective:
     """The last collective that a rank began in a process group.
 
     Attributes:
-        group: The group's name.
         number: The collective's sequence number in the group, from 1; the same on all ranks.
         operation: For example ``gloo:all_reduce``.
         sizes: The shapes of the inputs.
@@ -36,12 +34,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The recent collectives of a process.
-
-    Attributes:
-        last: The last collective of each group.
-        dump: The whole record, in the framework's own format.
-    """
+    """The last collective of each group of a process, and the whole record in the framework's own format."""
 
     last: tuple[Collective, ...]
     dump: bytes

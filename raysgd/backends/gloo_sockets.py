@@ -35,13 +35,15 @@ class GlooListeners(NamedTuple):
 
     @classmethod
     def from_exchange(cls, own: Iterable[Address], by_rank: Iterable[Iterable[Sequence[Any]]]) -> GlooListeners:
-        """Combine this process's listeners with those that all members announced, this one included."""
+        """Combine this process's listeners with those of all members, by rank."""
         mine = frozenset(own)
         return cls(mine, frozenset((host, port) for theirs in by_rank for host, port in theirs) - mine)
 
     def shut_down(self) -> int:
-        """Shut down the group's connections at this end; return how many there were."""
-        return shut_down_connections(self.own, self.of_peers)
+        """Shut down the connections that were accepted at an own listener or lead to one of a peer; return their number."""
+        if not self.own and not self.of_peers:
+            return 0
+        return _shut_down_all(lambda local, remote: local in self.own or remote in self.of_peers)
 
 
 class GlooConnections(NamedTuple):
@@ -51,7 +53,7 @@ class GlooConnections(NamedTuple):
 
     @classmethod
     def from_exchange(cls, own: Iterable[tuple[Address, Address]], by_rank: Iterable[Iterable[Any]]) -> GlooConnections:
-        """Combine this process's new connections with those that all members announced, this one included."""
+        """Combine this process's new connections with those of all members, by rank."""
         seen_by_peers = {(tuple(remote), tuple(local)) for theirs in by_rank for local, remote in theirs}
         return cls(frozenset(own) & frozenset(seen_by_peers))
 
@@ -70,18 +72,8 @@ def list_listeners() -> set[Address]:
     return {_address(link.laddr) for link in _sockets() if link.status == psutil.CONN_LISTEN}
 
 
-def shut_down_connections(own: Iterable[Address], of_peers: Iterable[Address]) -> int:
-    """Shut down the connections that were accepted at ``own`` listeners or lead to those ``of_peers``; return their number.
-
-    The file descriptors stay open: closing them is left to the library that owns them, which sees the end of each stream.
-    """
-    accepting, peers = set(own), set(of_peers)
-    if not accepting and not peers:
-        return 0
-    return _shut_down_all(lambda local, remote: local in accepting or remote in peers)
-
-
 def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
+    # The file descriptors stay open: the library that owns them sees the end of each stream and closes them.
     count = 0
     for link in _sockets():
         if link.raddr and is_chosen(_address(link.laddr), _address(link.raddr)):

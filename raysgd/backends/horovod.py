@@ -1,8 +1,8 @@
 """The Horovod backend: gloo between the members, which meet at an HTTP server in a process of its own.
 
 Only Horovod's library is used, not `horovodrun`, ssh, its drivers or `horovod.ray`. Workers of a node have the same host name,
-so that local and cross ranks are right. Host names are valid for one group only, so no machine is ever blacklisted for a
-worker that was lost on it. See doc/design/0021-backends.md.
+so that Horovod groups them by node. Host names are valid for one group only, so that Horovod never excludes a
+machine on which a worker was lost. See doc/design/0021-backends.md.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import psutil
+
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import GlooConnections, list_connections
 from raysgd.backends.rendezvous import find_interface
 from raysgd.backends.tensorflow import use_legacy_keras
+from raysgd.backends.torch import import_torch_compiler, tensor_reducers
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_names
-from raysgd.errors import ConfigError, RaySGDError
+from raysgd.errors import ConfigError
 
 _INSTALL_HINT = (
     "backend='horovod' needs Horovod in the workers, built for their torch or TensorFlow: doc/guides/backends.md says how "
@@ -91,8 +94,7 @@ class HorovodCoordinator(Coordinator):
         slots = assign_slots(members)
         self._server.init(slots)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="raysgd-rendezvous", daemon=True).start()
-        described = [slot.to_dict() for slot in slots]
-        return json.dumps({"address": list(self._server.server_address[:2]), "slots": described})
+        return json.dumps({"address": list(self._server.server_address[:2]), "slots": [vars(slot) for slot in slots]})
 
     def _close(self) -> None:
         if self._server is not None:
@@ -112,9 +114,6 @@ class Slot:
     local_size: int
     cross_rank: int
     cross_size: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def assign_slots(members: Sequence[Member]) -> list[Slot]:
@@ -158,13 +157,11 @@ class HorovodBackend(Backend):
 
     def warm_up(self) -> None:
         if self._config.framework == "torch":
-            import torch
-
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+            import_torch_compiler()
 
     def init_process_group(self, member: Member) -> None:
         rendezvous = json.loads(member.rendezvous)
-        address = rendezvous["address"][0], rendezvous["address"][1]
+        address: tuple[str, int] = tuple(rendezvous["address"])
         self._set_environment(Slot(**rendezvous["slots"][member.rank]), address, member)
         before = list_connections()
         try:
@@ -187,8 +184,6 @@ class HorovodBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError
 
-        if isinstance(error, RaySGDError):
-            return False
         if isinstance(error, HorovodInternalError):
             return True
         is_from_tensorflow = type(error).__module__.startswith("tensorflow.")
@@ -197,13 +192,11 @@ class HorovodBackend(Backend):
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         if self._config.framework != "torch":
             return {}
-        from raysgd.backends.torch import tensor_reducers
-
         return tensor_reducers()
 
     def _set_environment(self, slot: Slot, address: tuple[str, int], member: Member) -> None:
         """Set the variables that Horovod's own launcher sets."""
-        os.environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in slot.to_dict().items()})
+        os.environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()})
         os.environ.update(
             HOROVOD_GLOO_RENDEZVOUS_ADDR=address[0],
             HOROVOD_GLOO_RENDEZVOUS_PORT=str(address[1]),
@@ -218,8 +211,6 @@ class HorovodBackend(Backend):
     def _interface(self, node_ip: str) -> str | None:
         if self._config.nics is None:
             return find_interface(node_ip)
-        import psutil
-
         available = psutil.net_if_addrs()
         chosen = next((nic for nic in self._config.nics if nic in available), None)
         if chosen is None:
@@ -248,7 +239,7 @@ def _refuse_elastic_run() -> None:
 
 
 def _exchange(address: tuple[str, int], member: Member, value: Any, timeout_s: float) -> list[Any]:
-    """Return the values of all members, by rank; they are exchanged at the rendezvous server."""
+    """Exchange values at the rendezvous server; return those of all members, by rank."""
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(http.client.HTTPConnection(*address, timeout=timeout_s)) as link:
         _request(link, "PUT", member.rank, json.dumps(value).encode())

@@ -21,7 +21,7 @@ from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
-from raysgd.errors import ConfigError, RaySGDError
+from raysgd.errors import ConfigError
 
 _INSTALL_HINT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
@@ -94,7 +94,7 @@ class JaxCoordinator(Coordinator):
                     recoverable=True,
                 )
                 break
-            except Exception:  # another process has taken the port meanwhile
+            except Exception:  # another process may have taken the port meanwhile
                 if not tries_left:
                     raise
         return address
@@ -162,8 +162,6 @@ class JaxBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import jax
 
-        if isinstance(error, RaySGDError):
-            return False
         text = str(error).lower()
         if type(error) is ValueError:  # jaxlib raises it when an array is read whose collective has failed
             return "gloo" in text
@@ -212,7 +210,7 @@ def _check_no_devices() -> None:
 
 
 def _clear_pending_effects() -> None:
-    # Effects of an interrupted step, such as jax.debug.print: clear_backends would wait for them, raise and keep the devices.
+    # Effects of an interrupted step, such as jax.debug.print: clear_backends would wait for them, raise, and keep the devices.
     from jax._src import dispatch  # JAX has no public way to drop them
 
     tokens: Any = dispatch.runtime_tokens

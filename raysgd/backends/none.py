@@ -12,7 +12,7 @@ from raysgd.config.argument_names import refuse_unknown_fields
 @refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class NoneConfig(BackendConfig):
-    """Settings of the ``"none"`` backend; it has none."""
+    """Chooses the ``"none"`` backend, which has no settings."""
 
     name: ClassVar[str] = "none"
 

@@ -10,6 +10,8 @@ import socket
 import time
 from typing import Any
 
+import psutil
+
 from raysgd.backends.base import Member
 
 
@@ -26,16 +28,11 @@ class RendezvousPoint:
         return json.dumps([node_ip, self._listener.getsockname()[1]])
 
     def exchange(self, member: Member, value: Any, timeout_s: float) -> list[Any]:
-        """Return the values of all members, by rank.
-
-        Args:
-            member: This process's place in the group; only rank 0 has called `open`.
-            value: Anything that JSON can represent.
-            timeout_s: The time for the whole exchange.
+        """Give a value that JSON can represent; return the values of all members, by rank. Only rank 0 has called `open`.
 
         Raises:
             TimeoutError: Some members have not connected in time.
-            ConnectionError: Rank 0 has gone.
+            ConnectionError: Rank 0 is gone.
         """
         deadline = time.monotonic() + timeout_s
         if member.rank == 0:
@@ -83,8 +80,6 @@ def address_family(node_ip: str) -> socket.AddressFamily:
 
 def find_interface(node_ip: str) -> str | None:
     """Return the name of the network interface that has this address, or None."""
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             return str(name)
@@ -94,8 +89,8 @@ def find_interface(node_ip: str) -> str | None:
 def find_free_address(node_ip: str) -> str:
     """Return ``host:port`` with a free port, for a server that another library creates.
 
-    The port cannot be reserved until then, because the gRPC of TensorFlow and of JAX does not share ports. The kernel does not
-    hand out the same port twice in a row, so that another process is unlikely to get this one in the meantime.
+    The port cannot stay reserved until then, because the gRPC of TensorFlow and of JAX does not share ports. The kernel does
+    not give the same port twice in a row, so another process is unlikely to get this one meanwhile.
     """
     with socket.socket(address_family(node_ip), socket.SOCK_STREAM) as probe:
         probe.bind((node_ip, 0))

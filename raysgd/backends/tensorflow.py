@@ -1,9 +1,9 @@
 """The TensorFlow backend: sets ``TF_CONFIG`` for the `tf.distribute.MultiWorkerMirroredStrategy` that train_func creates.
 
-Three facts shape it (doc/design/0021-backends.md). TensorFlow has one server per process, as part of its global context; the
-context can be discarded by a function that TensorFlow has for its own tests. Collectives wait for a dead peer for ever, but
-can be aborted. Keras 3's ``fit`` does not work under this strategy, Keras 2's does: so ``tf.keras`` is Keras 2 if its
-package ``tf_keras`` is installed.
+Three facts shape it (doc/design/0021-backends.md). TensorFlow has one server per process, as part of its global context; a
+function that TensorFlow has for its own tests discards the context. Collectives wait for a dead peer for ever, but can be
+aborted. Keras 3's ``fit`` does not work under this strategy, and Keras 2's does; so ``tf.keras`` is Keras 2 if its package
+``tf_keras`` is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.rendezvous import RendezvousPoint, find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount
-from raysgd.errors import RaySGDError
 
 #: The status code of gRPC and TensorFlow.
 _UNAVAILABLE = 14
@@ -124,7 +123,7 @@ class TensorflowBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import tensorflow as tf
 
-        if isinstance(error, RaySGDError) or not isinstance(error, tf.errors.OpError):
+        if not isinstance(error, tf.errors.OpError):
             return False
         if isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
             return True

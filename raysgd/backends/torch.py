@@ -1,8 +1,8 @@
 """The torch backend: gloo on CPUs, nccl on GPUs, over a store at rank 0's own address. Runs in workers, its config anywhere.
 
 Two facts about gloo shape it (doc/design/0003-leaving-a-gloo-group.md). A group whose sockets stay open blocks its peers.
-And ``torch._dynamo`` imports ``torch.distributed.nn.functional``, whose default arguments keep the live group for ever unless
-that module was imported before the first group was created; so `TorchBackend.load` imports it first.
+And ``torch._dynamo`` imports ``torch.distributed.nn.functional``, whose default arguments keep the live group for ever, unless
+that module was imported before the first group was created. `TorchBackend.load` therefore imports it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice
-from raysgd.errors import ConfigError, RaySGDError
+from raysgd.errors import ConfigError
 
 _BACKLOG = 2048
 
 
 def check_init_method(init_method: str | None) -> None:
-    """Raise a ConfigError unless ``init_method`` is a form that `TorchConfig` supports."""
+    """Raise a ConfigError if `TorchConfig` does not support the form of ``init_method``."""
     if init_method is None:
         return
     parts = urlsplit(init_method)
@@ -84,7 +84,7 @@ class Rendezvous:
 
 
 def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float) -> Any:
-    """Return the store of the group, on rank 0 with its server; other libraries find its address in the environment."""
+    """Return the store of the group, on rank 0 with its server; set its address in the environment for other libraries."""
     import torch.distributed as dist
 
     address, timeout = json.loads(rendezvous.address), timedelta(seconds=timeout_s)
@@ -108,9 +108,8 @@ def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float) -> Any:
 
 
 def remove_store_file(rendezvous: Rendezvous) -> None:
-    """Remove the file of a group that met in a file; the first member to leave does it."""
-    path = json.loads(rendezvous.address).get("path")
-    if path is not None:
+    """Remove the file of a group that met in a file, unless another member that has left did so."""
+    if path := json.loads(rendezvous.address).get("path"):
         with contextlib.suppress(OSError):
             os.remove(path)
 
@@ -196,10 +195,7 @@ class TorchBackend(Backend):
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
 
     def warm_up(self) -> None:
-        # The first optimizer imports torch._dynamo and its dependencies, which takes as long as torch itself.
-        import torch
-
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        import_torch_compiler()
 
     def set_device(self) -> None:
         import torch
@@ -241,10 +237,8 @@ class TorchBackend(Backend):
         self._gloo = GlooListeners()
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         if dist.is_initialized():
-            try:
+            with contextlib.suppress(Exception):  # the group may be broken already
                 dist.destroy_process_group()
-            except Exception:
-                pass
         self._store = None
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -263,8 +257,6 @@ class TorchBackend(Backend):
     def is_collective_error(self, error: BaseException) -> bool:
         import torch.distributed as dist
 
-        if isinstance(error, RaySGDError):  # its text may quote any error, such as one of a storage
-            return False
         if isinstance(error, dist.DistError):
             return True
         text = str(error).lower()
@@ -294,6 +286,13 @@ class TorchBackend(Backend):
         return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
+def import_torch_compiler() -> None:
+    """Import what the first optimizer imports: torch._dynamo and its dependencies, which takes as long as torch itself."""
+    import torch
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
+
 def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
     """Return how tensors are pickled when train_func returns them: moved to the CPU."""
     import torch
@@ -313,17 +312,15 @@ def _check_available(backend: str) -> None:
     import torch.distributed as dist
 
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        has_nccl = dist.is_nccl_available()
+        problem = "sees no GPU" if dist.is_nccl_available() else "has no nccl built in"
         raise ConfigError(
-            f"torch {torch.__version__} on {socket.gethostname()} "
-            + ("sees no GPU" if has_nccl else "has no nccl built in")
-            + ", which workers with GPUs need. Install a build of torch for them, or give "
-            'Trainer(backend_args={"backend": "gloo"}).'
+            f"torch {torch.__version__} on {socket.gethostname()} {problem}, which workers with GPUs need. "
+            'Install a build of torch for them, or give Trainer(backend_args={"backend": "gloo"}).'
         )
 
 
 def _set_environment(member: Member) -> None:
-    """Set the variables that torchrun sets, for libraries that read them, and the network interface of gloo's sockets."""
+    """Set the variables that torchrun sets, because libraries read them, and the network interface of gloo's sockets."""
     os.environ.update(
         RANK=str(member.rank),
         WORLD_SIZE=str(member.world_size),
@@ -342,6 +339,4 @@ def _identity(obj: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> tuple[Any, ...]:
-    if tensor.device.type == "cpu":
-        return tuple(tensor.__reduce_ex__(2))
     return tuple(tensor.cpu().__reduce_ex__(2))

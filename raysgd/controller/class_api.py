@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from raysgd.errors import UsageError, WorkerError
 from raysgd.workers.group.group import WorkerGroup
-from raysgd.workers.orders import AttemptOrder, Blob
+from raysgd.workers.orders import Blob
 from raysgd.workers.pickling import find_root_cause
 
 
@@ -63,7 +63,8 @@ class Instances:
             self.are_live = False
 
     async def _make_one(self, rank: int, blob: Blob, rendezvous: str) -> None:
-        await self._group.call("make_instance", blob, self._order(rank, rendezvous), ranks=[rank])
+        member = self._group.member(rank, rendezvous)
+        await self._group.call("make_instance", blob, member, ranks=[rank])
 
     async def _leave_constructors(self, calls: Sequence[asyncio.Future[None]]) -> None:
         """Wait for the other constructors, which may wait in a collective for the failed one; replace those that stay."""
@@ -73,14 +74,3 @@ class Instances:
                 self._group.kill(rank)
         with contextlib.suppress(RayError):
             await self._group.call("drop_instance")
-
-    def _order(self, rank: int, rendezvous: str) -> AttemptOrder:
-        return AttemptOrder(
-            attempt=0,
-            member=self._group.member(rank, rendezvous),
-            checkpoint=None,
-            first_number=1,
-            iterations_before=0,
-            time_before_s=0.0,
-            flush_interval_s=0.0,
-        )

@@ -2,7 +2,7 @@
 
 Each lazy dataset of a run has one such actor. It takes no CPU of the cluster and lives as long as the run refers to it.
 
-`ray.data` is imported only where it is used: the TrainerActor passes the handles on, for which Ray imports this module.
+`ray.data` is imported inside functions only: the TrainerActor, which passes the handles on, imports this module too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ _MAX_WAITING = 100_000
 
 
 class StreamActor(StreamHost):
-    """The Ray actor that executes one dataset.
-
-    Args:
-        dataset: The `ray.data.Dataset`.
-    """
+    """The Ray actor that executes one `ray.data.Dataset`."""
 
     def __init__(self, dataset: Any) -> None:
         from ray.data import DataContext
@@ -63,23 +59,8 @@ class StreamActor(StreamHost):
         return self._dataset
 
 
-def fetch(ref: Any) -> Any:
-    """Return a block of the execution as a `pyarrow.Table`, in shared memory if Ray holds it in Arrow's format.
-
-    Raises:
-        StreamLostError: The block is lost and cannot be computed again.
-    """
-    block, rows = ref
-    try:
-        fetched = ray.get(block)  # without a timeout: a transfer from another node would start again with each try
-    except (ObjectLostError, RayActorError):
-        raise StreamLostError from None
-    importlib.import_module("ray.data.block")  # needed to turn blocks into Tables
-    return table_of(fetched, rows)
-
-
 def start_host(dataset: Any) -> RemoteStream:
-    """Execute a lazy dataset in an actor, on this node if possible, as long as the stream is referred to."""
+    """Execute a lazy dataset in an actor, on this node if possible, until nothing refers to the stream any more."""
     this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": _MAX_WAITING, "scheduling_strategy": this_node}
     return RemoteStream(ray.remote(StreamActor).options(**options).remote(dataset))
@@ -87,16 +68,11 @@ def start_host(dataset: Any) -> RemoteStream:
 
 @dataclass(frozen=True)
 class RemoteStream:
-    """A stream whose host is an actor; may be used in any thread of a worker.
-
-    Attributes:
-        host: The handle of the host.
-    """
+    """A `raysgd.data.streams.stream.Stream` whose host is a `StreamActor`; may be used in any thread of a worker."""
 
     host: Any = field(repr=False)
 
     def inspect(self, key: PassKey) -> PassState:
-        """See `raysgd.data.streams.stream.Stream.inspect`."""
         while True:
             with contextlib.suppress(StreamLostError):
                 state: PassState = self._ask("inspect", key)
@@ -105,21 +81,29 @@ class RemoteStream:
     def wait_for_rows(
         self, key: PassKey, rank: int, needed: int, upto: int, have: ReaderState, is_over: Callable[[], bool]
     ) -> PassState:
-        """See `raysgd.data.streams.stream.Stream.wait_for_rows`."""
         state: PassState = self._ask("wait_for_rows", key, rank, needed, upto, have, is_over=is_over)
         return state
 
     def block_refs(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any]:
-        """See `raysgd.data.streams.stream.Stream.block_refs`."""
         refs: list[Any] = self._ask("block_refs", key, execution, list(numbers))
         return refs
 
     def fetch(self, ref: Any) -> Any:
-        """See `raysgd.data.streams.stream.Stream.fetch`."""
-        return fetch(ref)
+        """Return a block as a `pyarrow.Table`, in shared memory if Ray holds it in Arrow's format.
+
+        Raises:
+            StreamLostError: The block is lost and cannot be computed again.
+        """
+        block, rows = ref
+        try:
+            fetched = ray.get(block)  # without a timeout: a transfer from another node would start again with each try
+        except (ObjectLostError, RayActorError):
+            raise StreamLostError from None
+        importlib.import_module("ray.data.block")  # needed to turn blocks into Tables
+        return table_of(fetched, rows)
 
     def leave(self, key: PassKey, rank: int) -> None:
-        """See `raysgd.data.streams.stream.Stream.leave`; does not wait."""
+        """Leave a pass; does not wait."""
         self.host.leave.remote(key, rank)
 
     def _ask(self, method: str, *args: Any, is_over: Callable[[], bool] = lambda: False) -> Any:
@@ -150,7 +134,7 @@ class RemoteStream:
 
 
 def get(ref: Any, is_over: Callable[[], bool]) -> Any:
-    """Return `ray.get` of a small value; the thread stays interruptible, since each wait in Ray's code is short.
+    """Return `ray.get` of a small value; the thread can be interrupted, because each wait in Ray's code is short.
 
     Raises:
         StreamLostError: ``is_over`` returned True.

@@ -1,8 +1,8 @@
-"""A worker's events on their way to the controller: over a connection where there is one, else through Ray's stream.
+"""Carries a worker's events to the controller: over a connection if there is one, else through the worker's Ray stream.
 
-Batches are numbered. The controller acknowledges what it has received when the worker asks, which is seldom. If the
-connection breaks, all batches that were not acknowledged, and all later ones, become items of the worker's Ray stream, under
-the same numbers.
+Batches are numbered. The worker seldom asks for an acknowledgement, and the controller answers with the next number that it
+expects. If the connection breaks, all batches that were not acknowledged, and all later ones, become items of the worker's Ray
+stream, with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raysgd.transport import Endpoint, connect, pack, read_message
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
 CONNECT_TIMEOUT_S = 3.0
 ACK_TIMEOUT_S = 20.0
-#: Unacknowledged bytes at which the sender waits, and the batches and bytes after which it asks for an acknowledgement.
+#: The sender waits at this number of unacknowledged bytes; it asks for an acknowledgement after these batches or bytes.
 MAX_UNACKNOWLEDGED_BYTES = 32 << 20
 ASK_AFTER_BATCHES = 64
 ASK_AFTER_BYTES = 1 << 20
@@ -59,7 +59,7 @@ class EventSender:
 
     Args:
         inbox: Where to connect; None if there is no connection.
-        on_problem: Called when events begin to travel through Ray, with the reason where that is a failure.
+        on_problem: Called when events begin to travel through Ray, with the reason if it is a failure.
     """
 
     def __init__(
@@ -77,13 +77,8 @@ class EventSender:
         if inbox is None:
             on_problem(None)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether events travel over the connection, as far as the sender knows."""
-        return self._inbox is not None
-
     def send(self, events: list[WorkerEvent]) -> list[Batch]:
-        """Send ``events``; returns the batches that must be items of Ray's stream instead."""
+        """Send ``events``; return the batches that must be items of Ray's stream instead."""
         batch = Batch(self._next_number, events)
         self._next_number += 1
         if self._inbox is None:
@@ -107,7 +102,7 @@ class EventSender:
         return []
 
     def finish(self) -> list[Batch]:
-        """Wait until everything is acknowledged; returns the batches that must be items of Ray's stream instead."""
+        """Wait until everything is acknowledged; return the batches that must be items of Ray's stream instead."""
         if self._connection is None or self._inbox is None:
             return []
         try:
@@ -136,7 +131,7 @@ class EventSender:
                 raise TimeoutError(f"no acknowledgement within {ACK_TIMEOUT_S:g} s")
 
     def _read_acks(self, timeout_s: float) -> bool:
-        """Read the acknowledgements that arrived; returns whether there were any."""
+        """Read the acknowledgements that arrive in time; return True if there were any."""
         assert self._connection is not None
         if not select.select([self._connection], [], [], timeout_s)[0]:
             return False
@@ -183,7 +178,7 @@ class Inbox:
             self._queue.put_nowait(batch.events)
 
     def put_other(self, item: Any) -> None:
-        """Add an item that is not a batch, behind what is here."""
+        """Add an item that is not a batch, at the end."""
         self._queue.put_nowait(item)
 
     async def get(self) -> Any:
@@ -191,12 +186,12 @@ class Inbox:
         return await self._queue.get()
 
     async def wait_drained(self, timeout_s: float) -> None:
-        """Wait until everything that the connection of a dead worker still holds is here."""
+        """Wait until everything that a dead worker's connections still hold is in the queue."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive what arrives over one connection, until it ends."""
+        """Receive the batches of one connection until it ends, and answer its requests for an acknowledgement."""
         self._connections.add(writer)
         self._idle.clear()
         try:
@@ -212,7 +207,7 @@ class Inbox:
                 self._idle.set()
 
     def close(self) -> None:
-        """Close the connections, since nobody reads any more: the worker may be abandoned and still send."""
+        """Close the connections, because nobody reads them any more; an abandoned worker may still send."""
         for connection in self._connections:
             connection.close()
 

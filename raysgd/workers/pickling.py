@@ -47,11 +47,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def dumps(obj: Any, reducers: Reducers | None = None) -> bytes:
-    """Pickle ``obj``.
-
-    Raises:
-        Exception: Any error of pickling one of its parts.
-    """
+    """Pickle ``obj``; raise whatever one of its parts raises."""
     buffer = io.BytesIO()
     _Pickler(buffer, reducers or {}).dump(obj)
     return buffer.getvalue()
@@ -65,11 +61,7 @@ def dumps_named(
 ) -> bytes:
     """Pickle ``obj``; the error names the part that cannot be pickled.
 
-    Args:
-        obj: The object.
-        name: What messages call it: a name in code, such as ``config``, or a phrase.
-        reducers: How to pickle objects, by type.
-        advice: The last sentence of the message.
+    ``name`` is what messages call the object: a name in code, such as ``config``, or a phrase. ``advice`` ends the message.
 
     Raises:
         SerializationError: A part cannot be pickled; ``path`` says which one.
@@ -77,7 +69,7 @@ def dumps_named(
     try:
         return dumps(obj, reducers)
     except Exception as error:
-        inside, part = find_unpicklable(obj, "", reducers)
+        inside, part = _find_unpicklable(obj, "", reducers)
         path = f"{name} {inside}" if " " in name and inside.startswith(("[", ".")) else name + inside
         raise SerializationError(
             f"{path} cannot be sent to another process: a {type(part).__module__}.{type(part).__qualname__} does not pickle "
@@ -86,9 +78,7 @@ def dumps_named(
         ) from error
 
 
-def find_unpicklable(
-    obj: Any, path: str, reducers: Reducers | None = None, above: tuple[Any, ...] = ()
-) -> tuple[str, Any]:
+def _find_unpicklable(obj: Any, path: str, reducers: Reducers | None, above: tuple[Any, ...] = ()) -> tuple[str, Any]:
     """Return the path to the innermost part of ``obj`` that cannot be pickled, and the part."""
     above = (*above, obj)
     for name, part in _parts(obj) if len(above) <= 20 else []:
@@ -97,28 +87,20 @@ def find_unpicklable(
         try:
             dumps(part, reducers)
         except Exception:
-            return find_unpicklable(part, path + name, reducers, above)
+            return _find_unpicklable(part, path + name, reducers, above)
     return path, obj
 
 
 @dataclass(frozen=True)
 class Shared:
-    """An argument in the object store.
-
-    Attributes:
-        ref: The reference.
-    """
+    """A reference to an argument in the object store."""
 
     ref: Any
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled function of the user's, for processes that only pass it on: unpickling may import a framework.
-
-    Attributes:
-        name: The function's name in messages.
-    """
+    """A pickled function of the user's and its name, for processes that only pass it on: unpickling may import a framework."""
 
     data: bytes = field(repr=False)
     name: str
@@ -133,11 +115,7 @@ class Packed:
         return cls(dumps_named(function, name), getattr(function, "__qualname__", type(function).__name__))
 
     def bind(self, keywords: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return a callable that unpickles as the function with these arguments.
-
-        Args:
-            keywords: The arguments by name; `Shared` ones are fetched where the callable is unpickled.
-        """
+        """Return a callable that unpickles as the function with these arguments; `Shared` ones are fetched there."""
         return _Bound(self, keywords)
 
 
@@ -161,7 +139,7 @@ def _open_bound(data: bytes, keywords: Mapping[str, Any]) -> Any:
 
 
 def dumps_error(error: BaseException) -> bytes | None:
-    """Pickle an exception so that it can be unpickled; None if that is impossible.
+    """Pickle an exception so that it can be unpickled; return None if that is impossible.
 
     Pickle recreates an exception from its message alone, which fails if ``__init__`` has further parameters. Such an
     exception is recreated from its attributes, without a call of ``__init__``.
@@ -170,7 +148,7 @@ def dumps_error(error: BaseException) -> bytes | None:
         try:
             data = dumps(carried)
             loads(data)
-        except Exception:  # it holds a lock or a socket, or its __init__ has further parameters
+        except Exception:  # the exception holds a lock or a socket, or its __init__ has further parameters
             continue
         return data
     return None
@@ -237,13 +215,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def dumps_returned(value: Any, what: str, reducers: Reducers, rank: int | None = None) -> bytes:
-    """Pickle the value that the function ``what`` returned.
-
-    Args:
-        value: The value.
-        what: The function's name in messages.
-        reducers: How to pickle objects, by type.
-        rank: The rank that the message names, if the caller gets the values of all ranks.
+    """Pickle the value that the function named ``what`` returned; messages name the rank if one is given.
 
     Raises:
         ConfigError: The value is a coroutine or a generator.
@@ -259,9 +231,7 @@ def check_returned(value: Any, what: str) -> None:
     """Raise a ConfigError if a function returned a coroutine or a generator: its body has not run."""
     if inspect.iscoroutine(value):
         value.close()  # otherwise Python warns that it was never awaited
-        raise ConfigError(
-            f"{what} is async: it returned a coroutine; give a plain function (asyncio.run may be inside)."
-        )
+        raise ConfigError(f"{what} is async: it returned a coroutine; give a plain function (it may call asyncio.run).")
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise ConfigError(f"{what} returned a generator, whose body has not run; give a plain function.")
 
@@ -289,7 +259,7 @@ def failed_call(error: BaseException, rank: int, node: str, inside: str) -> Call
             "kind": "error",
             "exception": dumps_error(error) if isinstance(error, Exception) else None,
             "type_name": f"{type(error).__module__}.{type(error).__qualname__}",
-            "summary": traceback.format_exception_only(error)[-1].strip(),
+            "summary": last_line(error),
             "traceback": "".join(traceback.format_exception(error)),
             "rank": rank,
             "node": node,
@@ -298,8 +268,15 @@ def failed_call(error: BaseException, rank: int, node: str, inside: str) -> Call
     )
 
 
+def last_line(error: BaseException) -> str:
+    """Return type and text of an exception, as the last line of its traceback, without notes."""
+    shown: Any = traceback.TracebackException(type(error), error, None)
+    shown.__notes__ = None
+    return str(list(shown.format_exception_only())[-1]).strip()
+
+
 def find_root_cause(first: BaseException, calls: Iterable[asyncio.Future[Any]]) -> BaseException:
-    """Return the root cause among the errors of all ranks: the first error that no collective raised."""
+    """Return the root cause among the errors of all ranks: the first one that does not come from a collective."""
     errors = [first, *(call.exception() for call in calls if call.done() and not call.cancelled())]
     return next((error for error in errors if error is not None and not _may_have_followed(error)), first)
 
@@ -310,7 +287,7 @@ def _may_have_followed(error: BaseException) -> bool:
 
 
 def user_part(trace: TracebackType | None, inside: Container[str]) -> TracebackType | None:
-    """Return the traceback from where it leaves the files ``inside``; all of it if it never does."""
+    """Return the traceback without its first frames, those in the files ``inside``; all of it if no other frame follows."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in inside:
         inner = inner.tb_next

@@ -44,9 +44,9 @@ def test_listeners_are_those_of_this_process() -> None:
 @pytest.mark.parametrize("side", ["own", "peer"])
 def test_connection_is_shut_down_from_either_side_and_others_stay(side: str) -> None:
     with connected() as (listener, server, client), connected() as (_, other_server, other_client):
-        address = {listener.getsockname()}
-        sides = (address, set[gloo_sockets.Address]())
-        assert gloo_sockets.shut_down_connections(*(sides if side == "own" else sides[::-1])) == 1
+        address = frozenset({listener.getsockname()})
+        sides = (address, frozenset[gloo_sockets.Address]())
+        assert gloo_sockets.GlooListeners(*(sides if side == "own" else sides[::-1])).shut_down() == 1
         assert not is_open(server, client) and not is_open(client, server)
         assert is_open(other_server, other_client) and is_open(other_client, other_server)
         with socket.create_connection(listener.getsockname()) as later:  # the listener itself is left alone
@@ -56,7 +56,7 @@ def test_connection_is_shut_down_from_either_side_and_others_stay(side: str) -> 
 def test_shutdown_wakes_a_reader_of_a_silent_peer() -> None:
     with connected() as (listener, server, client):
         server.settimeout(20)
-        gloo_sockets.shut_down_connections({listener.getsockname()}, set())
+        gloo_sockets.GlooListeners(own=frozenset({listener.getsockname()})).shut_down()
         assert server.recv(1) == b""
         assert client.fileno() >= 0
 
@@ -67,7 +67,7 @@ def test_listing_connections_keeps_the_blocking_mode_of_sockets() -> None:
         socket.setdefaulttimeout(30)
         try:
             assert listener.getsockname() in gloo_sockets.list_listeners()
-            gloo_sockets.shut_down_connections({("192.0.2.1", 1)}, {("192.0.2.1", 2)})
+            gloo_sockets.GlooListeners(frozenset({("192.0.2.1", 1)}), frozenset({("192.0.2.1", 2)})).shut_down()
         finally:
             socket.setdefaulttimeout(None)
         assert all(os.get_blocking(link.fileno()) for link in (listener, server, client))
@@ -75,7 +75,7 @@ def test_listing_connections_keeps_the_blocking_mode_of_sockets() -> None:
 
 def test_no_connection_is_shut_down_without_a_group() -> None:
     with connected() as (_, server, client):
-        assert gloo_sockets.shut_down_connections((), ()) == 0
+        assert gloo_sockets.GlooListeners().shut_down() == 0
         assert is_open(server, client)
 
 
@@ -88,7 +88,7 @@ def test_ipv6_connection_is_shut_down() -> None:
         with socket.create_connection(address) as client:
             server, _ = listener.accept()
             with server:
-                assert gloo_sockets.shut_down_connections(set(), {address}) == 1
+                assert gloo_sockets.GlooListeners(of_peers=frozenset({address})).shut_down() == 1
                 assert not is_open(client, server)
 
 

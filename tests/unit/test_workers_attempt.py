@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
+from raysgd.errors import StorageError
 from raysgd.result import RunInfo
 from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Returned, WorkerEvent
@@ -45,7 +47,7 @@ class FakeBackend:
         return None
 
     def is_collective_error(self, error: BaseException) -> bool:
-        return False
+        return "connection reset" in str(error)
 
 
 def make_attempt(train_func: Callable[..., Any], *, init_error: BaseException | None = None) -> Attempt:
@@ -104,6 +106,15 @@ def test_error_of_train_func_is_sent() -> None:
     assert isinstance(failed, Failed) and failed.summary == "LookupError: no data" and not failed.in_setup
 
 
+@pytest.mark.parametrize(("kind", "expected"), [(RuntimeError, True), (StorageError, False)])
+def test_raysgds_own_errors_are_never_taken_for_errors_of_a_collective(kind: type[Exception], expected: bool) -> None:
+    def train_func() -> None:
+        raise kind("connection reset by the storage server")
+
+    _, failed = events_of(make_attempt(train_func))
+    assert isinstance(failed, Failed) and failed.in_collective is expected
+
+
 def test_error_while_the_group_forms_is_sent_without_a_call() -> None:
     (failed,) = events_of(make_attempt(lambda: pytest.fail("called"), init_error=OSError("no such interface")))
     assert isinstance(failed, Failed) and failed.summary == "OSError: no such interface" and failed.in_setup
@@ -126,11 +137,11 @@ def test_end_interrupts_a_python_loop() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupt_does_nothing_outside_of_train_func(when: str) -> None:
-    values: list[Any] = []
-    thread = TrainThread(lambda: values.append(thread.call(lambda: "value", {}, lambda: None)))
+    values: queue.Queue[Any] = queue.Queue()
+    thread = TrainThread(lambda: values.put(thread.call(lambda: "value", {}, lambda: None)))
     if when == "before":
         thread.interrupt()
     thread.start()
-    assert thread.join(PATIENCE_S) and values == ["value"] and not thread.is_inside
+    assert values.get(timeout=PATIENCE_S) == "value" and not thread.is_inside
     if when == "after":
         thread.interrupt()

@@ -78,19 +78,17 @@ def send_all(sender: EventSender, controller: Controller, count: int, size: int 
 def test_events_travel_over_the_connection(loop: Loop) -> None:
     controller = Controller(loop)
     with controller.listening() as endpoint:
-        sender = EventSender(InboxAddress(endpoint, KEY))
-        assert sender.is_direct
+        sender = EventSender(InboxAddress(endpoint, KEY), on_problem=lambda problem: pytest.fail(str(problem)))
         for number in range(100):
             assert sender.send(events(number)) == []
         assert sender.finish() == []
     assert controller.received(100) == [str(number) for number in range(100)]
-    assert sender.is_direct
 
 
 def test_without_an_address_events_travel_through_ray() -> None:
     problems: list[str | None] = []
     sender = EventSender(None, on_problem=problems.append)
-    assert not sender.is_direct and problems == [None]
+    assert problems == [None]
     assert sender.send(events(0)) == [Batch(0, events(0))]
     assert sender.send(events(1)) == [Batch(1, events(1))]
     assert sender.finish() == []
@@ -156,7 +154,8 @@ def test_sender_waits_for_a_controller_that_is_behind(loop: Loop, monkeypatch: p
         is_released.set()
 
     with listening(loop, {events_connection.KIND: slow}) as endpoint:
-        sender = EventSender(InboxAddress(endpoint, KEY))
+        problems: list[str | None] = []
+        sender = EventSender(InboxAddress(endpoint, KEY), on_problem=problems.append)
         thread = threading.Thread(target=send_all, args=(sender, controller, 20, 200))
         thread.start()
         thread.join(0.3)
@@ -164,7 +163,7 @@ def test_sender_waits_for_a_controller_that_is_behind(loop: Loop, monkeypatch: p
         loop.run(release())
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-    assert len(controller.received(20)) == 20 and sender.is_direct
+    assert len(controller.received(20)) == 20 and problems == []
 
 
 def test_events_that_a_dead_worker_had_sent_are_read(loop: Loop) -> None:

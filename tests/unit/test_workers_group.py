@@ -1,10 +1,15 @@
-"""All ranks agree on the place where they stop or leave."""
+"""All ranks agree on the place where they stop or leave; nodes are asked for their processes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.workers.group.group import RankAgreement
+from raysgd.workers.group.monitor import GroupMonitor
+from raysgd.workers.group.processes import Worker
+from raysgd.workers.liveness.node_agent import NodeUnreachableError, ProcessStatus
+from raysgd.workers.orders import WorkerInfo
 
 
 class FakeRanks:
@@ -39,3 +44,40 @@ async def test_all_ranks_leave_after_the_newest_save_that_any_rank_has_begun() -
     assert ranks.limits["leave_after"] == (2,)
     await agreement.call_off_save(7)
     assert ranks.limits["leave_after"] == (None,)
+
+
+class FakeAgents:
+    """The agents of nodes, of which ``lost`` does not answer."""
+
+    async def check_processes(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessStatus | None]:
+        if node_id == "lost":
+            raise NodeUnreachableError(node_id)
+        return [ProcessStatus(cpu_s=pid, is_stopped=False) for pid in pids]
+
+    async def stacks(self, node_id: str, processes: Sequence[tuple[int, int]], timeout_s: float) -> list[str]:
+        if node_id == "lost":
+            raise NodeUnreachableError(node_id)
+        return [f"process {pid}, descriptor {file}" for pid, file in processes]
+
+
+def monitored(*nodes: str | None) -> GroupMonitor:
+    """Return the monitor of a group with one rank for each node; None is a rank without a process."""
+    workers: list[Any] = [None if node is None else Worker(None, None, None) for node in nodes]  # type: ignore[arg-type]
+    for rank, node in enumerate(nodes):
+        if node is not None:
+            workers[rank].info = WorkerInfo(node, "10.0.0.1", node, pid=100 + rank, stacks_file=rank)
+    return GroupMonitor(FakeAgents(), workers)  # type: ignore[arg-type]
+
+
+async def test_processes_are_checked_on_their_nodes() -> None:
+    found = await monitored("a", "lost", "b", None, "a").check_processes([0, 1, 2, 3, 4], timeout_s=1)
+    assert {rank: status.cpu_s for rank, status in found.items() if status} == {0: 100, 2: 102, 4: 104}
+    assert 1 not in found, "its node does not answer"
+
+
+async def test_stacks_of_a_node_that_does_not_answer_are_replaced_by_the_reason() -> None:
+    assert await monitored("a", "lost", None, "a").stacks(timeout_s=1) == {
+        0: "process 100, descriptor 0",
+        1: "its node does not answer",
+        3: "process 103, descriptor 3",
+    }

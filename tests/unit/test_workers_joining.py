@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ class FakeWorker:
 
     def __init__(self, slot: FakeSlot) -> None:
         self.slot = slot
+        self.requested_at_s = time.monotonic()
         self.may_load = asyncio.Event()
         self.is_ended = False
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.session.base import Identity
-from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_identities
+from raysgd.backends.base import Member
+from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.orders import WorkerInfo
+
+
+def worker(node: str, *gpus: int) -> WorkerInfo:
+    return WorkerInfo(node, f"address of {node}", node, 1, gpus)
+
+
+def members_on(nodes: Sequence[str], gpus_per_worker: float = 0.0) -> list[Member]:
+    return make_members([worker(node) for node in nodes], gpus_per_worker)
 
 
 def test_workers_of_a_node_have_consecutive_ranks() -> None:
@@ -18,19 +27,26 @@ def test_workers_of_a_node_have_consecutive_ranks() -> None:
 
 
 def test_local_ranks_count_the_workers_of_a_node() -> None:
-    identities = make_identities(["b", "b", "a", "c", "a"])  # the last one joined later
-    assert [(i.world_rank, i.node_rank, i.local_rank, i.local_world_size) for i in identities] == [
+    members = members_on(["b", "b", "a", "c", "a"])  # the last one joined later
+    assert [(m.rank, m.node_rank, m.local_rank, m.local_world_size) for m in members] == [
         (0, 0, 0, 2),
         (1, 0, 1, 2),
         (2, 1, 0, 2),
         (3, 2, 0, 1),
         (4, 1, 1, 2),
     ]
+    assert [member.node_ip for member in members] == [f"address of {node}" for node in "bbaca"]
 
 
 def test_single_worker_is_a_world_of_one() -> None:
-    assert make_identities(["a"]) == [Identity()]
-    assert assign_ranks([]) == make_identities([]) == []
+    assert members_on(["a"]) == [Member(0, 1, 0, 1, 0, "", "address of a", has_gpu=False)]
+    assert assign_ranks([]) == members_on([]) == []
+
+
+@pytest.mark.parametrize(("gpus", "has_gpu", "shares_gpu"), [(0, False, False), (0.5, True, True), (2, True, False)])
+def test_members_share_a_gpu_only_if_each_was_given_a_fraction(gpus: float, has_gpu: bool, shares_gpu: bool) -> None:
+    (member,) = members_on(["a"], gpus)
+    assert (member.has_gpu, member.shares_gpu) == (has_gpu, shares_gpu)
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
@@ -39,23 +55,18 @@ def test_ranks_have_no_gaps_for_any_nodes(nodes: list[str]) -> None:
     assert sorted(order) == list(range(len(nodes)))
     assert order[0] == 0  # rank 0 stays where the group begins
     nodes = [nodes[index] for index in order]
-    identities = make_identities(nodes)
-    by_rank = list(zip(identities, nodes, strict=True))
-    assert [identity.world_rank for identity in identities] == list(range(len(nodes)))
-    assert {identity.world_size for identity in identities} == {len(nodes)}
+    members = members_on(nodes)
+    assert [member.rank for member in members] == list(range(len(nodes)))
+    assert {member.world_size for member in members} == {len(nodes)}
     seen: Counter[str] = Counter()
     node_ranks: dict[str, int] = {}
-    for identity, node in by_rank:
-        assert identity.local_rank == seen[node]
+    for member, node in zip(members, nodes, strict=True):
+        assert member.local_rank == seen[node]
         seen[node] += 1
-        assert identity.local_world_size == nodes.count(node)
-        assert node_ranks.setdefault(node, identity.node_rank) == identity.node_rank
+        assert member.local_world_size == nodes.count(node)
+        assert node_ranks.setdefault(node, member.node_rank) == member.node_rank
     assert sorted(node_ranks.values()) == list(range(len(set(nodes))))
     assert [node for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node] == list(dict.fromkeys(nodes))
-
-
-def worker(node: str, *gpus: int) -> WorkerInfo:
-    return WorkerInfo(node, "10.0.0.1", node, 1, gpus)
 
 
 @pytest.mark.parametrize("shared", [False, True])

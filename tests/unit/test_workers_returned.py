@@ -75,6 +75,13 @@ def test_error_keeps_its_rank_node_and_traceback() -> None:
     assert "test_workers_returned.py" in failed.data["traceback"]
 
 
+def test_notes_of_an_error_are_in_its_traceback_and_not_in_its_summary() -> None:
+    error = LookupError("no data")
+    error.__notes__ = ["Mount the folder."]  # what `add_note` does from Python 3.11 on
+    failed = failed_call(error, 2, "host (ip)", "elsewhere.py")
+    assert str(failed) == "rank 2: LookupError: no data"
+
+
 def test_root_cause_is_the_first_error_not_raised_by_a_collective() -> None:
     def failing(error: BaseException, in_collective: bool) -> BaseException:
         failed = failed_call(error, 0, "here", __file__)

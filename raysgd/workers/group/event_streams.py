@@ -1,4 +1,4 @@
-"""Reads the events of workers, in one sequence per worker: over connections and through Ray. Runs in the TrainerActor."""
+"""Reads each worker's events in order, from its connection and from its Ray stream. Runs in the TrainerActor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerStreams:
 
     Attributes:
         inboxes: Serves the connections of workers, of kind `raysgd.workers.events_connection.KIND`.
-        endpoint: Where workers connect to; None: everything travels through Ray.
+        endpoint: Where workers connect; None if everything travels through Ray.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class WorkerStreams:
     async def read(
         self, handle: Any, run: Blob, order: AttemptOrder, explain_death: ExplainDeath
     ) -> AsyncIterator[list[WorkerEvent] | Any]:
-        """Start an attempt in a worker; yields batches of events, and references to large return values.
+        """Start an attempt in a worker; yield batches of events, and references to large return values.
 
         Args:
-            handle: The actor.
-            run: The run's order.
-            order: The attempt's.
-            explain_death: Called when the worker has died, while what it had sent is still read.
+            handle: The worker's actor.
+            run: A `RunOrder`, or a reference to one.
+            order: The order for this attempt.
+            explain_death: Called when the worker has died, while the events that it had sent are still read.
 
         Raises:
             WorkerDied: The process is gone.
@@ -73,13 +73,13 @@ class WorkerStreams:
             self._open.pop(handle._actor_id, None)
 
     def abandon(self, handle: Any) -> None:
-        """End the stream of a worker that was ended; Ray may take a minute to notice its end."""
+        """End the stream of a worker whose process was ended, because Ray may need a minute to do so."""
         if (inbox := self._open.get(handle._actor_id)) is not None:
             inbox.put_other(WorkerDied("it was ended"))
 
 
 async def _pump(stream: Any, inbox: Inbox, explain_death: ExplainDeath) -> None:
-    """Put what travels through Ray into the inbox, next to what the connection brings; at the end None, or an error."""
+    """Put the items of a Ray stream into the inbox, which the connection fills too; at the end put None, or an error."""
     try:
         is_value = False
         async for ref in stream:

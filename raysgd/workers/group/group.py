@@ -1,7 +1,7 @@
 """The worker group of a Trainer: places, starts, calls and replaces the worker processes. Runs in the TrainerActor.
 
-Members are ordered by rank. When a member dies, a spare or a new process takes its rank; all others keep their processes and
-their ranks.
+Members are ordered by rank. When a member dies, a spare, a joining worker or a new process takes its rank. All others keep
+their processes and their ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,14 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
-from raysgd.errors import InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
+from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
-from raysgd.workers.group.checkpoint_memory import ClusterMemory, check_storage
+from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
-from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_identities
+from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.deaths import DEATHS, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Deaths within this time of each other, such as those of a node's workers, are handled together.
 _DIE_TOGETHER_S = 0.2
-#: The same during the start, where workers reach the same fatal place at different times.
+#: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
 
 
@@ -49,16 +50,10 @@ class WorkerGroup:
     Args:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
-        runtime_env: Ray runtime environment of the workers.
         existing: An existing placement group with enough room for the first workers.
 
-    Attributes:
-        slots: Where the workers are.
-        streams: Reads the events of the workers.
-        monitor: Observes the members.
-        drains: Finds members on draining nodes.
-        agreement: Makes all ranks stop or leave at the same place.
-        memory: The group's checkpoints in the cluster's memory.
+    The attributes ``slots``, ``streams``, ``monitor``, ``drains``, ``agreement`` and ``memory`` are the group's parts; their
+    classes say what they do.
     """
 
     def __init__(
@@ -75,6 +70,7 @@ class WorkerGroup:
         self._scaling = scaling
         self._failure = failure
         self._backend = backend
+        # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
@@ -82,22 +78,22 @@ class WorkerGroup:
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._coordinator = CoordinatorProcess(name, backend, runtime_env)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
-        self._joining: JoiningWorkers | None = None
-        if scaling.is_elastic:
-            self._joining = JoiningWorkers(
-                scaling,
-                self.slots,
-                self._starter,
-                self._avoided,
-                end=self._end,
-                start_timeout_s=failure.start_timeout_s,
-            )
-        self._reserve = Reserve(self.slots, self._starter, failure.num_spares, self._joining, self._end, self._avoided)
+        self._joining = JoiningWorkers(
+            scaling,
+            self.slots,
+            self._starter,
+            self._avoided,
+            end=self._end_process,
+            start_timeout_s=failure.start_timeout_s,
+        )
+        self._reserve = Reserve(
+            self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
+        )
         self.streams = WorkerStreams()
-        self.monitor = GroupMonitor(self._agents, lambda: self._members)
-        self.drains = DrainMonitor(lambda: self._members, self._reserve, self._avoided)
+        self.monitor = GroupMonitor(self._agents, self._members)
+        self.drains = DrainMonitor(self._members, self._joining, self._avoided)
         self.agreement = RankAgreement(self.call)
-        self.memory = ClusterMemory(self._agents, lambda: self._members)
+        self.memory = ClusterMemory(self._agents, self._members)
 
     @property
     def size(self) -> int:
@@ -106,7 +102,7 @@ class WorkerGroup:
     @property
     def num_joining(self) -> int:
         """The number of workers that are ready to join the group."""
-        return self._joining.num_ready if self._joining is not None else 0
+        return self._joining.num_ready
 
     def info(self, rank: int) -> WorkerInfo | None:
         """Return where a member runs; None if it has no process that has answered."""
@@ -114,8 +110,7 @@ class WorkerGroup:
 
     def on_joining_worker(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` for each worker that becomes ready to join."""
-        if self._joining is not None:
-            self._joining.on_ready = callback
+        self._joining.on_ready = callback
 
     # -- starting -------------------------------------------------------------------------------------------------
 
@@ -125,13 +120,14 @@ class WorkerGroup:
             self._start_missing()
 
     def expect(self, size: int) -> None:
-        """Form with ``size`` members, unless the group has formed: a run resumes from what only that size can load."""
-        self._members = self._members if self._has_formed else [None] * size
+        """Form with ``size`` members, because only that size can load the run's checkpoint. A formed group stays as it is."""
+        if not self._has_formed:
+            self._members[:] = [None] * size
 
     async def get_ready(self, *, keep_size: bool = False) -> list[str]:
         """Make every worker ready for a run; return messages for the user.
 
-        An elastic group continues with the surviving members, if they are enough, and takes in workers that are ready to join.
+        An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
 
         Args:
             keep_size: The group neither shrinks nor grows.
@@ -148,7 +144,7 @@ class WorkerGroup:
             raise self._make_timeout_error() from None
         self._reserve.replenish()
         self._want_joining_workers()
-        self._agents.watch_workers([worker.info for worker in self._workers() if worker.info is not None])
+        self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
     async def _get_ready(self, keep_size: bool) -> list[str]:
@@ -163,33 +159,32 @@ class WorkerGroup:
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
-        """Give every rank a loaded process and every process its identity."""
+        """Give every rank a loaded process, and every process its place in the group."""
         if self._has_formed and None in self._members:
             await self.drains.ranks()
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.take()
-        if self._scaling.is_elastic and not keep_size:
-            self._members = close_gaps(self._members, self._scaling.min_workers)
+        if not keep_size:
+            self._members[:] = close_gaps(self._members, self._scaling.min_workers)
             await self._take_joining_workers()
         await self._replace_used_processes()
         self._start_missing()
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.find()
         await self._wait_loaded()
-        if self._joining is not None and not self._has_formed and not keep_size:
+        if not self._has_formed and not keep_size:
             await self._joining.wait_for_first()
             await self._take_joining_workers()
-        self._set_identities()
+        self._assign_members()
 
     async def _take_joining_workers(self) -> None:
-        while (
-            self.size < self._scaling.max_workers and (worker := await self._reserve.take_joining_worker()) is not None
-        ):
+        while self.size < self._scaling.max_workers:
+            if (worker := await self._reserve.take_joining_worker()) is None:
+                return
             self._members.append(worker)
 
     def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
-        if self._joining is not None:
-            self._joining.want(self._scaling.max_workers - self.size, after=after)
+        self._joining.want(self._scaling.max_workers - self.size, after=after)
 
     def _start_missing(self) -> None:
         is_new = not self.slots.is_open
@@ -207,43 +202,44 @@ class WorkerGroup:
             self._want_joining_workers(after=None if (first := self._members[0]) is None else first.slot)
 
     async def _replace_used_processes(self) -> None:
-        """End processes that were in a group and can join no other; the size stays."""
-        for rank in () if self._backend.can_rejoin else range(self.size):
-            if (worker := self._members[rank]) is not None and worker.has_joined:
+        """End processes that were in a process group, if they can join no other; their ranks become vacant."""
+        if self._backend.can_rejoin:
+            return
+        for rank, worker in enumerate(self._members):
+            if worker is not None and worker.has_joined:
                 self.kill(rank)
                 self._members[rank] = await self._reserve.take()
 
     async def _wait_loaded(self) -> None:
         """Wait until every process has answered where it runs and has imported the framework."""
         new = [worker for worker in self._workers() if worker.info is None or not worker.is_loaded]
-        # Together: what kills one worker in its import may kill the next there, and that is one failure.
+        # All at once: what kills one worker during its import may kill others too, and that is one failure.
         answers = await self._gather(new * 2, [w.loading for w in new] + [w.locate() for w in new])
-        problems = dict(zip(new, answers, strict=False))
-        failed = {worker: problem for worker, problem in problems.items() if problem is not None}
+        problems = answers[: len(new)]
+        failed = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
         for worker in new:
             worker.is_loaded = worker not in failed
         for worker in failed:  # the next run tries again in a new process
-            self._drop(worker)
-            self._end(worker)
-        for worker, problem in failed.items():
-            raise WorkerError(f"{problem} (worker on {worker.node})")
+            self._discard(worker)
+        if failed:
+            first, problem = next(iter(failed.items()))
+            raise WorkerError(f"{problem} (worker on {first.node})")
 
-    def _set_identities(self) -> None:
-        workers = self._workers()
-        nodes = [worker.info.node_id for worker in workers if worker.info is not None]
-        if not self._has_formed:  # later a replacement keeps the rank of the worker it replaces
-            workers = [workers[index] for index in assign_ranks(nodes)]
-            nodes = [worker.info.node_id for worker in workers if worker.info is not None]
-            self._members, self._has_formed = list(workers), True
-        for worker, identity in zip(workers, make_identities(nodes), strict=True):
-            worker.identity = identity
+    def _assign_members(self) -> None:
+        """Give every process its ranks; once the group has formed, a replacement has the rank of the worker it replaces."""
+        if not self._has_formed:
+            workers = self._workers()
+            self._members[:] = [workers[i] for i in assign_ranks([info.node_id for info in self._infos()])]
+            self._has_formed = True
+        members = make_members(self._infos(), self._scaling.gpus_per_worker)
+        for worker, member in zip(self._workers(), members, strict=True):
+            worker.member = member
 
     async def _prepare(self) -> list[str | None]:
         """Reset every process for a run; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
-        infos = [worker.info for worker in workers if worker.info is not None]
-        gpus = assign_visible_gpus(infos, shows_all=self._backend.shows_node_gpus)
-        orders = [PrepareOrder(*seen, rank=rank) for rank, seen in enumerate(gpus)]
+        gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
+        orders = [PrepareOrder(visible, index, rank) for rank, (visible, index) in enumerate(gpus)]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
@@ -266,21 +262,40 @@ class WorkerGroup:
         return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:
-        """Raise a ConfigError if the node of a worker cannot see the run's folder."""
-        await check_storage(storage, self._workers(), self._gather)
+        """Check that one worker on each other node sees a probe file, if the run's folder is a local path.
+
+        Raises:
+            ConfigError: A node does not see the folder.
+        """
+        own_node = ray.get_runtime_context().get_node_id()
+        others = {w.info.node_id: w for w in self._workers() if w.info is not None and w.info.node_id != own_node}
+        if not storage.is_local or not others:
+            return
+        workers = list(others.values())
+        storage.write_bytes("probe", b"")
+        seen = await self._gather(workers, [worker.handle.probe.remote(storage.uri, "probe") for worker in workers])
+        storage.delete_file("probe")
+        if blind := [worker.node for worker, sees in zip(workers, seen, strict=True) if not sees]:
+            raise ConfigError(
+                f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
+                "Give RunConfig(storage_path=...) a folder that all nodes share, or a URI such as s3://bucket/folder."
+            )
 
     # -- an attempt -----------------------------------------------------------------------------------------------
 
     async def open_rendezvous(self) -> str:
-        """Return where the members of the next attempt meet."""
+        """Open the rendezvous of the next attempt; return the value of `Member.rendezvous`."""
         if self._backend.has_coordinator:
             return await self._coordinator.open_rendezvous([self.member(rank, "") for rank in range(self.size)])
-        first = self._member(0)
+        first = self._worker(0)
         return str((await self._gather([first], [first.handle.open_rendezvous.remote()]))[0])
 
     def member(self, rank: int, rendezvous: str) -> Member:
-        """Return a rank's place in the process group that it is to join now."""
-        return self._member(rank).make_member(rank, rendezvous, self._scaling.gpus_per_worker)
+        """Return a rank's place in the process group that its worker is to join now."""
+        worker = self._worker(rank)
+        assert worker.member is not None, f"rank {rank} is not ready"
+        worker.has_joined = True
+        return replace(worker.member, rendezvous=rendezvous)
 
     async def run(self, rank: int, run: Blob, order: AttemptOrder) -> AsyncIterator[list[WorkerEvent] | Any]:
         """Start an attempt in a worker, and yield its batches of events and references to large values.
@@ -288,7 +303,7 @@ class WorkerGroup:
         Raises:
             WorkerDied: The process is gone.
         """
-        worker = self._member(rank)
+        worker = self._worker(rank)
         try:
             why = partial(self._agents.explain_death, info=worker.info)
             async for item in self.streams.read(worker.handle, run, order, why):
@@ -297,8 +312,7 @@ class WorkerGroup:
             await self._remove(worker)
             raise
         except RayTaskError as error:  # raysgd's own code failed in the worker, and train_func may still run
-            self._drop(worker)
-            self._end(worker)
+            self._discard(worker)
             raise WorkerDied(f"it was ended because its event stream failed: {error.cause!r}") from error
 
     def end(self, rank: int, attempt: int, why: str) -> None:
@@ -339,10 +353,13 @@ class WorkerGroup:
             return
         if is_lost and worker.info is not None:
             self._avoided.add([worker.info.node_id])
-        self._drop(worker)
-        self._end(worker)
+        self._discard(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _discard(self, worker: Worker) -> None:
+        self._drop(worker)
+        self._end_process(worker)
+
+    def _end_process(self, worker: Worker) -> None:
         """Ask a worker's process to exit, and ignore what it still sends; SIGKILL follows if it stays."""
         ray.kill(worker.handle)  # the process exits by itself: Ray reports what SIGKILL ends as unexpected
         if worker.info is not None:
@@ -356,8 +373,7 @@ class WorkerGroup:
     def release(self) -> None:
         """End all processes and return the resources to the cluster; `get_ready` requests them again."""
         for worker in self._workers():
-            self._drop(worker)
-            self._end(worker)
+            self._discard(worker)
         self._reserve.close()
         self._coordinator.close()
         self._agents.close()
@@ -365,7 +381,7 @@ class WorkerGroup:
         self._has_formed = False
 
     def _drop(self, worker: Worker) -> None:
-        """Forget a process that is gone, or will be, and free its slot; the slot on a lost node is removed."""
+        """Forget a process that is gone, or will be, and free its slot; a slot on a node to avoid is removed."""
         if worker in self._members:
             self._members[self._members.index(worker)] = None
         elif not self._reserve.drop(worker):
@@ -389,11 +405,11 @@ class WorkerGroup:
         dead = {worker: error for worker, error in done if isinstance(error, DEATHS)}
         for worker in dead:
             await self._remove(worker)
-        ranks = sorted(worker.identity.world_rank for worker in dead if worker.identity is not None)
+        ranks = sorted(worker.member.rank for worker in dead if worker.member is not None)
         first, error = next(iter(dead.items()))
         return tuple(ranks), await self._agents.explain_death(error, first.info)
 
-    def _member(self, rank: int) -> Worker:
+    def _worker(self, rank: int) -> Worker:
         worker = self._members[rank]
         assert worker is not None, f"rank {rank} has no process"
         return worker
@@ -403,6 +419,9 @@ class WorkerGroup:
 
     def _workers(self) -> list[Worker]:
         return [worker for worker in self._members if worker is not None]
+
+    def _infos(self) -> list[WorkerInfo]:
+        return [worker.info for worker in self._workers() if worker.info is not None]
 
 
 class RankAgreement:

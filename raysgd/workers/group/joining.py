@@ -1,8 +1,8 @@
 """Starts the workers that join an elastic group later, where there is room for them. Runs in the TrainerActor.
 
-Without an autoscaler workers are started only where resources are free, so that no request waits in Ray's queues in vain,
-nor delays the requests of others. An autoscaler adds nodes only for requests that wait, so there slots are requested whether
-or not there is room.
+Without an autoscaler, workers are started only where resources are free: a request that waits in Ray's queues in vain
+delays the requests of others. An autoscaler adds nodes only for requests that wait. With one, slots are therefore requested
+even if there is no room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ray.exceptions import RayError
 
@@ -37,12 +37,10 @@ FIRST_GROUP_WAIT_S = 15.0
 
 
 class JoiningWorkers:
-    """Workers that are starting or are ready, and are not members of the group yet.
+    """Workers that are starting or are ready, and are not members of the group yet. A group of fixed size wants none.
 
     Args:
-        slots: The group's slots.
-        starter: Starts a worker in a slot.
-        avoided: Nodes to start none on.
+        avoided: Nodes to start no worker on.
         end: Ends a worker in any state.
         start_timeout_s: The time for a worker to start, from the request of its slot.
 
@@ -67,7 +65,6 @@ class JoiningWorkers:
         self._end = end
         self._start_timeout_s = start_timeout_s
         self._starting: dict[Worker, asyncio.Task[None]] = {}
-        self._started_at: dict[Worker, float] = {}
         self._ready: list[Worker] = []
         self._num_wanted = 0.0
         self._retry_delay_s = RETRY_DELAY_S
@@ -86,11 +83,11 @@ class JoiningWorkers:
         return [*self._ready, *self._starting]
 
     def want(self, count: float, *, after: WorkerSlot | None = None) -> None:
-        """Keep ``count`` workers as far as there is room, and drop those beyond.
+        """Keep ``count`` workers if there is room for them, and drop those beyond.
 
         Args:
-            count: How many; may be infinite.
-            after: A slot that was just requested and has priority: the search starts when it has its resources.
+            count: May be infinite.
+            after: A slot that was just requested and has priority: the search for room starts when it has its resources.
         """
         self._num_wanted = count
         while len(self.all()) > count:
@@ -123,10 +120,15 @@ class JoiningWorkers:
             self._ready.remove(worker)
         else:
             return
-        self._started_at.pop(worker, None)
         self._end(worker)
         self._slots.remove(worker.slot)
         self._ensure_search(None)
+
+    def drop_on(self, node_ids: Collection[str]) -> None:
+        """End the workers on these nodes."""
+        for worker in self.all():
+            if worker.info is not None and worker.info.node_id in node_ids:
+                self.drop(worker)
 
     def close(self) -> None:
         """End all workers and stop the search."""
@@ -164,10 +166,10 @@ class JoiningWorkers:
             self._start(self._slots.add(self._avoided.ids))
 
     def _drop_unplaced(self) -> None:
-        # Others took the resources, or the node is gone: the search continues elsewhere.
+        # Others took the resources, or the node is gone; the search continues on other nodes.
         now = time.monotonic()
-        for worker, since in list(self._started_at.items()):
-            if worker in self._starting and now - since > PLACEMENT_TIMEOUT_S and not worker.slot.is_placed():
+        for worker in list(self._starting):
+            if now - worker.requested_at_s > PLACEMENT_TIMEOUT_S and not worker.slot.is_placed():
                 self.drop(worker)
         self._slots.remove_unplaced()
 
@@ -181,7 +183,7 @@ class JoiningWorkers:
         return int(max(0, min(missing, count_fitting(self._scaling.bundle(), nodes) - num_unplaced)))
 
     def _should_wait_for_others(self) -> bool:
-        # A Tune trial that waits for resources comes before one that grows; it may need a moment to request them.
+        # A Tune trial that waits for resources has priority over one that grows. It may need a moment to request them.
         now = time.monotonic()
         if has_waiting_groups(self._slots.name, [node.total for node in list_nodes()]):
             self._others_waited_at = now
@@ -189,7 +191,6 @@ class JoiningWorkers:
 
     def _start(self, slot: WorkerSlot) -> None:
         worker = self._starter.start(slot, warm_up=self._has_begun)
-        self._started_at[worker] = time.monotonic()
         self._starting[worker] = asyncio.ensure_future(self._wait_until_ready(worker))
 
     async def _wait_until_ready(self, worker: Worker) -> None:
@@ -200,12 +201,13 @@ class JoiningWorkers:
         if worker not in self._starting:
             return
         if problem is None:
-            del self._starting[worker], self._started_at[worker]
+            del self._starting[worker]
             self._ready.append(worker)
             self._retry_delay_s = RETRY_DELAY_S
             self.on_ready()
             return
-        await asyncio.sleep(self._retry_delay_s)  # it counts as starting until then, so that nothing replaces it
+        # Until the delay is over, the failed worker counts as starting, so that no other one is started in its place.
+        await asyncio.sleep(self._retry_delay_s)
         self._retry_delay_s = min(MAX_RETRY_DELAY_S, 2 * self._retry_delay_s)
         self.drop(worker)
         self.want(self._num_wanted)

@@ -6,40 +6,41 @@ Runs in the TrainerActor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from ray.exceptions import RayError
 
 from raysgd.backends.flight_recorder import Collective
 from raysgd.session.progress import Heartbeat
+from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.processes import Worker
-from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.node_agent import NodeAgents, NodeUnreachableError, ProcessStatus
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.cluster import list_draining_nodes
 
+T = TypeVar("T")
+
 
 class GroupMonitor:
-    """Asks members, and the agents of their nodes, how they are.
+    """Asks the members, and the agents of their nodes, for their state.
 
     Args:
-        members: Returns the members by rank; None for a rank without a process.
+        members: By rank; None for a rank without a process. The group changes this list.
     """
 
-    def __init__(self, agents: NodeAgents, members: Callable[[], Sequence[Worker | None]]) -> None:
+    def __init__(self, agents: NodeAgents, members: Sequence[Worker | None]) -> None:
         self._agents = agents
         self._members = members
 
     @property
     def size(self) -> int:
-        return len(self._members())
+        return len(self._members)
 
     async def heartbeat(self, rank: int) -> Heartbeat | None:
         """Wait for the next heartbeat of a member, however long it takes; None if the member is dead."""
-        worker = self._members()[rank]
-        if worker is None:
+        if (worker := self._members[rank]) is None:
             return None
         try:
             heartbeat: Heartbeat = await worker.handle.heartbeat.remote()
@@ -52,33 +53,23 @@ class GroupMonitor:
 
         Ranks whose nodes do not answer in time are left out.
         """
-
-        async def on_node(node_id: str, infos: dict[int, WorkerInfo]) -> dict[int, ProcessStatus | None]:
-            try:
-                pids = [info.pid for info in infos.values()]
-                statuses = await self._agents.check_processes(node_id, pids, timeout_s)
-            except NodeUnreachableError:
-                return {}
-            return dict(zip(infos, statuses, strict=True))
-
-        return _merge(await asyncio.gather(*[on_node(*node) for node in self._by_node(ranks).items()]))
+        return await self._ask_nodes(
+            ranks,
+            lambda node_id, infos: self._agents.check_processes(node_id, [info.pid for info in infos], timeout_s),
+        )
 
     async def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Return the stacks of each member's process, as far as its node can read them within the time."""
-
-        async def on_node(node_id: str, infos: dict[int, WorkerInfo]) -> dict[int, str]:
-            processes = [(info.pid, info.stacks_file) for info in infos.values()]
-            try:
-                return dict(zip(infos, await self._agents.stacks(node_id, processes, timeout_s), strict=True))
-            except NodeUnreachableError:
-                return dict.fromkeys(infos, "its node does not answer")
-
-        ranks = range(self.size)
-        return _merge(await asyncio.gather(*[on_node(*node) for node in self._by_node(ranks).items()]))
+        """Return the stacks of each member's process, or why they cannot be read within the time."""
+        ranks = [rank for rank, worker in enumerate(self._members) if worker is not None and worker.info is not None]
+        stacks = await self._ask_nodes(
+            ranks,
+            lambda node_id, infos: self._agents.stacks(node_id, [(i.pid, i.stacks_file) for i in infos], timeout_s),
+        )
+        return {rank: stacks.get(rank, "its node does not answer") for rank in ranks}
 
     async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
         """Return the last collectives of the ranks that answer in time; they write their full records into ``folder``."""
-        members = {rank: worker for rank in ranks if (worker := self._members()[rank]) is not None}
+        members = {rank: worker for rank in ranks if (worker := self._members[rank]) is not None}
         calls = {rank: asyncio.ensure_future(w.handle.flight_record.remote(folder)) for rank, w in members.items()}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
@@ -87,37 +78,44 @@ class GroupMonitor:
         done = {rank: call for rank, call in calls.items() if call.done() and not call.cancelled()}
         return {rank: call.result() for rank, call in done.items() if call.exception() is None}
 
-    def _by_node(self, ranks: Sequence[int]) -> dict[str, dict[int, WorkerInfo]]:
+    async def _ask_nodes(
+        self, ranks: Sequence[int], ask: Callable[[str, Sequence[WorkerInfo]], Awaitable[Sequence[T]]]
+    ) -> dict[int, T]:
+        """Call ``ask`` for each node with its workers; return the answers by rank, without nodes that do not answer."""
         by_node: dict[str, dict[int, WorkerInfo]] = {}
         for rank in ranks:
-            worker = self._members()[rank]
+            worker = self._members[rank]
             if worker is not None and worker.info is not None:
                 by_node.setdefault(worker.info.node_id, {})[rank] = worker.info
-        return by_node
+
+        async def ask_node(node_id: str, infos: Mapping[int, WorkerInfo]) -> dict[int, T]:
+            try:
+                return dict(zip(infos, await ask(node_id, list(infos.values())), strict=True))
+            except NodeUnreachableError:
+                return {}
+
+        answers = await asyncio.gather(*[ask_node(*node) for node in by_node.items()])
+        return {rank: answer for by_rank in answers for rank, answer in by_rank.items()}
 
 
 class DrainMonitor:
     """Finds the members on nodes that Ray is about to take away.
 
     Args:
-        members: Returns the members by rank; None for a rank without a process.
-        avoided: Nodes to start no process on; draining nodes are added.
+        members: By rank; None for a rank without a process. The group changes this list.
+        joining: Those on draining nodes are ended. Spares there are not used, see `Reserve.take`.
+        avoided: Draining nodes are added.
     """
 
-    def __init__(self, members: Callable[[], Sequence[Worker | None]], reserve: Reserve, avoided: AvoidedNodes) -> None:
+    def __init__(self, members: Sequence[Worker | None], joining: JoiningWorkers, avoided: AvoidedNodes) -> None:
         self._members = members
-        self._reserve = reserve
+        self._joining = joining
         self._avoided = avoided
 
     async def ranks(self) -> dict[int, float | None]:
         """Return the ranks on draining nodes, each with the seconds that are left or None if unknown."""
         draining = await asyncio.to_thread(list_draining_nodes)
         self._avoided.add(draining)
-        if draining:
-            self._reserve.leave_nodes(draining)
-        nodes = {rank: worker.info.node_id for rank, worker in enumerate(self._members()) if worker and worker.info}
+        self._joining.drop_on(draining)
+        nodes = {rank: worker.info.node_id for rank, worker in enumerate(self._members) if worker and worker.info}
         return {rank: draining[node_id] for rank, node_id in nodes.items() if node_id in draining}
-
-
-def _merge(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
-    return {rank: value for part in parts for rank, value in part.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -13,7 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
-from raysgd.session.base import Identity
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
@@ -27,8 +27,9 @@ class Worker:
     Attributes:
         loading: The answer to its first call, which imports the framework: None, or what is wrong.
         info: Where it runs, once it has answered.
-        identity: Its ranks, once the group is complete.
+        member: Its place in the group, once the group is complete; without a rendezvous.
         has_joined: It was given a place in a process group.
+        requested_at_s: When its start was requested, on the monotonic clock.
     """
 
     slot: WorkerSlot
@@ -36,8 +37,9 @@ class Worker:
     loading: Any
     is_loaded: bool = False
     info: WorkerInfo | None = None
-    identity: Identity | None = None
+    member: Member | None = None
     has_joined: bool = False
+    requested_at_s: float = field(default_factory=time.monotonic)
 
     @property
     def node(self) -> str:
@@ -54,29 +56,12 @@ class Worker:
         self.is_loaded = problem is None
         return problem
 
-    def make_member(self, rank: int, rendezvous: str, gpus: float) -> Member:
-        """Return the place in the process group that the worker is to join now; ``gpus`` is their number per worker."""
-        assert self.info is not None and self.identity is not None
-        self.has_joined = True
-        return Member(
-            rank=rank,
-            world_size=self.identity.world_size,
-            local_rank=self.identity.local_rank,
-            local_world_size=self.identity.local_world_size,
-            node_rank=self.identity.node_rank,
-            rendezvous=rendezvous,
-            node_ip=self.info.node_ip,
-            has_gpu=gpus > 0,
-            shares_gpu=0 < gpus < 1,
-        )
-
 
 class WorkerStarter:
     """Starts worker processes, each of which begins at once to import the framework.
 
     Args:
         name: Prefix of the actors' names.
-        runtime_env: Ray runtime environment of the processes.
         controller: Name of the TrainerActor.
     """
 
@@ -96,9 +81,9 @@ class WorkerStarter:
         self._num_started = 0
 
     def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
-        """Start a process in ``slot``, once the slot has its resources.
+        """Request a process in ``slot``; Ray starts it when the slot has its resources.
 
-        With ``warm_up`` no rank waits for the process: it also imports what training loops import later.
+        With ``warm_up``, the process also imports what training loops import later, because no rank waits for it.
         """
         self._num_started += 1
         handle: Any = (
@@ -119,7 +104,7 @@ class WorkerStarter:
 
 
 class CoordinatorActor:
-    """The Ray actor in which a backend's coordinator runs: the TrainerActor imports no framework."""
+    """The Ray actor in which a backend's coordinator runs, because the TrainerActor imports no framework."""
 
     def __init__(self, config: BackendConfig) -> None:
         self._config = config
@@ -136,7 +121,7 @@ class CoordinatorProcess:
 
     Args:
         name: Prefix of the actor's name.
-        runtime_env: That of the workers, which may contain the framework.
+        runtime_env: The workers' Ray runtime environment, which may contain the framework.
     """
 
     def __init__(self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None) -> None:
@@ -147,12 +132,12 @@ class CoordinatorProcess:
         self._num_started = 0
 
     def begin(self) -> None:
-        """Start the process, if the backend has a coordinator; does not wait."""
+        """Start the process without waiting, if the backend has a coordinator."""
         if self._config.has_coordinator and self._actor is None:
             self._actor = self._start()
 
     async def open_rendezvous(self, members: Sequence[Member]) -> str:
-        """Prepare for a new group; return where its members meet.
+        """Open the rendezvous of a new group; return the value of `Member.rendezvous`.
 
         Raises:
             WorkerError: The coordinator cannot start, for example because the framework is not installed.
@@ -166,9 +151,9 @@ class CoordinatorProcess:
 
     def close(self) -> None:
         """End the process."""
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            ray.kill(actor)
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
 
     async def _call(self, members: Sequence[Member]) -> str:
         try:

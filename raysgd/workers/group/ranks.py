@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from raysgd.session.base import Identity
+from raysgd.backends.base import Member
 from raysgd.workers.orders import GpuId, WorkerInfo
 
 T = TypeVar("T")
@@ -27,21 +28,39 @@ def assign_ranks(nodes: Sequence[str]) -> list[int]:
 
 
 def close_gaps(members: Sequence[T | None], min_size: int) -> list[T | None]:
-    """Return the members in their order without vacant ranks, of which the first ones stay up to ``min_size`` in all."""
+    """Return the members in their order, without vacant ranks except the first ones that are needed for ``min_size``."""
     num_short = max(0, min_size - sum(member is not None for member in members))
     kept = [rank for rank, member in enumerate(members) if member is None][:num_short]
     return [member for rank, member in enumerate(members) if member is not None or rank in kept]
 
 
-def make_identities(nodes: Sequence[str]) -> list[Identity]:
-    """Return the identity of each worker, given their nodes by rank; a node's workers need not be next to each other."""
-    order = list(dict.fromkeys(nodes))
-    counts = dict.fromkeys(order, 0)
-    identities = []
-    for rank, node in enumerate(nodes):
-        identities.append(Identity(rank, len(nodes), counts[node], nodes.count(node), order.index(node)))
-        counts[node] += 1
-    return identities
+def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[Member]:
+    """Return the workers' places in their process group, which has no rendezvous yet.
+
+    Args:
+        workers: Where each worker runs, by rank; a node's workers need not be next to each other.
+        gpus_per_worker: May be a fraction.
+    """
+    sizes = Counter(worker.node_id for worker in workers)
+    node_ranks = {node: rank for rank, node in enumerate(sizes)}
+    seen: Counter[str] = Counter()
+    members = []
+    for rank, worker in enumerate(workers):
+        members.append(
+            Member(
+                rank=rank,
+                world_size=len(workers),
+                local_rank=seen[worker.node_id],
+                local_world_size=sizes[worker.node_id],
+                node_rank=node_ranks[worker.node_id],
+                rendezvous="",
+                node_ip=worker.node_ip,
+                has_gpu=gpus_per_worker > 0,
+                shares_gpu=0 < gpus_per_worker < 1,
+            )
+        )
+        seen[worker.node_id] += 1
+    return members
 
 
 def assign_visible_gpus(workers: Sequence[WorkerInfo], *, shows_all: bool) -> list[tuple[tuple[GpuId, ...], int]]:

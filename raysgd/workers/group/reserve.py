@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from ray.exceptions import RayError
 
@@ -23,7 +23,7 @@ class Reserve:
 
     Args:
         num_spares: The number of workers that are kept ready only as replacements.
-        joining: The workers that may also join the group; None for a group of fixed size.
+        joining: Workers that are ready to join the group; the replacement may be one of them.
         end: Ends a worker in any state.
         avoided: Nodes from which no worker is taken.
     """
@@ -33,17 +33,17 @@ class Reserve:
         slots: WorkerSlots,
         starter: WorkerStarter,
         num_spares: int,
-        joining: JoiningWorkers | None,
+        joining: JoiningWorkers,
         end: Callable[[Worker], None],
         avoided: AvoidedNodes,
     ) -> None:
         self._slots = slots
         self._starter = starter
         self._num_spares = num_spares
+        self._joining = joining
         self._end = end
         self._avoided = avoided
         self._spares: list[Worker] = []
-        self.joining = joining
 
     async def take(self) -> Worker | None:
         """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""
@@ -58,7 +58,7 @@ class Reserve:
 
     async def take_joining_worker(self) -> Worker | None:
         """Take a joining worker that is ready, or None."""
-        while self.joining is not None and (worker := self.joining.take()) is not None:
+        while (worker := self._joining.take()) is not None:
             is_usable = False
             try:
                 is_usable = await self._is_usable(worker)
@@ -71,7 +71,7 @@ class Reserve:
         return None
 
     async def find(self) -> Worker:
-        """Wait for a replacement: a new worker in a slot that is found, or a joining worker that is ready earlier."""
+        """Wait for a replacement: a joining worker that becomes ready, or a new worker in a slot that is found earlier."""
         finding = asyncio.ensure_future(self._slots.find(self._avoided.ids))
         joining_worker: Worker | None = None
         try:
@@ -93,24 +93,16 @@ class Reserve:
             self._spares.append(self._starter.start(slot, warm_up=True))
 
     def drop(self, worker: Worker) -> bool:
-        """Forget a worker that has died; return True if its slot is free, which is so for spares only."""
+        """Forget a worker that has died; return True if it was a spare, whose slot the caller must release."""
         if worker in self._spares:
             self._spares.remove(worker)
             return True
-        if self.joining is not None:
-            self.joining.drop(worker)
+        self._joining.drop(worker)
         return False
-
-    def leave_nodes(self, node_ids: Collection[str]) -> None:
-        """Drop joining workers on these nodes; spares there are dropped by `take`."""
-        for worker in list(self.joining.all() if self.joining is not None else []):
-            if self.joining is not None and worker.info is not None and worker.info.node_id in node_ids:
-                self.joining.drop(worker)
 
     def close(self) -> None:
         """End all spares and joining workers."""
-        if self.joining is not None:
-            self.joining.close()
+        self._joining.close()
         for spare in self._spares:
             self._end_spare(spare)
         self._spares.clear()

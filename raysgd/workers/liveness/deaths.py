@@ -1,4 +1,4 @@
-"""Describes why a worker died, in one line, from Ray's error and its node's memory evidence. Runs in the TrainerActor."""
+"""Describes in one line why a worker died, from Ray's error and what its node knows of its memory. Runs in the TrainerActor."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOST_CONNECTION = "for example by SIGKILL, which the kernel sends when memory r
 
 
 def may_be_memory(error: BaseException) -> bool:
-    """Return True if the worker may have been killed for its memory use, as far as Ray knows."""
+    """Return True if Ray's error does not exclude that the worker was killed for its memory use."""
     return isinstance(error, OutOfMemoryError) or "connection error code" in str(error)
 
 
 def describe_death(error: BaseException, memory: MemoryEvidence | None = None) -> str:
-    """Say that memory ran out, or else the exit type, code and signal, as far as Ray knows them.
+    """Say that memory ran out, or else what Ray knows of the exit: type, code and signal.
 
     Args:
         error: Ray's error.
-        memory: What the worker's node saw of its memory, if `may_be_memory`.
+        memory: What the worker's node knows of its memory, if `may_be_memory`.
     """
     text = _COLOR.sub("", str(error))
     if isinstance(error, OutOfMemoryError):
@@ -45,7 +45,7 @@ def describe_death(error: BaseException, memory: MemoryEvidence | None = None) -
 
 
 def was_sigterm(reason: str) -> bool:
-    """Return True if `describe_death` named SIGTERM, which ends an idle worker."""
+    """Return True for a text of `describe_death` that names SIGTERM, which ends a worker between attempts."""
     return "receives a SIGTERM" in reason
 
 

@@ -1,8 +1,8 @@
 """Records the memory use of worker processes, and judges whether a process that has died ran out of memory. Needs no Ray.
 
 `MemoryWatch` samples processes on their own node, so that something is known of a process that is gone. It reads the
-kernel's files on processes, cgroups and the node; on systems other than Linux nothing is known. Both versions of cgroups are
-read, also where a container of version 1 sees only its own part of the tree.
+kernel's files, because psutil knows neither cgroups nor the kernel's counts of memory kills; without Linux nothing is known.
+Both versions of cgroups are read, also in a container of version 1, which sees only its own part of the tree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -70,7 +71,7 @@ class MemoryEvidence:
         sizes: The first sample of its size and the last ones, in the order of time; at least one.
         pool: The fullest of the pools that it was in, at the last sample.
         kills: The number of processes that the kernel has killed for memory since shortly before the last sample.
-        counted: Where ``kills`` counts: in the process's own cgroup, or on the whole machine with all containers.
+        counted: Where the kernel counts ``kills``: in the process's own cgroup, or on the whole machine with all containers.
     """
 
     sizes: tuple[Size, ...]
@@ -80,7 +81,7 @@ class MemoryEvidence:
 
 
 def judge(evidence: MemoryEvidence) -> str | None:
-    """Say that a process which was killed for an unknown reason ran out of memory; None if that is unlikely."""
+    """Say that a process which died for an unknown reason ran out of memory; None if that is unlikely."""
     is_full = evidence.pool is not None and evidence.pool.used_fraction >= _FULL_FRACTION
     is_growing = _is_growing(evidence.sizes)
     facts = [describe_growth(evidence.sizes), *_describe_pool(evidence.pool, is_full)]
@@ -93,7 +94,7 @@ def judge(evidence: MemoryEvidence) -> str | None:
 
 
 def describe_growth(sizes: Sequence[Size]) -> str:
-    """Say how large a process was at the end, and within which time it grew to that size."""
+    """Say how large a process was at the end, and how fast it grew to that size."""
     last = sizes[-1]
     low = min(size.size_bytes for size in sizes)
     growth = last.size_bytes - low
@@ -141,14 +142,7 @@ _NAMES = {
 
 
 class MemoryCgroup:
-    """A cgroup and its visible ancestors.
-
-    Args:
-        directory: The cgroup's directory.
-        top: The directory of the topmost ancestor.
-        version: 1 or 2.
-        node_bytes: The node's memory; larger limits have no effect.
-    """
+    """A cgroup and its visible ancestors, up to the directory ``top``; limits above ``node_bytes`` have no effect."""
 
     def __init__(self, directory: Path, top: Path, version: int, node_bytes: float) -> None:
         self._names = _NAMES[version]
@@ -158,7 +152,7 @@ class MemoryCgroup:
 
     def kills(self) -> int | None:
         """Return how many of its processes the kernel has killed for memory; None if the kernel does not count them."""
-        for folder in self._chain:  # in version 2 the lower ones need no files of their own
+        for folder in self._chain:  # in version 2 a cgroup may leave these files to its ancestors
             with contextlib.suppress(OSError):
                 return _read_fields(folder / self._names.kills).get("oom_kill")
         return None
@@ -186,7 +180,6 @@ class MemoryFiles:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._mounts: dict[int, tuple[PurePosixPath, Path]] | None = None
 
     def size(self, pid: int) -> int:
         """Return the resident size of a process in bytes; 0 for one that is gone or exiting."""
@@ -214,8 +207,8 @@ class MemoryFiles:
         node = self.pool()
         node_bytes = float("inf") if node is None else node.limit_bytes
         for version in (1, 2):  # on a system that has both, version 1 controls the memory
-            if version in paths and version in self._mounted():
-                mounted, top = self._mounted()[version]
+            if version in paths and version in self._mounts:
+                mounted, top = self._mounts[version]
                 own = paths[version]
                 if own.is_relative_to(mounted) and ".." not in own.parts:
                     directory = top / own.relative_to(mounted)
@@ -238,38 +231,31 @@ class MemoryFiles:
         except OSError:
             return None
 
-    def _mounted(self) -> dict[int, tuple[PurePosixPath, Path]]:
-        """Return by version the cgroup that is the root of the mounted hierarchy, and the mount point."""
-        if self._mounts is None:
-            self._mounts = {}
-            with contextlib.suppress(OSError):
-                for line in (self._root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
-                    with contextlib.suppress(ValueError):  # a line of an unknown form
-                        self._note_mount(line)
-        return self._mounts
-
-    def _note_mount(self, line: str) -> None:
-        mount, _, filesystem = line.partition(" - ")
-        _, _, _, mounted, mount_point, *_ = mount.split(" ")
-        kind, _, options = filesystem.split(" ")
-        is_memory = kind == "cgroup" and "memory" in options.split(",")
-        if (is_memory or kind == "cgroup2") and self._mounts is not None:
-            mount_of = (PurePosixPath(mounted), self._root / mount_point.lstrip("/"))
-            self._mounts.setdefault(1 if is_memory else 2, mount_of)
+    @cached_property
+    def _mounts(self) -> dict[int, tuple[PurePosixPath, Path]]:
+        """By version, the cgroup that is the root of the mounted hierarchy, and the mount point."""
+        mounts: dict[int, tuple[PurePosixPath, Path]] = {}
+        with contextlib.suppress(OSError):
+            for line in (self._root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # a line of an unknown form
+                    mount, _, filesystem = line.partition(" - ")
+                    _, _, _, mounted, mount_point, *_ = mount.split(" ")
+                    kind, _, options = filesystem.split(" ")
+                    is_memory = kind == "cgroup" and "memory" in options.split(",")
+                    if is_memory or kind == "cgroup2":
+                        top = self._root / mount_point.lstrip("/")
+                        mounts.setdefault(1 if is_memory else 2, (PurePosixPath(mounted), top))
+        return mounts
 
 
 def _read(file: str) -> bytes:
-    # Unbuffered, which is fastest: these files are read for each process at each sample.
+    # Unbuffered, which is fastest: two such files are read for each process at each sample.
     with open(file, "rb", buffering=0) as opened:
         return opened.readall()
 
 
 def _read_fields(file: Path) -> dict[str, int]:
-    """Parse lines of a key and a number.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Parse a file with a key and a number on each line; raise an OSError if it cannot be read."""
     pairs = (line.split() for line in file.read_text().splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
@@ -292,7 +278,7 @@ class _Track:
 
     Attributes:
         seen_in: The kernel's list of its cgroups at the last sample.
-        counted_in: The list with the cgroup whose kills are counted.
+        counted_in: The list with the cgroup in which kills are counted.
     """
 
     pid: int
@@ -321,7 +307,7 @@ class MemoryWatch:
         self._lock = threading.Lock()
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Sample these processes, now and from now on, and forget all others."""
+        """Sample these processes from now on, and forget all others."""
         with self._lock:
             self._cgroups.clear()  # their limits may have changed
             known = {pid: track for pid, track in self._tracks.items() if not track.is_gone}

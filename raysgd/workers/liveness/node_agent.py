@@ -1,7 +1,7 @@
 """Node agents: observe and kill worker processes from outside, on the processes' own nodes.
 
 The TrainerActor is the agent of its own node; every other node with workers has an actor without a CPU for it. An agent
-knows whether processes are alive, how much memory they use and where they stand, and keeps copies of checkpoint parts.
+knows whether processes are alive, how much memory they use and what their threads do, and keeps copies of checkpoint parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MEMORY_INTERVAL_S = 0.5
 #: The time for a copy of a checkpoint part to arrive.
 _COPY_TIMEOUT_S = 30.0
-#: The time for a process that was asked to exit.
+#: The time for a process to exit by itself after it was asked to.
 EXIT_GRACE_S = 1.0
 #: The time for the kernel to end a process after SIGKILL.
 _KILL_TIMEOUT_S = 5.0
@@ -61,7 +61,7 @@ class ProcessStatus:
 
 
 class NodeAgent:
-    """The agent on one node. Calls are quick, except for `stacks`, `kill_unless_exited` and `wait_for_exits`."""
+    """The agent on one node. All calls return at once, except `stacks`, `kill_unless_exited` and `wait_for_exits`."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(thread_name_prefix="raysgd-stacks")
@@ -79,20 +79,20 @@ class NodeAgent:
         return [_read_status(pid) for pid in pids]
 
     def expect_exit(self, pid: int) -> None:
-        """Start a thread that kills a process which was asked to exit and does not; the agent answers calls meanwhile."""
+        """Call `kill_unless_exited` in a thread of its own, so that the agent continues to answer calls."""
         thread = threading.Thread(target=self.kill_unless_exited, args=(pid,), name="raysgd-exit", daemon=True)
         self._exits = [*(exit_ for exit_ in self._exits if exit_.is_alive()), thread]
         thread.start()
 
     def wait_for_exits(self) -> None:
-        """Block until the processes of `expect_exit` are gone, or were sent SIGKILL some seconds ago."""
+        """Block until the processes given to `expect_exit` are gone, or have not ended some seconds after SIGKILL."""
         for thread in self._exits:
             thread.join()
 
     def kill_unless_exited(self, pid: int) -> None:
-        """Wait for the exit of a process that was asked to exit; blocks until it is gone.
+        """Block until a process that was asked to exit is gone; send it SIGKILL after a grace period.
 
-        SIGKILL ends it after a grace period. A stopped process cannot exit, so it is killed at once: Ray needs 5 s for it.
+        A stopped process cannot exit and is killed at once, for which Ray itself would need 5 s.
         """
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
@@ -107,7 +107,7 @@ class NodeAgent:
         """Keep copies of these checkpoint parts on this node instead of the previous ones; returns at once."""
         with self._lock:
             self._wanted = list(parts)
-            if not self._is_fetching:  # otherwise the running fetch continues with these: one copy at a time
+            if not self._is_fetching:  # otherwise the running fetch copies these next
                 self._is_fetching = True
                 self._pool.submit(self._fetch_wanted)
 
@@ -119,7 +119,7 @@ class NodeAgent:
                     self._is_fetching = False
                     return
             if wanted:
-                # No error, not even the end of Ray, may prevent later fetches.
+                # Even if this fetch fails, later ones must run.
                 with contextlib.suppress(Exception):
                     ray.wait(wanted, num_returns=len(wanted), timeout=_COPY_TIMEOUT_S, fetch_local=True)
             self._copies = wanted
@@ -221,8 +221,6 @@ class NodeAgents:
         Raises:
             NodeUnreachableError: The node does not answer in time.
         """
-        if node_id == self._own_node:
-            return self._own.check_processes(pids)
         statuses: list[ProcessStatus | None] = await self._ask(node_id, "check_processes", list(pids), timeout_s)
         return statuses
 
@@ -232,7 +230,7 @@ class NodeAgents:
         Raises:
             NodeUnreachableError: The node does not answer in time.
         """
-        if node_id == self._own_node:
+        if node_id == self._own_node:  # reading them takes seconds
             return await asyncio.to_thread(self._own.stacks, processes)
         stacks: list[str] = await self._ask(node_id, "stacks", list(processes), timeout_s)
         return stacks
@@ -260,7 +258,7 @@ class NodeAgents:
             actor.expect_exit.remote(info.pid)
 
     async def wait_for_exits(self) -> None:
-        """Wait until the processes that were asked to exit are gone, and closed agents too; takes some seconds at most."""
+        """Wait, for some seconds at most, until processes that were asked to exit and agents that were closed are gone."""
         await asyncio.gather(asyncio.to_thread(self._own.wait_for_exits), *self._closing)
 
     async def explain_death(self, error: BaseException, info: WorkerInfo | None) -> str:
@@ -284,17 +282,15 @@ class NodeAgents:
         self._actors.clear()
 
     async def _memory(self, info: WorkerInfo) -> MemoryEvidence | None:
-        if info.node_id == self._own_node:
-            return self._own.memory(info.pid)
-        try:
+        with contextlib.suppress(NodeUnreachableError):
             evidence: MemoryEvidence | None = await self._ask(info.node_id, "memory", info.pid, _EVIDENCE_TIMEOUT_S)
-        except NodeUnreachableError:
-            return None
-        return evidence
+            return evidence
+        return None
 
     async def _ask(self, node_id: str, method: str, argument: Any, timeout_s: float) -> Any:
-        actor = self._actors.get(node_id)
-        if actor is None:
+        if node_id == self._own_node:
+            return getattr(self._own, method)(argument)
+        if (actor := self._actors.get(node_id)) is None:
             raise NodeUnreachableError(node_id)
         try:
             return await asyncio.wait_for(getattr(actor, method).remote(argument), timeout_s)

@@ -1,7 +1,7 @@
 """Reads the stacks of a worker process that does not answer any more, with py-spy or the process's own faulthandler.
 
-At a signal the faulthandler writes, without the interpreter's lock, into a file in memory that ends with the process; the
-node's agent reads the file through /proc. The faulthandler cannot show a stopped process, py-spy can.
+At a signal the faulthandler writes, without the interpreter's lock, into a file in memory that ends with the process. The
+node's agent reads that file through /proc. py-spy can also show a stopped process, which the faulthandler cannot.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_stacks(pid: int, file: int) -> str:
 
 
 def _run_py_spy(py_spy: str, pid: int) -> str | None:
-    # py-spy pauses the process to read it; a stopped process cannot be paused and is read as it is.
+    # py-spy pauses the process while it reads. A process that is stopped already cannot be paused: hence the second try.
     deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
     for options in ((), ("--nonblocking",)):
         command = [py_spy, "dump", *options, "--pid", str(pid)]

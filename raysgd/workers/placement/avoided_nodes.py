@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.capacity import Node, count_fitting
 
-#: A node is faulty from this many deaths, if every other node has at least two deaths fewer.
+#: A node with this many deaths is faulty, if every other node has at least two deaths fewer.
 MIN_DEATHS = 2
 #: Deaths on a node within this time of each other count as one.
 SAME_DEATH_S = 5.0
@@ -20,7 +20,6 @@ class AvoidedNodes:
 
     Args:
         bundle: A worker's resources.
-        list_nodes: Returns the cluster's nodes with their free resources.
         clock: Returns seconds since any fixed moment.
 
     Attributes:
@@ -46,12 +45,12 @@ class AvoidedNodes:
         self.ids.update(node_ids)
 
     def remove_gone(self) -> None:
-        """Remove the nodes that Ray knows to be gone: Ray itself starts nothing there."""
+        """Forget the nodes that Ray knows to be gone, because Ray starts nothing there."""
         if self.ids:
             self.ids &= {node.node_id for node in self._list_nodes()}
 
     def record_death(self, info: WorkerInfo) -> None:
-        """Count a worker's death on a living node; a faulty node is avoided if another node has room for a worker."""
+        """Count a worker's death on a living node; avoid the node if it is faulty and another one has room for a worker."""
         node_id, now = info.node_id, self._clock()
         is_new = now - self._last_death.get(node_id, -SAME_DEATH_S) >= SAME_DEATH_S
         self._last_death[node_id] = now
@@ -60,7 +59,7 @@ class AvoidedNodes:
             self.ids.add(node_id)
             self._warnings.append(
                 f"{info.node} is not used any more: workers have died there {self._deaths[node_id]} times, "
-                "and on no other node as often"
+                "and less often on every other node"
             )
 
     def take_warnings(self) -> list[str]:

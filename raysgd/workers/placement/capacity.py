@@ -21,7 +21,7 @@ class Node:
 
 
 def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
-    """Say why the cluster could not hold the workers and their spares even if it were idle; None if it could."""
+    """Say why the cluster cannot hold the workers and their spares even when it is idle; None if it can."""
     return _explain(scaling, [node.total for node in nodes], "the cluster has", num_spares)
 
 
@@ -31,7 +31,7 @@ def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int 
 
 
 def explain_timeout(num_missing: int, num_workers: int, timeout_s: float, why: str | None) -> str:
-    """Return the message for a group that was not ready in time; ``why`` is the answer of `explain_busy`."""
+    """Return the message for a group that was not ready in time; ``why`` comes from `explain_busy`."""
     what = f"{num_missing} of {num_workers} workers did not start" if num_missing else "the workers did not get ready"
     because = f": {why}, others use the rest" if why else ""
     return f"{what} within {timeout_s:g} s{because}. Free resources, or raise FailureConfig(start_timeout_s=...)."
@@ -39,7 +39,7 @@ def explain_timeout(num_missing: int, num_workers: int, timeout_s: float, why: s
 
 def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str, num_spares: int) -> str | None:
     bundle, count = scaling.bundle(), scaling.min_workers + num_spares
-    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
+    which = _describe_spares(scaling, num_spares)
     for name, amount in bundle.items():
         total = sum(node.get(name, 0) for node in nodes)
         if total + _EPSILON < count * amount:
@@ -63,7 +63,7 @@ def slot_bundle(scaling: ScalingConfig) -> dict[str, float]:
 
 
 def list_slots(bundles: Sequence[Mapping[str, float]], bundle: Mapping[str, float]) -> list[int]:
-    """Return the index of a bundle of a placement group for each worker that fits into it.
+    """Return, for each worker that fits into a placement group, the index of its bundle.
 
     Args:
         bundles: The free resources of each bundle.
@@ -78,7 +78,7 @@ def explain_full(scaling: ScalingConfig, bundles: Sequence[Mapping[str, float]],
     room = len(list_slots(bundles, slot_bundle(scaling)))
     if room >= count:
         return None
-    which = f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
+    which = _describe_spares(scaling, num_spares)
     free = " | ".join(describe_bundle({name: amount for name, amount in held.items() if amount}) for held in bundles)
     return f"needs room for {count} x ({describe_bundle(bundle)}){which}, and its bundles have {free} free, room for {room}"
 
@@ -94,17 +94,21 @@ def describe_bundle(bundle: Mapping[str, float]) -> str:
 
 
 def _count_on_node(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
-    # Bundles are equal, so that filling node by node is exact.
+    # All bundles are equal, so filling one node after the other is exact.
     counts = [_times(amount, node.get(name, 0), is_whole=name == "GPU") for name, amount in bundle.items()]
     return min(counts, default=10**9)
 
 
 def _times(amount: float, there: float, *, is_whole: bool) -> int:
-    """Return how often ``amount`` fits into ``there``; if ``is_whole``, no part may span two units."""
+    """Return how often ``amount`` fits into ``there``; if ``is_whole``, a fraction may not span two units, such as GPUs."""
     if not is_whole or amount >= 1:
         return int((there + _EPSILON) // amount)
     units = int(there + _EPSILON)
     return units * int((1 + _EPSILON) // amount) + int((there - units + _EPSILON) // amount)
+
+
+def _describe_spares(scaling: ScalingConfig, num_spares: int) -> str:
+    return f" ({scaling.min_workers} workers, {num_spares} spare)" if num_spares else ""
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Reads the state of the Ray cluster for placement; no other module does. Runs in the TrainerActor."""
+"""Reads the state of the Ray cluster that placement depends on. Runs in the TrainerActor and in the driver."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_nodes() -> list[Node]:
 
 
 def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
-    """Refuse workers that the cluster can never hold; with an autoscaler, those beyond the autoscaler's limit.
+    """Refuse workers that the cluster can never hold, not even when its autoscaler has added all nodes that it may.
 
     Raises:
         InfeasibleError: The message shows the arithmetic.
@@ -60,7 +60,7 @@ def has_autoscaler() -> bool:
 
 
 def is_node_reachable(node_id: str) -> bool:
-    """Return True if a node's raylet accepts connections; blocks. Ray itself needs many seconds to notice a lost node."""
+    """Return True if a node's raylet accepts connections; blocks. Ray itself notices a lost node many seconds later."""
     address = {info["NodeID"]: (info["NodeManagerAddress"], info["NodeManagerPort"]) for info in ray.nodes()}
     try:
         socket.create_connection(address[node_id], _CONNECT_TIMEOUT_S).close()
@@ -70,7 +70,7 @@ def is_node_reachable(node_id: str) -> bool:
 
 
 def list_draining_nodes() -> dict[str, float | None]:
-    """Return the nodes that Ray will take away, with the seconds that are left or None if unknown; blocks."""
+    """Return the nodes that Ray is about to take away, each with the seconds that are left or None if unknown; blocks."""
     try:
         client = global_worker.gcs_client  # type: ignore[attr-defined]
         deadlines_ms = client.get_draining_nodes(timeout=_DRAINING_TIMEOUT_S)

@@ -25,8 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 _POLL_S = 0.05
 #: How long the removal of a placement group waits for resources that are just being reserved.
 _SETTLE_S = 5.0
-#: Ray's scheduling states of a placement group for which it found no room and will try again; in the last one it looks for
-#: another place for a part of the group.
+#: Ray's scheduling states of a placement group that waits for room; in the last one only a part of the group waits.
 _WAITING = ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
 
 
@@ -42,7 +41,7 @@ class WorkerSlot:
         return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
 
     def node_id(self) -> str:
-        """Return the slot's node; empty if Ray has not placed the slot, or its node is gone."""
+        """Return the id of the slot's node; empty if Ray has not placed the slot, or the node is gone."""
         return str(placement_group_table(self.placement).get("bundles_to_node_id", {}).get(self.index, ""))
 
     def is_placed(self) -> bool:
@@ -52,11 +51,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True)
 class ExistingPlacement:
-    """A placement group with room for the first slots that belongs to others, such as to a Tune trial.
-
-    Attributes:
-        bundles: The index of each slot's bundle.
-    """
+    """A placement group of others, such as of a Tune trial, with room for the first slots: ``bundles`` has their indices."""
 
     placement: PlacementGroup
     bundles: tuple[int, ...]
@@ -66,20 +61,20 @@ class WorkerSlots:
     """The slots of one worker group.
 
     Args:
-        name: Name of the first placement group.
+        name: Name of the first placement group; prefix of the names of the others.
         bundle: The resources of a slot.
         strategy: Placement strategy of the first placement group.
         existing: Where the first slots are, if not in a placement group of their own.
 
     Attributes:
-        on_slot_added: Called when a slot outside of an existing placement group is requested, of which Ray does not know that
-            it belongs to that group.
+        on_slot_added: Called for each slot that is requested in addition to those of an existing placement group. Ray does
+            not remove it together with that group.
     """
 
     def __init__(
         self, name: str, bundle: Mapping[str, float], strategy: str, existing: ExistingPlacement | None = None
     ) -> None:
-        self._name = name
+        self.name = name
         self._bundle = dict(bundle)
         self._strategy = strategy
         self._existing = existing
@@ -91,11 +86,6 @@ class WorkerSlots:
         self.on_slot_added: Callable[[], None] = lambda: None
 
     @property
-    def name(self) -> str:
-        """The prefix of the placement groups' names."""
-        return self._name
-
-    @property
     def is_in_existing_placement(self) -> bool:
         return self._existing is not None
 
@@ -104,12 +94,12 @@ class WorkerSlots:
         return bool(self._placements)
 
     def open(self, count: int) -> None:
-        """Request ``count`` slots together; in an existing placement group all its slots are taken over instead."""
+        """Request ``count`` slots together; use all slots of an existing placement group instead, if there is one."""
         if self._existing is not None:
             placement, bundles = self._existing.placement, self._existing.bundles
         else:
             # The previous group may still wait for its removal, and keeps its name until then.
-            name = self._name if not self._num_opened else f"{self._name}-again{self._num_opened}"
+            name = self.name if not self._num_opened else f"{self.name}-again{self._num_opened}"
             self._num_opened += 1
             placement = placement_group([self._bundle] * count, strategy=self._strategy, name=name)
             bundles = tuple(range(count))
@@ -117,21 +107,21 @@ class WorkerSlots:
         self._free += [WorkerSlot(placement, index) for index in bundles]
 
     def add(self, avoid: Collection[str] = ()) -> WorkerSlot:
-        """Request one more slot, on none of the nodes ``avoid``."""
+        """Request one more slot, on a node that is not in ``avoid``."""
         if self.is_in_existing_placement:
             self.on_slot_added()
         self._num_added += 1
-        name = f"{self._name}-{self._num_added}"
+        name = f"{self.name}-{self._num_added}"
         selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
         placement = placement_group([self._bundle], name=name, bundle_label_selector=selector)
         self._placements.append(placement)
         return WorkerSlot(placement, 0)
 
     def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> WorkerSlot | None:
-        """Take a free slot on none of the nodes ``avoid``; its resources may not be reserved yet.
+        """Take a free slot that is not on a node in ``avoid``; its resources may not be reserved yet.
 
-        With ``must_have_node`` Ray must have put the slot on a node. A slot whose node is lost may never get another one: a
-        joining worker may use the only room that there is.
+        With ``must_have_node``, a slot without a node is not taken. A slot whose node is lost may never get another node,
+        because a joining worker may use the only room that there is.
         """
         for slot in self._free:
             node = slot.node_id() if avoid or must_have_node else ""
@@ -141,10 +131,10 @@ class WorkerSlots:
         return None
 
     async def find(self, avoid: Collection[str]) -> WorkerSlot:
-        """Wait for a slot with reserved resources on none of the nodes ``avoid``.
+        """Wait for a slot with reserved resources that is not on a node in ``avoid``.
 
-        Under ``STRICT_SPREAD`` nodes with a slot in use are avoided, too. The slot is a new one, unless Ray first moves a free
-        slot: Ray does so with the slots of a lost node, and the moved slot may take the only room that there is.
+        ``STRICT_SPREAD`` also avoids nodes with a slot in use. A new slot is requested. Meanwhile Ray may move a free slot from
+        a lost node to the only room that there is; then that slot is taken.
         """
         if self._strategy == "STRICT_SPREAD":
             avoid = {*avoid, *self._nodes_in_use()}
@@ -161,12 +151,12 @@ class WorkerSlots:
         return added
 
     def release(self, slot: WorkerSlot) -> None:
-        """Make a slot free for another process; the process in it is gone, or will be."""
+        """Make a slot free for another process; the process in it is gone or is about to end."""
         if slot.placement in self._placements:
             self._free.append(slot)
 
     def take_placed(self, avoid: Collection[str] = ()) -> WorkerSlot | None:
-        """Take a free slot with reserved resources on none of the nodes ``avoid``."""
+        """Take a free slot with reserved resources that is not on a node in ``avoid``."""
         for slot in self._free:
             if slot.is_placed() and (not avoid or slot.node_id() not in avoid):
                 self._free.remove(slot)
@@ -174,7 +164,7 @@ class WorkerSlots:
         return None
 
     def remove(self, slot: WorkerSlot) -> None:
-        """Return a slot's resources to the cluster; one of the slots requested together becomes free instead."""
+        """Return a slot's resources to the cluster; a slot that was requested together with others becomes free instead."""
         if slot.placement in self._placements[1:]:
             self._placements.remove(slot.placement)
             self._remove_placement(slot.placement)
@@ -182,14 +172,14 @@ class WorkerSlots:
             self.release(slot)
 
     def remove_unplaced(self) -> None:
-        """Remove free slots without resources, whose node is gone; the slots requested together stay."""
+        """Remove free slots whose node is gone; slots that were requested together with others stay."""
         for slot in list(self._free):
             if slot.placement in self._placements[1:] and not slot.is_placed():
                 self._free.remove(slot)
                 self.remove(slot)
 
     def close(self) -> None:
-        """Return all resources to the cluster, but for those of an existing placement group."""
+        """Return all resources to the cluster, except those of an existing placement group."""
         for placement in self._placements:
             if self._existing is None or placement != self._existing.placement:
                 self._remove_placement(placement)
@@ -203,15 +193,11 @@ class WorkerSlots:
 
     def _nodes_in_use(self) -> set[str]:
         free = {(slot.placement, slot.index) for slot in self._free}
-        bundles = {
-            placement: placement_group_table(placement).get("bundles_to_node_id", {}) for placement in self._placements
-        }
-        return {
-            str(node)
-            for placement, nodes in bundles.items()
-            for index, node in nodes.items()
-            if node and (placement, index) not in free
-        }
+        in_use: set[str] = set()
+        for placement in self._placements:
+            nodes = placement_group_table(placement).get("bundles_to_node_id", {})
+            in_use |= {str(node) for index, node in nodes.items() if node and (placement, index) not in free}
+        return in_use
 
     def _remove_placement(self, placement: PlacementGroup) -> None:
         if _is_settled(placement):
@@ -223,9 +209,9 @@ class WorkerSlots:
 
 
 def _is_settled(placement: PlacementGroup) -> bool:
-    """Return True unless a node is just reserving the resources.
+    """Return True unless a node is reserving the resources at this moment.
 
-    Ray 2.60 loses the resources of a placement group that is removed at that moment, until the node restarts (decision 0020).
+    If a placement group is removed then, Ray 2.60 loses the resources until the node restarts (decision 0020).
     """
     table = placement_group_table(placement)
     return table.get("state") in (None, "CREATED", "REMOVED") or table["stats"]["scheduling_state"] in _WAITING
@@ -241,12 +227,7 @@ async def _remove_when_settled(placement: PlacementGroup) -> None:
 
 
 def has_waiting_groups(name: str, totals: Sequence[Mapping[str, float]]) -> bool:
-    """Return True if placement groups of others wait for resources that some node could have.
-
-    Args:
-        name: The prefix of one's own placement groups' names.
-        totals: The total resources of each node.
-    """
+    """Return True if a placement group without the prefix ``name`` waits for resources that the nodes' ``totals`` allow."""
     for group in placement_group_table().values():
         if group["state"] in ("PENDING", "RESCHEDULING") and not str(group["name"]).startswith(name):
             bundles = [dict(bundle) for bundle in group["bundles"].values()]

@@ -1,4 +1,7 @@
-"""The Ray actor in each worker process. Its methods run in a pool of threads: one streams events, the others answer calls."""
+"""The Ray actor in each worker process. Its methods run in a pool of threads: one streams events, the others answer calls.
+
+The TrainerActor imports this module to start workers. What only an attempt needs is imported in `WorkerActor.load`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysgd._util.imports import uncollected
-from raysgd.backends.base import BackendConfig
+from raysgd.backends.base import BackendConfig, Member
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
@@ -27,10 +30,13 @@ from raysgd.workers.process.reset import Baseline, ModuleWatch
 if TYPE_CHECKING:
     from raysgd.backends.flight_recorder import Collective
     from raysgd.workers.process.attempt import Attempt
-    from raysgd.workers.process.class_api import Instances
-
 
 T = TypeVar("T")
+
+#: Threads of the actor: the event stream, and calls that must be answered while it runs.
+NUM_THREADS = 8
+#: Seconds in which the controller can end the process of a preempted attempt, before the process ends itself.
+_REMIND_S = 5.0
 
 
 class CurrentAttempt:
@@ -53,7 +59,7 @@ class CurrentAttempt:
             self._early.clear()
 
     def begin(self, attempt: Attempt) -> None:
-        """Make ``attempt`` the current one, and make the calls that arrived before it."""
+        """Make ``attempt`` the current one, after the calls on it that arrived early."""
         with self._lock:
             early, self._early, self._is_expected = self._early, [], False
             for number, function in early:
@@ -62,7 +68,7 @@ class CurrentAttempt:
             self._attempt = attempt
 
     def call(self, number: int, function: Callable[[Attempt], T], otherwise: T) -> T:
-        """Make a call on the attempt of that number, now or when it begins.
+        """Call ``function`` with the attempt of that number, now or when the attempt begins.
 
         Returns:
             What ``function`` returns; ``otherwise`` if the attempt has not begun, or is over.
@@ -82,10 +88,6 @@ class CurrentAttempt:
                 self._attempt = None
 
 
-#: Seconds after a preempted attempt in which the controller ends the process; after that the process ends itself.
-_REMIND_S = 5.0
-
-
 class Termination:
     """Handles SIGTERM of this process: a notice while an attempt runs, and the end of the process otherwise.
 
@@ -101,7 +103,7 @@ class Termination:
         self._earlier_handler: Any = signal.signal(signal.SIGTERM, self._handle)
 
     def remind(self) -> None:
-        """Let SIGTERM come again after the attempt that handled one, in case nobody ends the process."""
+        """Send this process SIGTERM again some seconds after a preempted attempt, in case nobody ends the process."""
         reminder = threading.Timer(_REMIND_S, os.kill, (self._pid, signal.SIGTERM))
         reminder.daemon = True
         reminder.start()
@@ -112,6 +114,7 @@ class Termination:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _handle(self, signum: int, frame: Any) -> None:
+        # A forked child inherits this handler, but has no attempt.
         if os.getpid() == self._pid and self._on_notice():
             return
         if callable(self._earlier_handler):
@@ -120,24 +123,16 @@ class Termination:
             self.end_now()
 
 
-# threads: one streams, the others answer meanwhile.
-
-
-#: Threads of the actor: the stream, and calls that must be answered while it runs.
-NUM_THREADS = 8
-
-
 class WorkerActor:
     """One worker process, which is reused from one run to the next."""
 
     def __init__(self) -> None:
-        self._controller = ""
         self._baseline = Baseline()
         self._modules = ModuleWatch()
-        self._backend: Any = None
-        self._pool: Any = None
+        self._backend: Any = None  # `load` makes these three
+        self._attempts: Any = None
+        self._instances: Any = None
         self._current = CurrentAttempt()
-        self._instances: Instances | None = None
         self._is_in_group = False
         self._leaving = threading.Lock()
         self._rank = 0
@@ -161,14 +156,13 @@ class WorkerActor:
         )
 
     def load(self, config: BackendConfig, controller: str, warm_up: bool = False) -> str | None:
-        """Import the framework; called once, before anything else. Returns what is wrong if it is not installed, else None.
+        """Import the framework; called once, before an attempt. Return what is wrong if it is not installed, else None.
 
         Args:
-            config: The configuration of the backend, which knows the framework.
+            config: The configuration of the backend.
             controller: Name of the TrainerActor.
-            warm_up: Nobody waits for this process, so import what training loops import later as well.
+            warm_up: No rank waits for this process, so import what training loops import later as well.
         """
-        self._controller = controller
         backend = config.make_backend()
         try:
             with uncollected():
@@ -177,17 +171,20 @@ class WorkerActor:
                     backend.warm_up()
         except ImportError as error:
             return str(error)
-        self._backend = backend
-        import raysgd.workers.process.build  # noqa: F401  (before the first attempt; the TrainerActor does not need it)
+        from raysgd.workers.process.build import AttemptBuilder
+        from raysgd.workers.process.class_api import Instances
 
+        node = self.describe().node
+        self._backend = backend
+        self._attempts = AttemptBuilder(backend, controller, node)
+        self._instances = Instances(backend, node)
         self._baseline.note_framework()
         return None
 
     def prepare(self, order: PrepareOrder) -> str | None:
-        """Reset this process and its environment for an attempt.
+        """Reset this process and its environment for an attempt; return why it must be replaced instead, or None.
 
-        Returns why this process must be replaced, or None: user modules have changed since they were loaded, or the framework
-        has not freed its earlier groups.
+        It must be replaced if user modules changed since they were loaded, or the framework has not freed its earlier groups.
         """
         from raysgd.session import context
 
@@ -195,7 +192,7 @@ class WorkerActor:
         self._current.expect()
         context.uninstall()
         with self._leaving:  # an earlier call of `leave` may still run
-            if self._is_in_group:  # train_func returned here, and a rank that had not was lost
+            if self._is_in_group:  # train_func returned here, and another rank was lost before it returned
                 self._leave()
         self._modules.note_loaded()
         if stale := self._modules.stale():
@@ -204,7 +201,7 @@ class WorkerActor:
             return "their framework has not freed all resources of earlier groups"
         self._baseline.restore()
         if order.visible_gpus:
-            # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever the group has later.
+            # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever others the group gets.
             self._visible_gpus = self._visible_gpus or order.visible_gpus
             own = order.visible_gpus[order.device_index]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
@@ -212,22 +209,18 @@ class WorkerActor:
         return None
 
     def open_rendezvous(self) -> str:
-        """Open the rendezvous on rank 0; returns its address."""
+        """Open the rendezvous on rank 0; return its address."""
         return str(self._backend.open_rendezvous(ray.util.get_node_ip_address()))
 
     def probe(self, folder: str, name: str) -> bool:
-        """Return whether this node sees the file ``name`` that another node wrote into ``folder``."""
+        """Return True if this node sees the file ``name`` that another node wrote into ``folder``."""
         return (Path(folder) / name).exists()
 
     # -- an attempt ---------------------------------------------------------------------------------------------
 
     def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
-        """Run train_func once; a streaming generator of the events that do not travel over a connection."""
-        from raysgd.workers.process.build import make_attempt, make_pool
-
-        if self._pool is None:
-            self._pool = make_pool(run)
-        attempt = make_attempt(run, order, controller=self._controller, backend=self._backend, pool=self._pool)
+        """Run train_func once; yield the events that do not travel over a connection."""
+        attempt: Attempt = self._attempts.make(run, order)
         self._current.begin(attempt)
         sender = EventSender(order.inbox, on_problem=attempt.use_ray_stream)
         for item in attempt.events():
@@ -239,7 +232,7 @@ class WorkerActor:
                 yield item
         for batch in sender.finish():
             yield batch
-        self._current.forget(attempt)  # it refers to the run's data, which must be freed now
+        self._current.forget(attempt)  # the attempt refers to the run's data, which must be freed now
         self._is_in_group = attempt.has_returned
         if attempt.is_preempted:
             self._termination.remind()
@@ -250,21 +243,28 @@ class WorkerActor:
         current = self._current.get()
         if current is None or current.number != attempt:
             return
-        yield from current.payloads()
+        yield from current.writer.payloads()
 
     def reach(self, parts: Sequence[Any], timeout_s: float) -> bool:
-        """Return whether this node has these parts of a checkpoint in memory, or can fetch them in time."""
+        """Fetch these parts of a checkpoint to this node's memory; return True if all of them are there in time."""
         try:
-            ray.get(list(parts), timeout=timeout_s)  # `ray.wait` would count lost objects as ready
+            ray.get(list(parts), timeout=timeout_s)  # `ray.wait` counts lost objects as ready
         except RayError:
             return False
         return True
 
     def store(self, parts: Sequence[Any], folder: str, prefix: str) -> list[FileEntry]:
-        """Write a part of a checkpoint from memory to storage; returns its files, which are durable."""
-        from raysgd.workers.process.build import store_part
+        """Write a part of a checkpoint from memory to a folder on storage; return its files, which are durable.
 
-        return store_part(parts[0], folder, prefix)
+        ``parts`` is a list with one reference: Ray would replace a reference that is an argument itself by its value.
+
+        Raises:
+            StorageError: Writing failed for good.
+        """
+        from raysgd.checkpoint.format.parts import write_payload
+        from raysgd.checkpoint.storage.storage import PATIENT, Storage
+
+        return write_payload(ray.get(parts[0]), Storage.from_uri(folder, retry=PATIENT), prefix)
 
     def end(self, attempt: int, why: str) -> None:
         """End an attempt that runs, or is about to begin."""
@@ -276,7 +276,7 @@ class WorkerActor:
         return Heartbeat() if current is None else current.heartbeat()
 
     def flight_record(self, folder: str) -> tuple[Collective, ...]:
-        """Return the last collectives of this rank, and write all that is known of them into ``folder``."""
+        """Return the last collectives of this rank, and write its whole flight record into ``folder``."""
         record = self._backend.dump_flight_record()
         if record is None:
             return ()
@@ -291,20 +291,20 @@ class WorkerActor:
         return last
 
     def hold(self, attempt: int) -> tuple[int, int]:
-        """Return how far this rank has come; it waits there for `stop_from`. Zeros if it is not in the attempt."""
-        return self._current.call(attempt, lambda current: current.hold(), (0, 0))
+        """Hold this rank until `stop_from`; return how far it has come, or zeros if it is not in the attempt."""
+        return self._current.call(attempt, lambda current: current.session.hold(), (0, 0))
 
     def stop_from(self, attempt: int, check: int, last_report: int | None) -> None:
         """Make ``should_stop()`` true from this check on."""
-        self._current.call(attempt, lambda current: current.stop_from(check, last_report), None)
+        self._current.call(attempt, lambda current: current.session.stop_from(check, last_report), None)
 
     def hold_saves(self, attempt: int) -> int:
-        """Return how many saves this rank has begun; it waits at the next one for `leave_after`."""
-        return self._current.call(attempt, lambda current: current.hold_saves(), 0)
+        """Hold this rank at its next save until `leave_after`; return how many saves it has begun."""
+        return self._current.call(attempt, lambda current: current.session.hold_saves(), 0)
 
     def leave_after(self, attempt: int, last_save: int | None) -> None:
         """Make train_func leave after this save; None: after no save."""
-        self._current.call(attempt, lambda current: current.leave_after(last_save), None)
+        self._current.call(attempt, lambda current: current.session.leave_after(last_save), None)
 
     def leave(self) -> None:
         """Leave the process group, once all ranks have returned."""
@@ -313,30 +313,18 @@ class WorkerActor:
 
     # -- the class API -------------------------------------------------------------------------------------------
 
-    def make_instance(self, blob: Blob, order: AttemptOrder) -> None:
+    def make_instance(self, blob: Blob, member: Member) -> None:
         """Join a group and make this worker's instance of the user's class."""
-        from raysgd.workers.process.build import node_name, resolve
-
-        self._backend.init_process_group(order.member)
-        try:
-            node, is_collective = node_name(order.member.node_ip), self._backend.is_collective_error
-            self._class_api().make(resolve(blob), order.member, node, is_collective)
-        except BaseException:
-            self.drop_instance()
-            raise
+        self._instances.make(blob, member)
 
     def execute(self, blob: Blob, has_instance: bool) -> bytes:
-        """Call the user's function; returns the pickle of its value."""
-        from raysgd.workers.process.build import node_name, resolve
-
-        node = node_name(ray.util.get_node_ip_address())
-        self._backend.set_device()
-        return self._class_api().execute(resolve(blob), has_instance, self._backend.get_reducers(), self._rank, node)
+        """Call the user's function; return the pickle of its value."""
+        value: bytes = self._instances.execute(blob, has_instance, self._rank)
+        return value
 
     def drop_instance(self) -> None:
         """Drop the instance and leave its group."""
-        self._class_api().drop()
-        self._backend.destroy_process_group()
+        self._instances.drop()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -344,13 +332,6 @@ class WorkerActor:
         self._current.forget()
         self._is_in_group = False
         self._backend.destroy_process_group()
-
-    def _class_api(self) -> Instances:
-        from raysgd.workers.process.class_api import Instances
-
-        if self._instances is None:
-            self._instances = Instances()
-        return self._instances
 
     def _on_sigterm(self) -> bool:
         """Handle SIGTERM in the main thread: the first one ends the attempt in order, the second one ends the process."""

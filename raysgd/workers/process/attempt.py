@@ -1,4 +1,4 @@
-"""One attempt in a worker process: train_func from its call to its end, and the events of it. Worker side."""
+"""One attempt in a worker process: train_func from its call to its end, and the events of the attempt. Worker side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 from raysgd._util.imports import imported
 from raysgd._util.redact import redact_text, secret_values
-from raysgd.backends.base import Backend
+from raysgd.backends.base import Backend, is_collective_error
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
@@ -36,7 +36,7 @@ from raysgd.session.progress import Heartbeat
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, RunOrder
-from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, user_part
+from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
@@ -52,13 +52,12 @@ SAMPLE_INTERVAL_S = 2.0
 
 
 class Attempt:
-    """One attempt. The stream's thread drains `events`; other threads call `end`, `stop_from` and the like.
+    """One attempt. The stream's thread drains `events`; other threads call `end`, `preempt` and the session's gates.
 
     Args:
         code: Returns this attempt's own copies of ``train_func`` and its ``config``.
-        session: The session that train_func's calls act on.
-        callbacks: The callbacks that run in workers.
-        on_resize: Returns the user's ``on_resize``.
+        node: This process's node, as users see it.
+        on_resize: Calls the user's ``on_resize`` with the old and the new world size.
 
     Attributes:
         is_preempted: The process got SIGTERM.
@@ -77,7 +76,7 @@ class Attempt:
         writer: CheckpointWriter,
         callbacks: WorkerCallbacks,
         node: str,
-        on_resize: Callable[[], Callable[[Any, int], Any]] | None = None,
+        on_resize: Callable[[int, int], Any] | None = None,
     ) -> None:
         self.number = order.attempt
         self.is_preempted = False
@@ -87,9 +86,9 @@ class Attempt:
         self._thread = TrainThread(self._main)
         self._code = code
         self._backend = backend
-        self._session = session
+        self.session = session
+        self.writer = writer
         self._event_queue = event_queue
-        self._writer = writer
         self._callbacks = callbacks
         self._node = node
         self._on_resize = on_resize
@@ -101,7 +100,7 @@ class Attempt:
     # -- the stream's thread ----------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Any]:
-        """Run train_func; yield batches of its events, and last a large return value as an array, if there is one."""
+        """Run train_func; yield batches of its events, and at the end its return value as an array, if that is large."""
         member = self._order.member
         sampler = Sampler({"rank": member.rank, "node": self._node, "run": self._run.info.name})
         self._thread.start()
@@ -111,7 +110,7 @@ class Attempt:
             if was_done and not batch:
                 break
             if sampler.is_due():
-                batch.append(Sample(sampler.sample(self._session.num_reports)))
+                batch.append(Sample(sampler.sample(self.session.num_reports)))
             if batch:
                 yield batch
         if self._large_value is not None:
@@ -122,44 +121,28 @@ class Attempt:
     # -- other threads ----------------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
-        """End the attempt: the next session call raises, and a Python loop is interrupted.
-
-        Args:
-            why: For the error's text.
-        """
-        self._session.end(why)
+        """End the attempt: the next session call raises `AttemptEnded` with this text, and a Python loop is interrupted."""
+        self.session.end(why)
         self._backend.abort_process_group()
         if not self._done.wait(INTERRUPT_AFTER_S):
             self._thread.interrupt()
 
     def use_ray_stream(self, problem: str | None) -> None:
-        """Make fewer and larger batches from now on, because events travel as items of a Ray stream."""
+        """Make fewer and larger batches from now on, because events travel as items of a Ray stream.
+
+        Args:
+            problem: The failure that is the reason, for a warning; None if there is no connection by design.
+        """
         self._event_queue.flush_interval_s *= RAY_ITEM_COST
         if problem is not None:
             self._event_queue.put(Warned(problem))
 
-    def payloads(self) -> Iterator[Any]:
-        """Yield what this rank saves, as arrays of bytes."""
-        return self._writer.payloads()
-
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
-        return self._session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
-
-    def hold(self) -> tuple[int, int]:
-        return self._session.hold()
-
-    def stop_from(self, check: int, last_report: int | None) -> None:
-        self._session.stop_from(check, last_report)
-
-    def hold_saves(self) -> int:
-        return self._session.hold_saves()
-
-    def leave_after(self, last_save: int | None) -> None:
-        self._session.leave_after(last_save)
+        return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
 
     def preempt(self, why: str) -> bool:
-        """Report to the controller that this process got SIGTERM; returns False if that was reported before.
+        """Report to the controller that this process got SIGTERM; return False if that was reported before.
 
         A signal handler calls this method, so it takes no lock that the main thread could hold.
         """
@@ -175,9 +158,10 @@ class Attempt:
         threads_before = threading.enumerate()
         try:
             outcome = self._run_train_func()
-        except AttemptEnded:  # an injected exception that arrived just after train_func had left
+        except AttemptEnded:  # an interrupt that arrived just after train_func had returned
             outcome = Ended()
-        except BaseException as error:  # an exception that cannot be described; the rank must still report its end
+        except BaseException as error:
+            # The text of train_func's exception cannot be made; the rank must report its end all the same.
             outcome = describe_unprintable(error)
             self._send(outcome)
         self._finish(outcome, threads_before)
@@ -194,7 +178,7 @@ class Attempt:
             error = AttemptEnded()
             return Ended()
         except BaseException as caught:
-            if self._session.is_ended and _is_attempt_ended_of_tensorflow(caught):
+            if self.session.is_ended and _is_attempt_ended_of_tensorflow(caught):
                 error = AttemptEnded()
                 return Ended()
             error = caught
@@ -208,47 +192,43 @@ class Attempt:
 
     def _join_group(self) -> None:
         if self._backend.waits_for_members:
-            self._session.wait_for_others()
+            self.session.wait_for_others()
         self._in_setup = True
         self._backend.init_process_group(self._order.member)
         self._in_setup = False
-        context.install(self._session)
+        context.install(self.session)
         self._callbacks.start()
         old, new = self._order.previous_size, self._order.member.world_size
-        if self._on_resize is not None and old not in (None, new):
-            self._on_resize()(old, new)
+        if self._on_resize is not None and old is not None and old != new:
+            self._on_resize(old, new)
 
     def _enter(self) -> None:
-        if self._session.is_ended:
+        if self.session.is_ended:
             raise AttemptEnded("the attempt ended before train_func was entered")
-        self._session.progress.enter()
+        self.session.progress.enter()
         self._send(Entered(time.time()))
 
     def _send(self, event: WorkerEvent) -> None:
         self._event_queue.put(event, urgent=True)
 
     def _finish(self, outcome: Returned | Ended | Failed, threads_before: Sequence[threading.Thread]) -> None:
-        """End what the attempt does in this thread, and its stream."""
+        """Leave the group if train_func failed, wait for pending saves, and end the event stream."""
         context.block_threads_started_since(threads_before)
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
-        self._session.close()
-        # Saves must become durable however train_func left. A rank that others wait for does not wait for memory copies.
+        self.session.close()
+        # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
-        self._writer.close(wait_held=is_cause)
-        # The closed session stays installed, so that a thread which train_func did not join gets its error.
+        self.writer.close(wait_held=is_cause)
+        # The closed session stays installed: a thread that train_func did not join gets the session's error.
         if not isinstance(outcome, Failed):  # an error was sent before
             self._send(outcome)
         self._done.set()
         self._event_queue.wake()
 
     def _make_returned(self, value: Any) -> Returned:
-        """Pickle what train_func returned, once all its metrics can be read.
-
-        Raises:
-            MetricError, ReturnValueError: A metric cannot be read, or the value does not pickle.
-        """
+        """Pickle what train_func returned, when all its metrics have been read; raise an error if either fails."""
         self._event_queue.settle()
         returned = self._dump(value)
         self._callbacks.end(None)  # before it is sent: a critical callback may raise
@@ -257,13 +237,13 @@ class Attempt:
     def _dump(self, value: Any) -> Returned:
         if self._run.task.returns == "first" and self._order.member.rank != 0:
             check_returned(value, "train_func")
-            return Returned(dumps(None), 0, self._session.saw_stop)
+            return Returned(dumps(None), 0, self.session.saw_stop)
         rank = self._order.member.rank if self._run.task.returns == "all" else None
         data = dumps_returned(value, "train_func", self._backend.get_reducers(), rank)
         if len(data) <= MAX_INLINE_BYTES:
-            return Returned(data, len(data), self._session.saw_stop)
+            return Returned(data, len(data), self.session.saw_stop)
         self._large_value = data
-        return Returned(None, len(data), self._session.saw_stop)
+        return Returned(None, len(data), self.session.saw_stop)
 
     def _make_failed(self, error: BaseException) -> Failed:
         """Describe an exception that left train_func, or kept it from being entered."""
@@ -271,17 +251,17 @@ class Attempt:
         error.__traceback__ = user_part(error.__traceback__, (train_thread.__file__, __file__))
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         raised = _exception_for_driver(error, rank)
-        line = _last_line(raised)
+        line = last_line(raised)
         if (advice := self._backend.explain_error(error)) is not None:
             text, raised.__notes__ = f"{text}{advice}\n", [*getattr(raised, "__notes__", ()), advice]
         return Failed(
-            exception=dumps_error(raised),  # its text and type arrive in any case
+            exception=dumps_error(raised),  # None if it does not pickle; its type and text arrive all the same
             type_name=f"{type(raised).__module__}.{type(raised).__qualname__}",
             summary=redact_text(line, self._secrets),
             traceback=text,
             timestamp=timestamp,
-            in_collective=self._backend.is_collective_error(error),
-            # A peer or the network can cause these. Another error there is a mistake, which a retry would repeat.
+            in_collective=is_collective_error(self._backend, error),
+            # A peer or the network can cause these. A retry would repeat any other error there.
             in_setup=self._in_setup and isinstance(error, (RuntimeError, OSError)),
         )
 
@@ -293,19 +273,12 @@ class Attempt:
 
 
 def _is_attempt_ended_of_tensorflow(error: BaseException) -> bool:
-    """Return whether the error is TensorFlow's own for an `AttemptEnded` that was raised where it reads data."""
+    """Return True for TensorFlow's error in place of an `AttemptEnded` that was raised where TensorFlow reads data."""
     return type(error).__module__.startswith("tensorflow.") and AttemptEnded.__name__ in str(error)
 
 
-def _last_line(error: BaseException) -> str:
-    """Return type and text, as the last line of a traceback, without notes."""
-    shown: Any = traceback.TracebackException(type(error), error, None)
-    shown.__notes__ = None
-    return str(list(shown.format_exception_only())[-1]).strip()
-
-
 def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
-    """Return the exception that the driver raises for ``error``."""
+    """Return the exception that the driver raises for ``error``: one that is not an `Exception` would end the driver."""
     if isinstance(error, SystemExit):
         return TrainFuncError(
             f"train_func called sys.exit({json.dumps(error.code, default=str)}) on rank {rank}; return instead, "
@@ -343,7 +316,7 @@ class WorkerCallbacks:
         self._runner.end(error)
 
     def _on_report(self, metrics: dict[str, Any]) -> None:
-        """Call the callbacks with a report of this rank, as a result of this rank only."""
+        """Call the callbacks with a report of this rank, as a `Result` of this rank only."""
         self._count += 1
         member = self._order.member
         result = Result(read_deferred(metrics), ranks=(member.rank,))
@@ -358,12 +331,12 @@ class WorkerCallbacks:
 
 
 class Sampler:
-    """Measures its own process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads /proc."""
+    """Measures this process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads the kernel's files."""
 
     def __init__(self, identity: dict[str, Any]) -> None:
         self._identity = identity
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first reading is the zero of the next
+        self._process.cpu_percent()  # each call measures since the one before
         self._reports = 0
         self._sampled_at = time.monotonic()
         self._export: Any = None
@@ -372,11 +345,7 @@ class Sampler:
         return time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(self, num_reports: int) -> dict[str, Any]:
-        """Return the values since the last sample.
-
-        Args:
-            num_reports: Reports made so far.
-        """
+        """Return the values since the last sample; ``num_reports`` is the number of reports so far."""
         now = time.monotonic()
         elapsed, self._sampled_at = now - self._sampled_at, now
         made, self._reports = num_reports - self._reports, num_reports
@@ -392,7 +361,7 @@ class Sampler:
         return values
 
     def _publish(self, values: dict[str, Any]) -> None:
-        """Set Ray's metrics, which its dashboard and Prometheus read."""
+        """Export the values through Ray's metrics, which its dashboard and Prometheus read."""
         if self._export is None:
             from ray.util.metrics import Gauge
 

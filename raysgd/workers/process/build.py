@@ -1,25 +1,24 @@
-"""Builds the attempts of a worker, from orders to objects. Worker side.
+"""Builds the attempts of a worker from their orders. Worker side.
 
 A worker imports this module once its framework is loaded. The TrainerActor does not need it to start workers.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from raysgd.backends.base import Backend
+from raysgd.backends.base import Backend, Member
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
-from raysgd.checkpoint.format.parts import MemoryPart, load_payload, write_payload
+from raysgd.checkpoint.format.parts import MemoryPart, load_payload
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
-from raysgd.checkpoint.storage.names import FileEntry
-from raysgd.checkpoint.storage.storage import PATIENT, Storage, retry_of_writes
+from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded, CheckpointNotFoundError
 from raysgd.session import rank_state
@@ -34,16 +33,16 @@ from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 
 
+@dataclass(frozen=True)
 class FromCheckpoint:
     """A starting point: a committed checkpoint on storage."""
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
+    uri: str
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        folder = Storage.from_uri(self._uri)
+        folder = Storage.from_uri(self.uri)
         manifest = read_manifest(folder)
         state = load_state(
             folder, manifest, rank, world_size=world_size, allow_pickle=allow_pickle, on_unusable=on_unusable
@@ -51,16 +50,16 @@ class FromCheckpoint:
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
 
+@dataclass(frozen=True)
 class FromMemory:
-    """A starting point: a checkpoint in the cluster's memory. This node has it by now; it is viewed in place and copied out."""
+    """A starting point: a checkpoint in the cluster's memory, which this node has fetched. Its state is a copy."""
 
-    def __init__(self, held: HeldCheckpoint) -> None:
-        self._held = held
+    held: HeldCheckpoint
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        manifest, parts = self._held.manifest, self._held.parts
+        manifest, parts = self.held.manifest, self.held.parts
         if manifest.all_ranks:
             state = load_parts(
                 {rank: MemoryPart(partial(self._get, part)) for rank, part in parts.items()},
@@ -80,92 +79,85 @@ class FromMemory:
         try:
             return ray.get(part)
         except RayError as error:
-            number = self._held.manifest.number
+            number = self.held.manifest.number
             raise CheckpointNotFoundError(f"checkpoint {number} is no longer in memory: {error}") from error
 
 
+@dataclass(frozen=True)
 class FromState:
     """A starting point: a state given as ``run(resume_from=...)``."""
 
-    def __init__(self, blob: bytes) -> None:
-        self._blob = blob
+    data: bytes
 
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        return loads(self._blob), {}
+        return loads(self.data), {}
 
 
-def store_part(part: Any, folder: str, prefix: str) -> list[FileEntry]:
-    """Write a part that is in the cluster's memory to a checkpoint's folder.
-
-    Raises:
-        StorageError: Writing failed for good.
-    """
-    return write_payload(ray.get(part), Storage.from_uri(folder, retry=PATIENT), prefix)
-
-
-def make_pool(run: RunOrder) -> StagingPool:
-    """Make the staging buffers of this process."""
-    return StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
-
-
-def make_attempt(
-    run: RunOrder, order: AttemptOrder, *, controller: str, backend: Backend, pool: StagingPool
-) -> Attempt:
-    """Build an attempt that has not begun.
+class AttemptBuilder:
+    """Builds all attempts of this process.
 
     Args:
-        run: What is the same for all attempts of the run.
-        order: What this worker does in this attempt.
         controller: Name of the TrainerActor.
-        backend: The backend of this process.
-        pool: Staging buffers, reused from one attempt to the next.
+        node: This process's node, as users see it.
     """
-    member = order.member
-    event_queue = EventQueue(order.flush_interval_s)
-    writer = CheckpointWriter(
-        CheckpointStore(Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))),
-        attempt=order.attempt,
-        rank=member.rank,
-        first_number=order.first_number,
-        pool=pool,
-        put=event_queue.put,
-        is_held=run.checkpoint.keep_in_memory,
-        stored_every=max(1, run.checkpoint.storage_interval),
-    )
-    given = loads(resolve(run.task.callbacks)) if run.task.callbacks is not None else []
-    callbacks = WorkerCallbacks(given, run, order, event_queue)
-    session = WorkerSession(
-        Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank),
-        event_queue=event_queue,
-        writer=writer,
-        link=ControllerLink(controller, run.task.run_id, order.attempt, member.rank),
-        codec=Codec(dumps, loads),
-        start=_starting_point(run, order),
-        load_path=_load_path,
-        time_before_s=order.time_before_s,
-        seed=run.task.seed,
-        deterministic=run.task.deterministic,
-        plan=run.task.datasets,
-        fetch=ray.get,
-        on_report=callbacks.hooks,
-        attempt=order.attempt,
-        iterations_before=order.iterations_before,
-    )
-    writer.on_chunk = session.progress.wrote
-    return Attempt(
-        run,
-        order,
-        code=lambda: _open_code(run, member.rank),
-        backend=backend,
-        session=session,
-        event_queue=event_queue,
-        writer=writer,
-        callbacks=callbacks,
-        node=node_name(member.node_ip),
-        on_resize=None if run.task.on_resize is None else lambda: loads(resolve(run.task.on_resize)),
-    )
+
+    def __init__(self, backend: Backend, controller: str, node: str) -> None:
+        self._backend = backend
+        self._controller = controller
+        self._node = node
+        self._pool: StagingPool | None = None  # reused from one attempt to the next
+
+    def make(self, run: RunOrder, order: AttemptOrder) -> Attempt:
+        """Return an attempt that has not begun."""
+        if self._pool is None:
+            self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
+        member, task = order.member, run.task
+        event_queue = EventQueue(order.flush_interval_s)
+        storage = Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))
+        writer = CheckpointWriter(
+            CheckpointStore(storage),
+            attempt=order.attempt,
+            rank=member.rank,
+            first_number=order.first_number,
+            pool=self._pool,
+            put=event_queue.put,
+            is_held=run.checkpoint.keep_in_memory,
+            stored_every=max(1, run.checkpoint.storage_interval),
+        )
+        given = loads(resolve(task.callbacks)) if task.callbacks is not None else []
+        callbacks = WorkerCallbacks(given, run, order, event_queue)
+        session = WorkerSession(
+            identity_of(member),
+            event_queue=event_queue,
+            writer=writer,
+            link=ControllerLink(self._controller, task.run_id, order.attempt, member.rank),
+            codec=Codec(dumps, loads),
+            start=_starting_point(run, order),
+            load_path=_load_path,
+            time_before_s=order.time_before_s,
+            seed=task.seed,
+            deterministic=task.deterministic,
+            plan=task.datasets,
+            fetch=ray.get,
+            on_report=callbacks.hooks,
+            attempt=order.attempt,
+            iterations_before=order.iterations_before,
+        )
+        writer.on_chunk = session.progress.wrote
+        return Attempt(
+            run,
+            order,
+            code=lambda: _open_code(run, member.rank),
+            backend=self._backend,
+            session=session,
+            event_queue=event_queue,
+            writer=writer,
+            callbacks=callbacks,
+            node=self._node,
+            on_resize=None if task.on_resize is None else lambda old, new: loads(resolve(task.on_resize))(old, new),
+        )
 
 
 def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
@@ -178,7 +170,7 @@ def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
 
 
 class ControllerLink:
-    """The calls that a session makes to the TrainerActor. Each is answered, or fails when the attempt ends."""
+    """The calls that a session makes to the TrainerActor; see `raysgd.session.worker.Link`."""
 
     def __init__(self, controller: str, run_id: str, attempt: int, rank: int) -> None:
         self._name = controller
@@ -197,7 +189,7 @@ class ControllerLink:
         return None if uri is None else FromCheckpoint(uri)
 
     def _controller(self) -> Any:
-        """Return the TrainerActor's handle. It is made late, because Ray imports the actor's class for it."""
+        """Return the TrainerActor's handle; made at the first call only, because Ray imports the actor's class for it."""
         if self._handle is None:
             self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
         return self._handle
@@ -216,9 +208,9 @@ def _load_path(path: Any, rank: int, world_size: int, allow_pickle: bool) -> Any
     return load_state(folder, read_manifest(folder), rank, allow_pickle=allow_pickle, world_size=world_size)
 
 
-def node_name(ip: str) -> str:
-    """Return the name of this process's node, as users see it."""
-    return f"{socket.gethostname()} ({ip})"
+def identity_of(member: Member) -> Identity:
+    """Return the ranks and sizes that a session shows to the user's code."""
+    return Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank)
 
 
 def resolve(blob: Blob) -> bytes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from typing import Any
 
-from raysgd.backends.base import Member
+from raysgd.backends.base import Backend, Member, is_collective_error
 from raysgd.session import context
-from raysgd.session.base import Identity
 from raysgd.session.local import LocalSession
-from raysgd.workers.pickling import Reducers, dumps_returned, failed_call, loads
+from raysgd.workers.orders import Blob
+from raysgd.workers.pickling import dumps_returned, failed_call, loads
+from raysgd.workers.process.build import identity_of, resolve
 
 
 class MemberSession(LocalSession):
@@ -20,55 +20,65 @@ class MemberSession(LocalSession):
 
     def __init__(self, member: Member) -> None:
         super().__init__()
-        self.identity = Identity(
-            member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank
-        )
+        self.identity = identity_of(member)
 
 
 class Instances:
-    """Holds at most one instance."""
+    """Holds at most one instance, which is a member of a process group.
 
-    def __init__(self) -> None:
+    Args:
+        node: This process's node, as users see it.
+    """
+
+    def __init__(self, backend: Backend, node: str) -> None:
+        self._backend = backend
+        self._node = node
         self._instance: Any = None
 
-    def make(self, blob: bytes, member: Member, node: str, is_collective: Callable[[BaseException], bool]) -> None:
-        """Make the instance of ``(class, args, kwargs)``; for a class of None, none.
-
-        Args:
-            blob: The pickle of these.
-            member: This worker in its group.
-            node: Its node, as users see it.
-            is_collective: Returns whether an error is one of a collective, which may follow from another rank's error.
+    def make(self, blob: Blob, member: Member) -> None:
+        """Join a group and make the instance, given a pickle of ``(class, args, kwargs)``; none if the class is None.
 
         Raises:
             CallFailed: The constructor failed.
         """
-        context.install(MemberSession(member))
+        self._backend.init_process_group(member)
         try:
-            cls, args, kwargs = loads(blob)
-            self._instance = None if cls is None else cls(*args, **kwargs)
-            return
-        except BaseException as error:
-            failed = failed_call(error, member.rank, node, __file__)
-            failed.data["in_collective"] = is_collective(error)
-            # The frames hold the group's open sockets, for which the peers would wait.
-            traceback.clear_frames(error.__traceback__)
-        raise failed
+            self._construct(resolve(blob), member)
+        except BaseException:
+            self.drop()
+            raise
 
-    def execute(self, blob: bytes, has_instance: bool, reducers: Reducers, rank: int, node: str) -> bytes:
-        """Call a function; returns the pickle of its value.
+    def execute(self, blob: Blob, has_instance: bool, rank: int) -> bytes:
+        """Call a function; return the pickle of its value.
 
         Raises:
             CallFailed: The function failed, or its value does not pickle.
         """
+        data = resolve(blob)
+        self._backend.set_device()
         try:
-            function = loads(blob)
+            function = loads(data)
             value = function(self._instance) if has_instance else function()
-            return dumps_returned(value, "the function", reducers)
+            return dumps_returned(value, "the function", self._backend.get_reducers())
         except BaseException as error:
-            failed = failed_call(error, rank, node, __file__)
-        raise failed
+            failed = failed_call(error, rank, self._node, __file__)
+        raise failed  # outside of the handler: otherwise the error is sent a second time, as its context
 
     def drop(self) -> None:
+        """Drop the instance and leave its group."""
         self._instance = None
         context.uninstall()
+        self._backend.destroy_process_group()
+
+    def _construct(self, data: bytes, member: Member) -> None:
+        context.install(MemberSession(member))
+        try:
+            cls, args, kwargs = loads(data)
+            self._instance = None if cls is None else cls(*args, **kwargs)
+            return
+        except BaseException as error:
+            failed = failed_call(error, member.rank, self._node, __file__)
+            failed.data["in_collective"] = is_collective_error(self._backend, error)
+            # The frames hold the group's open sockets, for which the peers would wait.
+            traceback.clear_frames(error.__traceback__)
+        raise failed

@@ -16,7 +16,7 @@ from typing import Any
 from raysgd._util.imports import imported
 from raysgd.session.rank_state import GeneratorStates, capture_generators, restore_generators
 
-#: Flags of ``torch.backends``. The later ones are written last, since they set some of the earlier, or raise for a mixture.
+#: Flags of ``torch.backends``, in the order to write them: later ones set some of the earlier ones, or raise for a mixture.
 _FLAGS = (
     ("cudnn", "deterministic"),
     ("cudnn", "benchmark"),
@@ -47,7 +47,7 @@ class Baseline:
     def note_framework(self) -> None:
         """Remember the state of what `Backend.load` imported; called right after the first load."""
         # A framework has half a million objects that live as long as the process. Without this, each collection between
-        # attempts visits them all, which takes 0.1-0.2 s with torch.
+        # attempts visits all of them, which takes 0.1-0.2 s with torch.
         gc.freeze()
         self._environ = dict(os.environ)
         self._generators = capture_generators()
@@ -63,8 +63,10 @@ class Baseline:
             }
 
     def restore(self) -> None:
-        """Restore all of it, and free what the last run held."""
-        self._restore_environ()
+        """Restore the state of a fresh worker, and free what the last run held."""
+        for name in set(os.environ) - set(self._environ):
+            del os.environ[name]
+        os.environ.update(self._environ)
         os.chdir(self._cwd)
         sys.path[:] = self._path
         if self._generators is not None:
@@ -75,11 +77,6 @@ class Baseline:
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
-
-    def _restore_environ(self) -> None:
-        for name in set(os.environ) - set(self._environ):
-            del os.environ[name]
-        os.environ.update(self._environ)
 
     def _restore_torch(self) -> None:
         torch = imported("torch")
@@ -128,13 +125,13 @@ class ModuleWatch:
         self._noted_at_ns = time.time_ns()
 
     def note_loaded(self) -> None:
-        """Note the modules that were loaded since the last call. A source that is newer than that call changed while in use."""
+        """Note the modules loaded since the last call, and those of them whose source was changed after their import."""
         since, self._noted_at_ns = self._noted_at_ns, time.time_ns()
         for name, path in self._user_modules():
             if name in self._stamps or (stamp := _stamp(path)) is None:
                 continue
             self._stamps[name] = stamp
-            if stamp[0] > since and self._changed_since_import(name, stamp):
+            if stamp[0] > since and _has_changed_since_import(name, stamp):
                 self._changed.add(name)
 
     def stale(self) -> tuple[str, ...]:
@@ -144,16 +141,6 @@ class ModuleWatch:
             if known is not None and _stamp(path) != known:
                 self._changed.add(name)
         return tuple(sorted(self._changed))
-
-    def _changed_since_import(self, name: str, stamp: tuple[int, int]) -> bool:
-        """Return whether the source has another time than the compiled file that was written at import."""
-        cached = getattr(sys.modules[name], "__cached__", None)
-        try:
-            with open(cached or "", "rb") as file:
-                header = file.read(16)
-        except OSError:
-            return True  # unknown: a new process is safe
-        return int.from_bytes(header[8:12], "little") != (stamp[0] // 10**9) & 0xFFFFFFFF
 
     def _user_modules(self) -> list[tuple[str, str]]:
         found = []
@@ -168,6 +155,17 @@ class ModuleWatch:
             if not real.startswith(self._prefixes):
                 found.append((name, real))
         return found
+
+
+def _has_changed_since_import(name: str, stamp: tuple[int, int]) -> bool:
+    """Return True if the source's time differs from the one in the compiled file that was written at import."""
+    cached = getattr(sys.modules[name], "__cached__", None)
+    try:
+        with open(cached or "", "rb") as file:
+            header = file.read(16)
+    except OSError:
+        return True  # unknown: a new process is safe
+    return int.from_bytes(header[8:12], "little") != (stamp[0] // 10**9) & 0xFFFFFFFF
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

@@ -1,4 +1,7 @@
-"""The thread in which train_func runs, and what becomes of an exception there. Worker side."""
+"""The thread in which train_func runs, and the handling of an exception there. Worker side.
+
+`raysgd.controller.policies.hang` finds the thread by the name of this file in a stack.
+"""
 
 from __future__ import annotations
 
@@ -16,59 +19,45 @@ from raysgd.session.events import Failed
 
 
 class TrainThread:
-    """The thread of one attempt. Other threads call `start`, `interrupt` and `join`, the thread itself calls `call`.
+    """The thread of one attempt. Other threads call `start` and `interrupt`, the thread itself calls `call`.
 
     Args:
-        main: What the thread does; it calls train_func by `call`.
+        main: The thread's target, which calls train_func by `call`.
+
+    Attributes:
+        is_inside: train_func runs.
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=main, name="raysgd-train", daemon=True)
         self._lock = threading.Lock()
-        self._is_inside = False
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the user's code runs."""
-        return self._is_inside
+        self.is_inside = False
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def call(self, function: Callable[..., Any], config: Any, enter: Callable[[], None]) -> Any:
-        """Call train_func and return its value.
-
-        Args:
-            function: train_func.
-            config: Its config.
-            enter: Called just before. What it raises keeps train_func from being called.
-        """
+        """Call ``enter`` and then train_func; return what train_func returns. An exception of ``enter`` prevents the call."""
         with self._lock:
             enter()
-            self._is_inside = True
+            self.is_inside = True
         try:
             return function(config) if takes_config(function) else function()
         finally:
             with self._lock:
-                self._is_inside = False
+                self.is_inside = False
 
     def interrupt(self) -> None:
-        """Raise `AttemptEnded` in train_func, wherever it is."""
-        with self._lock:  # outside of train_func the exception would hit other code
-            if self._is_inside and self._thread.ident is not None:
+        """Raise `AttemptEnded` in train_func, at whatever line it is; do nothing if train_func does not run."""
+        with self._lock:  # otherwise train_func could return now, and the exception would hit other code
+            if self.is_inside and self._thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
                 )
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread; returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
 
 def takes_config(function: Callable[..., Any]) -> bool:
-    """Return whether ``function`` has a parameter for the config. The driver has checked its signature."""
+    """Return True if ``function`` has a parameter for the config. The driver has checked its signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables written in C have no signature
@@ -85,7 +74,7 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def describe_unprintable(error: BaseException) -> Failed:
-    """Describe an exception whose own text cannot be made; ``error`` is what the attempt to make it raised."""
+    """Describe an exception whose text cannot be made; ``error`` was raised while its text was made."""
     error = error.__context__ or error
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     places = "".join(traceback.format_tb(error.__traceback__))
