@@ -24,8 +24,6 @@ class Shard:
     """The shard of an order that a rank takes.
 
     Attributes:
-        rank: World rank.
-        num_ranks: World size.
         seed: Equal on all ranks.
     """
 
@@ -38,7 +36,7 @@ class Shard:
         """All of the order, as the only shard."""
         return Shard(0, 1, self.seed)
 
-    def split(self, sampler: Any, *, drop_last: bool) -> Any:
+    def split(self, sampler: Any, drop_last: bool) -> Any:
         """Return a sampler that yields this rank's shard of what ``sampler`` yields.
 
         torch's sequential and shuffling samplers become a `DistributedSampler`. A `DistributedSampler` stays as it is, since

@@ -21,8 +21,7 @@ class Cursor:
     """The position in a dataset; at most one `EpochIteration` moves it at a time.
 
     Args:
-        name: Name of the dataset, for messages.
-        block_rows: Rows in each of its blocks.
+        block_rows: Rows in each block.
         seed: For the order of the epochs that begin here. An epoch that was begun before keeps its seed.
         position: Where to resume.
         window_rows: See `EpochOrder`.

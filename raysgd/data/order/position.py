@@ -82,7 +82,7 @@ def check_agreement(positions: Mapping[int, Mapping[str, Any]]) -> None:
         positions: By rank, what `WorkerDatasets.positions` returned there.
 
     Raises:
-        CheckpointError: They were not; the message has the dataset and the position of each rank.
+        CheckpointError: They are at different positions. The message has the dataset and the position of each rank.
     """
     for name in sorted({name for of_rank in positions.values() for name in of_rank}):
         by_rank = {

@@ -74,10 +74,6 @@ class RankAssignment:
         whole, remainder = divmod(self.num_rows, self.global_batch)
         return whole + bool(remainder and not self.drop_last)
 
-    def rows(self, order: Order, start: int) -> Indices:
-        """Return this rank's rows in the step that begins at ``start``."""
-        return self._rows_of_steps(order, [start])[0]
-
     def steps(self, order: Order, start: int) -> Iterator[list[tuple[Indices, int]]]:
         """Yield the steps from ``start`` on as lists of ``(rows of this rank, end of the step)``, thousands of rows each."""
         at_once = max(1, LOOKAHEAD_ROWS * self.world_size // self.global_batch)

@@ -37,7 +37,7 @@ class Prefetchers:
 
     def start(self, items: Iterator[T], depth: int) -> PrefetchIterator[T]:
         """Start a thread that makes up to ``depth`` items ahead."""
-        prefetched = PrefetchIterator(items, depth, num_bytes)
+        prefetched = PrefetchIterator(items, depth)
         self._running.add(prefetched)
         return prefetched
 
@@ -55,13 +55,11 @@ class PrefetchIterator(Generic[T]):
     Args:
         items: Makes the items; used in the thread alone.
         depth: At least 1.
-        size_of: Returns the size of an item in bytes.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, size_of: Any) -> None:
+    def __init__(self, items: Iterator[T], depth: int) -> None:
         self._items = items
         self._depth = depth
-        self._size_of = size_of
         self._ready: deque[tuple[T, int]] = deque()
         self._num_bytes = 0
         self._is_over = False
@@ -109,7 +107,7 @@ class PrefetchIterator(Generic[T]):
                 imported("torch").cuda.set_device(self._device)
             while self._wait_for_room():
                 item = next(self._items)
-                size = self._size_of(item)
+                size = num_bytes(item)
                 with self._changed:
                     self._ready.append((item, size))
                     self._num_bytes += size

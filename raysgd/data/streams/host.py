@@ -31,11 +31,7 @@ WAIT_WARNING_S = 20.0
 
 
 class StreamHost:
-    """Executes a dataset for its readers, and answers which blocks exist. Used in one event loop.
-
-    Args:
-        dataset: The `ray.data.Dataset`.
-    """
+    """Executes a `ray.data.Dataset` for its readers, and answers which blocks exist. Used in one event loop."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

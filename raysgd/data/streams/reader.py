@@ -47,9 +47,6 @@ class StreamAccess:
     """How a worker reaches a lazy dataset.
 
     Attributes:
-        name: Name of the dataset, for messages.
-        stream: The stream that executes it.
-        rank: Rank of this worker.
         first: The first block that this worker learned of; see `FirstBlock`.
     """
 
@@ -63,7 +60,6 @@ class PassMember:
     """This worker's part in a pass, and what it knows of the pass's blocks. Used by one thread at a time.
 
     Attributes:
-        key: Key of the pass.
         execution: The execution that the known blocks belong to.
         ends, starts: Where blocks end and begin, in rows; int64.
         is_all: Whether there are no more blocks.
@@ -156,14 +152,11 @@ class StreamSteps(EpochSteps):
     """The steps in the rest of an epoch; loads blocks ahead of the loop, by a group. Used by the thread that reads.
 
     Args:
-        reader: The reader whose epoch this is.
-        member: This worker's part in the pass.
         assignment, order, start: See `EpochSteps`.
         stays_open: Stay in the pass when these steps are closed, because the next loop begins with it.
 
     Attributes:
-        member: What is known of the blocks.
-        blocks: The blocks that are held, of one execution.
+        blocks: The blocks that are held, all of one execution.
         columns: Opened columns of these blocks, by number.
         needed: The first row that is still needed.
     """
@@ -192,9 +185,8 @@ class StreamSteps(EpochSteps):
         self._request_pool: ThreadPoolExecutor | None = None
         self._request: Future[PassState] | None = None
         self._has_requested_next = False
-        self._held_execution = ""
-        self.blocks = BlockCache(lambda number: member.load("", number))
-        self._release_all()
+        self.blocks = self._make_cache()
+        reader.open_steps.add(self)
 
     def steps(self) -> Steps:
         order, assignment, place = self._stream_order, self._assignment, self._start
@@ -238,7 +230,7 @@ class StreamSteps(EpochSteps):
             self._request_pool.shutdown(wait=False, cancel_futures=True)
         self.blocks.close()
         self.columns.clear()
-        self._reader.forget_steps(self)
+        self._reader.open_steps.discard(self)
         if not self._stays_open:
             self.member.leave()
 
@@ -341,23 +333,27 @@ class StreamSteps(EpochSteps):
         self._release_all()
 
     def _release_all(self) -> None:
-        """Start an empty cache for the current execution: block numbers are valid within one execution only."""
+        """Release all blocks: their numbers are valid within one execution only."""
         self.blocks.close()
         self.columns.clear()
+        self.blocks = self._make_cache()
+
+    def _make_cache(self) -> BlockCache:
+        """Make an empty cache for the blocks of the current execution."""
         member, execution = self.member, self.member.execution
         self._held_execution = execution
-        self.blocks = BlockCache(lambda number: member.load(execution, number))
+        return BlockCache(lambda number: member.load(execution, number))
 
 
 class StreamReader(TableReader):
-    """Reads the blocks of the steps that advanced last. One for all shards that a worker looks at.
+    """Reads a lazy dataset, from the blocks of the steps that advanced last. One for all shards that a worker looks at.
 
     Args:
-        name: Name of the dataset, for messages.
-        source: Of the kind ``stream``.
         cursor: The cursor of this worker's shard.
-        rank: Rank of this worker.
         attempt: Number of the attempt; later attempts have greater ones.
+
+    Attributes:
+        open_steps: The steps that are not closed.
     """
 
     def __init__(self, name: str, source: Source, cursor: StreamCursor, rank: int, attempt: int) -> None:
@@ -367,7 +363,7 @@ class StreamReader(TableReader):
         self._attempt = attempt
         self._inspected: PassState | None = None
         self._steps: StreamSteps | None = None
-        self._open_steps: set[StreamSteps] = set()
+        self.open_steps: set[StreamSteps] = set()
         self._peeked: PassMember | None = None
         self._num_peeks = 0
 
@@ -388,11 +384,11 @@ class StreamReader(TableReader):
         if member is not None and member.key != key:
             member.leave()
             member = None
-        return self._opened(StreamSteps(self, member or PassMember(self.access, key), assignment, order, start))
+        return StreamSteps(self, member or PassMember(self.access, key), assignment, order, start)
 
     def open_peek(self, assignment: RankAssignment, order: Any) -> StreamSteps:
         """Return the steps of an epoch for reading its first rows. The next loop uses the same pass, if it begins there."""
-        is_next = assignment.rank == self.access.rank and not self.cursor.position.consumed and not self._open_steps
+        is_next = assignment.rank == self.access.rank and not self.cursor.position.consumed and not self.open_steps
         if is_next:
             member = self._peeked or PassMember(self.access, self._key(assignment.rank, order, 0))
             self._peeked = member
@@ -400,12 +396,12 @@ class StreamReader(TableReader):
             self._num_peeks += 1
             peek_key = (*self._key(assignment.rank, order, 0), "peek", self.access.rank, self._num_peeks)
             member = PassMember(self.access, peek_key)
-        return self._opened(StreamSteps(self, member, assignment, order, 0, stays_open=is_next))
+        return StreamSteps(self, member, assignment, order, 0, stays_open=is_next)
 
     def close(self) -> None:
         """Release the blocks, and close the steps in progress."""
         super().close()
-        for steps in list(self._open_steps):
+        for steps in list(self.open_steps):
             steps.close()
         if self._peeked is not None:
             self._peeked.leave()
@@ -428,14 +424,6 @@ class StreamReader(TableReader):
         self._steps = steps
         self._blocks, self._columns = steps.blocks, steps.columns
         self._ends, self._starts = steps.member.ends, steps.member.starts
-
-    def forget_steps(self, steps: StreamSteps) -> None:
-        """Record that these steps were closed."""
-        self._open_steps.discard(steps)
-
-    def _opened(self, steps: StreamSteps) -> StreamSteps:
-        self._open_steps.add(steps)
-        return steps
 
     def _inspect(self) -> PassState:
         if self._inspected is None:

@@ -65,7 +65,6 @@ class PassState:
 
     Attributes:
         block_rows: Rows of each block that is new to the reader.
-        num_rows: Rows of all blocks so far.
         is_all: Whether there are no more blocks.
         columns: Names of the columns; None before the first block.
         schema: See `ProducedBlock`.
@@ -76,7 +75,6 @@ class PassState:
     """
 
     block_rows: tuple[int, ...] = ()
-    num_rows: int = 0
     is_all: bool = False
     columns: tuple[str, ...] | None = None
     schema: Any = None
@@ -126,7 +124,7 @@ class Stream(Protocol):
         """Return what `fetch` takes, for blocks by number.
 
         Raises:
-            StreamLostError: As by `wait_for_rows`, or a block was released.
+            StreamLostError: See `wait_for_rows`; or a block was released.
             StreamGoneError: The executing process is gone.
         """
 
@@ -195,7 +193,6 @@ class BlockIndex:
         starts = [self._ends[num_known - 1] if num_known else 0, *self._ends[num_known:]]
         return PassState(
             block_rows=tuple(stop - start for start, stop in pairwise(starts)),
-            num_rows=self.num_rows,
             is_all=self.is_complete,
             columns=() if self._columns is None and self.is_complete else self._columns,
             schema=self._schema,
@@ -217,12 +214,7 @@ class BlockIndex:
 
 
 class InlineStream:
-    """A stream for a world of one: the reader's process executes the dataset when it asks for rows.
-
-    Args:
-        execute: Executes the dataset.
-        fetch: See `Stream.fetch`.
-    """
+    """A stream for a world of one: the reader's process executes the dataset when it asks for rows."""
 
     def __init__(self, execute: Execute, fetch: Callable[[Any], Any]) -> None:
         self._execute = execute
