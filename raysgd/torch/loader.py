@@ -37,8 +37,8 @@ def prepare_data_loader(
     first items are repeated (also in validation, which counts them twice), or with ``drop_last=True`` the last ones dropped.
 
     Batch samplers, and samplers other than torch's sequential and shuffling ones, are read in full on every rank, and every
-    rank keeps each N-th item or batch. They must yield the same order on all ranks, as those do that have a length and draw
-    from Python's, NumPy's or torch's generators. A DistributedSampler is kept.
+    rank keeps each N-th item or batch. They must yield the same order on all ranks: a sampler with a length may draw from
+    Python's, NumPy's and torch's generators, which are seeded for it. A DistributedSampler is kept.
 
     Outside a worker the loader is not split; batches are moved and epochs are counted.
 

@@ -1,8 +1,7 @@
 """The cursor of one dataset in one run: the only object that moves the position. Used in the worker's training thread.
 
 A batch is consumed when it is handed to the loop body. The epoch ends when its iterator is exhausted or closed, as by
-``break``. Until then the position may be (epoch, everything consumed): a run that resumes there finds an empty rest of
-that epoch first.
+``break``. A checkpoint before that may be at the end of an epoch: a loop that resumes there finds no rows left in it.
 """
 
 from __future__ import annotations

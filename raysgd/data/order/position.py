@@ -55,7 +55,7 @@ class Position:
         return f"epoch {self.epoch}, {self.consumed} rows consumed"
 
     def describe_order(self) -> str:
-        """Return a text that differs wherever two positions are in different orders."""
+        """Describe the position and its order; texts differ if the orders do."""
         return f"{self} of an order of {self.lanes} lanes ({self.layout})" if self.consumed else str(self)
 
 

@@ -16,9 +16,9 @@ from raysgd._util.imports import imported
 
 T = TypeVar("T")
 
-#: Limit for the prefetched batches in waiting; one batch is allowed in any case.
+#: Limit of the prefetched batches; one batch is always prefetched, whatever its size.
 MAX_BYTES = 256 * 2**20
-#: The loop waits in intervals of so many seconds, since a thread that waits in one piece cannot be interrupted.
+#: Seconds of one wait: Python cannot interrupt a thread during a longer one.
 _POLL_S = 0.2
 #: Seconds that `PrefetchIterator.close` waits for the batch in progress. The thread ends after that batch in any case.
 _CLOSE_S = 5.0

@@ -214,7 +214,7 @@ class BlockIndex:
 
 
 class InlineStream:
-    """A stream for a world of one: the reader's process executes the dataset when it asks for rows."""
+    """A `Stream` for a world of one: the reader's process executes the dataset when it asks for rows."""
 
     def __init__(self, execute: Execute, fetch: Callable[[Any], Any]) -> None:
         self._execute = execute
@@ -223,13 +223,11 @@ class InlineStream:
         self._first: FirstBlock | None = None
 
     def inspect(self, key: PassKey) -> PassState:
-        """See `Stream.inspect`."""
         return self._execute_until(key, 1, 0)
 
     def wait_for_rows(
         self, key: PassKey, rank: int, needed: int, upto: int, have: ReaderState, is_over: Callable[[], bool]
     ) -> PassState:
-        """See `Stream.wait_for_rows`."""
         if have.execution and key not in self._passes:
             raise StreamLostError
         self._first = self._first or have.first
@@ -259,13 +257,11 @@ class InlineStream:
         return replace(index.state(num_known), first=self._first)
 
     def block_refs(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any]:
-        """See `Stream.block_refs`."""
         if key not in self._passes or self._passes[key][0].is_another(execution):
             raise StreamLostError
         return self._passes[key][0].refs(numbers)
 
     def leave(self, key: PassKey, rank: int) -> None:
-        """See `Stream.leave`."""
         self._passes.pop(key, None)
 
 
