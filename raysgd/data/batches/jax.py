@@ -15,15 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.batches.conversion import Conversion
-from raysgd.data.batches.values import (
-    Origin,
-    Path,
-    cast,
-    check_range,
-    copy_writeable_arrays,
-    rebuild,
-    unsupported_type,
-)
+from raysgd.data.batches.values import Origin, Path, cast, check_range, copy_writeable_arrays, rebuild, unsupported_type
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:

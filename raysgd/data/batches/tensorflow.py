@@ -19,14 +19,7 @@ from numpy.typing import NDArray
 from raysgd._util.imports import imported
 from raysgd.data.batches.batches import Batches
 from raysgd.data.batches.conversion import Conversion
-from raysgd.data.batches.values import (
-    Origin,
-    Path,
-    cast,
-    copy_writeable_arrays,
-    map_leaves,
-    unsupported_type,
-)
+from raysgd.data.batches.values import Origin, Path, cast, copy_writeable_arrays, map_leaves, unsupported_type
 from raysgd.data.order.epoch_order import Indices
 from raysgd.data.reading.readers import Arrays, TableReader
 from raysgd.errors import ConfigError

@@ -184,13 +184,8 @@ def stack_items(items: list[Any], dataset: str) -> Any:
     """
     try:
         return _stacked(items)
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # RuntimeError: a tensor with a gradient
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        # NumPy raises a RuntimeError for a tensor with a gradient.
         raise ConfigError(
             f"the rows of dataset {dataset!r} cannot be stacked: {error}. Give collate_fn, which gets a list of rows."
         ) from error

@@ -30,12 +30,7 @@ class Cursor:
     """
 
     def __init__(
-        self,
-        name: str,
-        block_rows: Sequence[int],
-        seed: int,
-        position: Position,
-        window_rows: int = WINDOW_ROWS,
+        self, name: str, block_rows: Sequence[int], seed: int, position: Position, window_rows: int = WINDOW_ROWS
     ) -> None:
         self.name = name
         self._window_rows = window_rows
