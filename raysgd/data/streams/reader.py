@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -55,6 +55,18 @@ class StreamAccess:
     rank: int
     first: FirstBlock | None = None
 
+    def error(self, reason: str) -> DataError:
+        """Return the error for a dataset that cannot be read."""
+        return DataError(f"dataset {self.name!r} could not be executed: {reason}")
+
+    @contextmanager
+    def raise_if_gone(self) -> Iterator[None]:
+        """Raise a DataError if the executing process is gone."""
+        try:
+            yield
+        except StreamGoneError as error:
+            raise self.error(str(error)) from error
+
 
 class PassMember:
     """This worker's part in a pass, and what it knows of the pass's blocks. Used by one thread at a time.
@@ -99,7 +111,7 @@ class PassMember:
                 raise StreamLostError
             state = self._wait_for_rows(needed, upto, have)
         if state.error is not None:
-            raise execution_error(self._access.name, state.error)
+            raise self._access.error(state.error)
         return state
 
     def apply(self, state: PassState) -> None:
@@ -122,11 +134,9 @@ class PassMember:
             StreamLostError: The block is lost.
         """
         stream = self._access.stream
-        try:
+        with self._access.raise_if_gone():
             (ref,) = stream.block_refs(self.key, execution, [number])
             return stream.fetch(ref)
-        except StreamGoneError as error:
-            raise execution_error(self._access.name, str(error)) from error
 
     def leave(self) -> None:
         """Leave the pass."""
@@ -137,15 +147,8 @@ class PassMember:
         access = self._access
         if self.is_over:
             return PassState(error="this worker has left the pass")
-        try:
+        with access.raise_if_gone():
             return access.stream.wait_for_rows(self.key, access.rank, needed, upto, have, lambda: self.is_over)
-        except StreamGoneError as error:
-            raise execution_error(access.name, str(error)) from error
-
-
-def execution_error(name: str, reason: str) -> DataError:
-    """Return the error for a lazy dataset that cannot be read."""
-    return DataError(f"dataset {name!r} could not be executed: {reason}")
 
 
 class StreamSteps(EpochSteps):
@@ -270,15 +273,14 @@ class StreamSteps(EpochSteps):
                 self._forget()
             else:
                 return
-        raise execution_error(self._access.name, f"it was lost {MAX_LOSSES} times in a row")
+        raise self._access.error(f"it was lost {MAX_LOSSES} times in a row")
 
     def _apply(self, state: PassState) -> None:
         self.member.apply(state)
         if self.member.execution != self._held_execution:
             self._release_all()
         if self.member.num_rows < self._seen_rows:
-            raise execution_error(
-                self._access.name,
+            raise self._access.error(
                 f"it had {self._seen_rows} rows, but {self.member.num_rows} when it was executed again after a loss: its "
                 "transformations are not deterministic",
             )
@@ -428,12 +430,10 @@ class StreamReader(TableReader):
     def _inspect(self) -> PassState:
         if self._inspected is None:
             key = self._key(self.access.rank, self.cursor.order(False), self.cursor.position.consumed)
-            try:
+            with self.access.raise_if_gone():
                 state = self.access.stream.inspect(key)
-            except StreamGoneError as error:
-                raise execution_error(self.access.name, str(error)) from error
             if state.error is not None:
-                raise execution_error(self.access.name, state.error)
+                raise self.access.error(state.error)
             self._inspected, self.access.first = state, self.access.first or state.first
         return self._inspected
 
@@ -457,7 +457,7 @@ class StreamReader(TableReader):
                 assert self._steps is not None
                 self._steps.recover()
                 self.use_blocks_of(self._steps)
-        raise execution_error(self.access.name, f"its blocks were lost {MAX_LOSSES} times in a row")
+        raise self.access.error(f"its blocks were lost {MAX_LOSSES} times in a row")
 
 
 class _NoBlocks:
