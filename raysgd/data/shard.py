@@ -39,7 +39,7 @@ _Sizes = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """What all datasets of an attempt are read with in one worker; see `raysgd.data.dataset.WorkerDatasets`."""
+    """Settings of all datasets of an attempt in one worker; `raysgd.data.dataset.WorkerDatasets` describes them."""
 
     rank: int
     world_size: int

@@ -40,7 +40,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True)
 class ShardLoop:
-    """What a loop over a shard reads: which rows, in which order, from where.
+    """The settings of a loop over a shard: which rows it reads, in which order, from where.
 
     Attributes:
         assignment: Which rows this rank takes.

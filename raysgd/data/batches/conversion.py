@@ -18,7 +18,7 @@ from raysgd.errors import ConfigError
 
 
 class Conversion(ABC):
-    """How a framework's batches are made of NumPy arrays. `BatchReader` calls it in the thread that makes batches."""
+    """Makes a framework's batches of NumPy arrays. `BatchReader` calls it in the thread that makes batches."""
 
     def as_dtypes(self, dtypes: Any) -> Any:
         """Return the argument ``dtypes``, a dtype or a dict of them by column, in the framework's types.

@@ -64,7 +64,7 @@ class LabelSplit:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the values of batches come from, for messages.
+    """The source of the values of batches, for messages.
 
     Attributes:
         kind: The columns of a table, the items of a map-style dataset, or what ``collate_fn`` returned.

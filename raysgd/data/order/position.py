@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How many rows of an epoch's order all ranks together have consumed.
+    """A place in an epoch's order: the number of rows that all ranks together have consumed.
 
     Attributes:
         epoch: From 0.

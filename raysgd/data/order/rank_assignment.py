@@ -20,7 +20,7 @@ LOOKAHEAD_ROWS = 8_192
 
 
 class Order(Protocol):
-    """What `RankAssignment` asks of an order; see `raysgd.data.order.epoch_order.EpochOrder`."""
+    """The order of an epoch, as `RankAssignment` uses it; see `raysgd.data.order.epoch_order.EpochOrder`."""
 
     shuffle: Shuffle
     lanes: int

@@ -25,7 +25,7 @@ _MAX_FRAGMENTS = 64
 
 @dataclass(frozen=True)
 class FileReadOptions:
-    """How the files of a dataset are read. Pickled by the driver.
+    """The formats and columns of a dataset's files, with which workers read them. Pickled by the driver.
 
     Attributes:
         schema: The `pyarrow.Schema` of the dataset.

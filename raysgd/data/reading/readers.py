@@ -59,7 +59,7 @@ class EpochSteps:
 
 
 class Blocks(Protocol):
-    """Where a `TableReader` gets its blocks from."""
+    """A source of blocks for a `TableReader`."""
 
     def get(self, number: int) -> Any:
         """Return a block, a Table or a dict of arrays, with at least the columns that are read."""

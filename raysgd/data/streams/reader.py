@@ -44,7 +44,7 @@ MAX_LOSSES = 5
 
 @dataclass
 class StreamAccess:
-    """How a worker reaches a lazy dataset.
+    """A worker's access to a lazy dataset.
 
     Attributes:
         first: The first block that this worker learned of; see `FirstBlock`.

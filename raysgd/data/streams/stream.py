@@ -52,7 +52,7 @@ class FirstBlock(NamedTuple):
 
 
 class ReaderState(NamedTuple):
-    """What a reader knows of a pass: the number of blocks, of which execution, and the first block."""
+    """The knowledge of a reader about a pass: the number of blocks, their execution, and the first block."""
 
     num_blocks: int = 0
     execution: str = ""
@@ -61,7 +61,7 @@ class ReaderState(NamedTuple):
 
 @dataclass(frozen=True)
 class PassState:
-    """What is known of a pass, in answer to a reader.
+    """The state of a pass, in answer to a reader.
 
     Attributes:
         block_rows: Rows of each block that is new to the reader.
@@ -93,7 +93,7 @@ class StreamGoneError(Exception):
 
 
 class Stream(Protocol):
-    """What readers ask of a stream."""
+    """A lazy dataset in execution, as readers use it."""
 
     def inspect(self, key: PassKey) -> PassState:
         """Return columns, schema and first block, and wait for them. Begins the pass if nothing was executed yet.
