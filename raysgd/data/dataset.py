@@ -13,7 +13,7 @@ from raysgd.data.order.position import Position
 from raysgd.data.plan import UNKNOWN_ROWS, UNNAMED, DatasetPlan, Source, did_you_mean
 from raysgd.data.reading.files import FileBlocks, FileReader
 from raysgd.data.reading.readers import Fetch, ItemReader, SelectedRows, StoredBlocks, TableReader
-from raysgd.data.shard import DatasetShard
+from raysgd.data.shard import DatasetShard, ReadSettings
 from raysgd.data.streams.reader import StreamReader
 from raysgd.errors import ConfigError
 
@@ -25,29 +25,13 @@ class WorkerDataset:
         name: The name that the dataset was given to run under.
     """
 
-    def __init__(
-        self,
-        name: str,
-        source: Source,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        attempt: int,
-        is_deterministic: bool,
-        fetch: Fetch,
-        read_context: ReadContext,
-    ) -> None:
+    def __init__(self, name: str, source: Source, settings: ReadSettings) -> None:
         self.name = name
         self._source = source
-        self._rank = rank
-        self._world_size = world_size
-        self._read_context = read_context
-        self._is_deterministic = is_deterministic
-        self._seed = seed
+        self._settings = settings
         self._start = Position()
-        self._cursors = {rank: self._cursor_at(self._start)}
-        self._reader = self._open(fetch, attempt)
+        self._cursors = {settings.rank: self._cursor_at(self._start)}
+        self._reader = self._open_reader()
 
     @property
     def num_rows(self) -> int | None:
@@ -62,11 +46,11 @@ class WorkerDataset:
     @property
     def position(self) -> Position:
         """The position of training in this dataset."""
-        return self._cursors[self._rank].position
+        return self._cursors[self._settings.rank].position
 
     def get_split(self) -> DatasetShard:
         """Return this worker's shard. Every call returns a shard at the same position: the position belongs to the run."""
-        return self.get_shard(self._rank)
+        return self.get_shard(self._settings.rank)
 
     def get_shard(self, rank: int) -> DatasetShard:
         """Return the shard of ``rank``.
@@ -74,22 +58,14 @@ class WorkerDataset:
         The shard of another rank has its own position: it begins where this run began, and checkpoints leave it out.
         """
         check_count("get_shard(rank)", rank, minimum=0)
-        if rank >= self._world_size:
+        world_size = self._settings.world_size
+        if rank >= world_size:
             raise ConfigError(
-                f"get_shard({rank}) has no such rank: give one below {self._world_size}, the number of workers."
+                f"get_shard({rank}) has no such rank: give one below {world_size}, the number of workers."
             )
         if rank not in self._cursors:
             self._cursors[rank] = self._cursor_at(self._start)
-        return DatasetShard(
-            self.name,
-            rank,
-            self._world_size,
-            self._source,
-            self._cursors[rank],
-            self._reader,
-            self._read_context,
-            self._is_deterministic,
-        )
+        return DatasetShard(self.name, rank, self._source, self._cursors[rank], self._reader, self._settings)
 
     def close(self) -> None:
         """Release the rows."""
@@ -97,7 +73,7 @@ class WorkerDataset:
 
     def check(self, position: Position) -> None:
         """Raise a CheckpointError if training cannot resume at this position."""
-        self._cursors[self._rank].check(position)
+        self._cursors[self._settings.rank].check(position)
 
     def restore(self, position: Position) -> None:
         """Resume at this position, also in shards that were handed out before."""
@@ -107,24 +83,24 @@ class WorkerDataset:
 
     def end_epoch(self, *, only_finished: bool) -> None:
         """End the iteration in progress and its epoch; see `WorkerDatasets.end_epochs`."""
-        self._cursors[self._rank].end_epoch(only_finished=only_finished)
+        self._cursors[self._settings.rank].end_epoch(only_finished=only_finished)
 
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
-            return StreamCursor(self.name, self._seed, position)
-        return Cursor(self.name, self._source.block_rows, self._seed, position, self._source.window_rows)
+            return StreamCursor(self.name, self._settings.seed, position)
+        return Cursor(self.name, self._source.block_rows, self._settings.seed, position, self._source.window_rows)
 
-    def _open(self, fetch: Fetch, attempt: int) -> TableReader | ItemReader:
-        name, source = self.name, self._source
+    def _open_reader(self) -> TableReader | ItemReader:
+        name, source, fetch = self.name, self._source, self._settings.fetch
         selected = None if source.selection is None else SelectedRows(source.selection, fetch)
         if source.kind == "items":
             return ItemReader(source, fetch, selected)
         if source.kind == "files":
             return FileReader(name, source, FileBlocks(name, source), selected=selected)
         if source.kind == "stream":
-            cursor = self._cursors[self._rank]
+            cursor = self._cursors[self._settings.rank]
             assert isinstance(cursor, StreamCursor)
-            return StreamReader(name, source, cursor, self._rank, attempt)
+            return StreamReader(name, source, cursor, self._settings.rank, self._settings.attempt)
         return TableReader(name, source, StoredBlocks(source, fetch), selected=selected)
 
 
@@ -161,21 +137,17 @@ class WorkerDatasets:
         attempt: int = 0,
         is_deterministic: bool = False,
     ) -> None:
+        settings = ReadSettings(
+            rank=rank,
+            world_size=world_size,
+            seed=seed or 0,
+            attempt=attempt,
+            is_deterministic=is_deterministic,
+            fetch=fetch,
+            read_context=read_context,
+        )
         self._folds = plan.folds
-        self._datasets = {
-            name: WorkerDataset(
-                name,
-                source,
-                rank=rank,
-                world_size=world_size,
-                seed=seed or 0,
-                attempt=attempt,
-                is_deterministic=is_deterministic,
-                fetch=fetch,
-                read_context=read_context,
-            )
-            for name, source in plan.sources.items()
-        }
+        self._datasets = {name: WorkerDataset(name, source, settings) for name, source in plan.sources.items()}
         self.restore(positions or {})
 
     def get(self, name: str | None = None) -> WorkerDataset:
@@ -226,33 +198,22 @@ class WorkerDatasets:
         for dataset in self._datasets.values():
             dataset.end_epoch(only_finished=only_finished)
 
-    def check(self, positions: Mapping[str, Any]) -> None:
-        """Check that training can resume with these datasets at these positions.
-
-        Raises:
-            CheckpointError: As the constructor.
-        """
-        self._checked(positions)
-
     def restore(self, positions: Mapping[str, Any]) -> None:
         """Resume at these positions, as when a checkpoint is loaded. Iterations in progress end.
 
         Shards and loaders that were made before resume there too.
 
         Raises:
-            CheckpointError: As the constructor; no dataset has moved then.
+            CheckpointError: See the constructor. No position has changed then.
         """
-        for name, position in self._checked(positions).items():
+        beginning = Position().to_json()
+        wanted = {name: Position.from_json(positions.get(name, beginning), name) for name in self._datasets}
+        for name, position in wanted.items():
+            self._datasets[name].check(position)
+        for name, position in wanted.items():
             self._datasets[name].restore(position)
 
     def close(self) -> None:
         """Release all rows, and end the threads that read."""
         for dataset in self._datasets.values():
             dataset.close()
-
-    def _checked(self, positions: Mapping[str, Any]) -> dict[str, Position]:
-        given = {name: positions.get(name, Position().to_json()) for name in self._datasets}
-        checked = {name: Position.from_json(value, name) for name, value in given.items()}
-        for name, position in checked.items():
-            self._datasets[name].check(position)
-        return checked

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
-from raysgd.data.batches.batches import Batches, ReadContext, Rows, Transfer, no_length
-from raysgd.data.batches.jax import ItemsToArrays, JaxPut, TableToArrays, check_sharding
-from raysgd.data.batches.tensorflow import ItemsToTF, TableToTF, as_tf_dataset, as_tf_dtypes
-from raysgd.data.batches.torch import CudaCopies, ItemsToTorch, TableToTorch, check_torch_dtypes
-from raysgd.data.batches.values import LabelSplit, Origin, as_numpy_dtypes, is_cuda, is_host
+from raysgd.data.batches.batches import Batches, ReadContext, Rows, ShardLoop
+from raysgd.data.batches.conversion import BatchContents
+from raysgd.data.batches.jax import JaxConversion, JaxPut, check_sharding
+from raysgd.data.batches.tensorflow import TFConversion, as_tf_dataset
+from raysgd.data.batches.torch import CudaCopies, TorchConversion
+from raysgd.data.batches.values import is_cuda, is_host
 from raysgd.data.order.cursor import Cursor
 from raysgd.data.order.epoch_order import SHUFFLES, Indices, Shuffle
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import UNKNOWN_ROWS, Source, check_columns
-from raysgd.data.reading.readers import ItemReader, TableReader
+from raysgd.data.reading.readers import Fetch, ItemReader, TableReader
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,19 @@ FIXED_LANES = 8
 _Sizes = tuple[int | None, int | None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """Settings of all datasets of an attempt in one worker; `raysgd.data.dataset.WorkerDatasets` describes them."""
+
+    rank: int
+    world_size: int
+    seed: int
+    attempt: int
+    is_deterministic: bool
+    fetch: Fetch
+    read_context: ReadContext
+
+
 @dataclass(frozen=True, repr=False)
 class DatasetShard:
     """The rows of a dataset that one rank takes: in every step, its slice of the rows that all ranks take together.
@@ -52,21 +66,17 @@ class DatasetShard:
 
     _name: str
     _rank: int
-    _world_size: int
     _source: Source
     _cursor: Cursor
     _reader: TableReader | ItemReader
-    _read_context: ReadContext
-    _is_deterministic: bool
+    _settings: ReadSettings
 
     def __len__(self) -> int:
-        if not self._is_sized:
-            raise no_length(self._name)
-        return len(range(self._rank, self._source.num_rows, self._world_size))
+        return len(self.iter_rows())
 
     def __repr__(self) -> str:
         rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
-        return f"DatasetShard({self._name!r}, rank {self._rank} of {self._world_size}{rows})"
+        return f"DatasetShard({self._name!r}, rank {self._rank} of {self._settings.world_size}{rows})"
 
     @property
     def _is_sized(self) -> bool:
@@ -119,30 +129,21 @@ class DatasetShard:
                 made ahead: by ``collate_fn``, from a map-style dataset, or for a device other than the CPU. With 0, or with
                 ``Trainer(deterministic=True)``, each batch is made when the loop asks for it, so that random numbers
                 are drawn in the order of the loop.
-            shuffle: See the class.
+            shuffle: See `DatasetShard`.
 
         Raises:
             ConfigError: The dataset has no such column, an argument is out of range, or arguments exclude each other. While
                 iterating: torch has no type for a column, such as strings, ragged rows or nulls, or feature columns
                 cannot be stacked.
         """
-        check_count("prefetch", prefetch, minimum=0)
         num_prefetched = self._num_prefetched(prefetch, collate_fn, takes_work=not is_host(device))
         transfer = CudaCopies(device) if num_prefetched and is_cuda(device) else None
-        device = device if transfer is None else None
-        reader, names, origin = self._select(
-            "to_torch", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
-        )
-        check_torch_dtypes(dtypes)
-        read = (
-            ItemsToTorch(origin, reader, device, collate_fn)
-            if isinstance(reader, ItemReader)
-            else TableToTorch(origin, reader, names, dtypes, device, collate_fn)
-        )
-        sizes = batch_size, global_batch_size
-        return self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched, transfer)
+        contents = BatchContents("to_torch", columns, label_column, feature_columns, dtypes, collate_fn)
+        read = contents.read_from(self._name, self._reader, TorchConversion(device if transfer is None else None))
+        loop = self._loop(read.reader, (batch_size, global_batch_size), shuffle, drop_last)
+        return Batches(loop, read, num_prefetched, transfer)
 
-    def to_jax(
+    def to_jax(  # noqa: D417 - the others are described in to_torch
         self,
         batch_size: int | None = None,
         *,
@@ -162,11 +163,9 @@ class DatasetShard:
         Items of a map-style dataset are stacked. A short last step has fewer rows, for which a jitted function is compiled
         again; ``drop_last=True`` leaves it out.
 
+        Arguments that are not described here are those of `to_torch`.
+
         Args:
-            batch_size: See `to_torch`.
-            global_batch_size: See `to_torch`.
-            columns: See `to_torch`.
-            label_column: See `to_torch`.
             feature_columns: See `to_torch`; the type of several columns is `numpy.result_type`'s.
             dtypes: A type that NumPy takes, such as ``jnp.bfloat16``, for all columns, or a dict of types by column. By default
                 those of the data, which JAX reduces to 32 bits unless ``jax_enable_x64`` is set; integers out of range are
@@ -174,31 +173,22 @@ class DatasetShard:
             device: A device of this process, or a sharding over several; by default JAX's choice. With a sharding over
                 devices of other workers, the batches of all ranks are one array: give ``drop_last=True``, so that they are
                 equally long.
-            drop_last: See `to_torch`.
             collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. NumPy
                 arrays in its result become JAX arrays.
             prefetch: See `to_torch`. JAX copies to a device while the loop computes in any case.
-            shuffle: See the class.
 
         Raises:
-            ConfigError: As `to_torch`; also integers that do not fit into 32 bits, and a sharding over other workers'
+            ConfigError: See `to_torch`; also integers that do not fit into 32 bits, and a sharding over other workers'
                 devices without ``drop_last``.
         """
-        check_count("prefetch", prefetch, minimum=0)
+        num_prefetched = self._num_prefetched(prefetch, collate_fn)
         check_sharding(device, drop_last)
-        reader, names, origin = self._select(
-            "to_jax", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
-        )
-        read = (
-            ItemsToArrays(origin, reader, collate_fn)
-            if isinstance(reader, ItemReader)
-            else TableToArrays(origin, reader, names, as_numpy_dtypes(dtypes), collate_fn)
-        )
-        num_prefetched, put = self._num_prefetched(prefetch, collate_fn), JaxPut(origin, device)
-        sizes = batch_size, global_batch_size
-        return self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched, put)
+        contents = BatchContents("to_jax", columns, label_column, feature_columns, dtypes, collate_fn)
+        read = contents.read_from(self._name, self._reader, JaxConversion())
+        loop = self._loop(read.reader, (batch_size, global_batch_size), shuffle, drop_last)
+        return Batches(loop, read, num_prefetched, JaxPut(read.origin, device))
 
-    def to_tf(
+    def to_tf(  # noqa: D417 - the others are described in to_torch
         self,
         batch_size: int | None = None,
         *,
@@ -223,42 +213,28 @@ class DatasetShard:
         exception into one of its own with the same text, also at the end of the attempt, where ``except Exception`` then
         catches it. ``data_wait_fraction`` does not include this loop's waiting.
 
+        Arguments that are not described here are those of `to_torch`.
+
         Args:
-            batch_size: See `to_torch`.
-            global_batch_size: See `to_torch`.
-            columns: See `to_torch`.
-            label_column: See `to_torch`.
             feature_columns: See `to_torch`; the type of several columns is `numpy.result_type`'s.
             dtypes: A `tf.DType` for all columns, or a dict of types by column. By default those of the data.
-            drop_last: See `to_torch`.
             collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows.
-            prefetch: See `to_torch`.
-            shuffle: See the class.
             output_signature: As for `tf.data.Dataset.from_generator`, for batches whose shapes differ in more than the number
                 of rows. By default that of the first batch, which is read once more for it and consumes nothing. A batch of
                 other types is an error and does not count as consumed, because TensorFlow would convert it.
 
         Raises:
-            ConfigError: As `to_torch`; or there is no row to derive types from.
+            ConfigError: See `to_torch`; or there is no row to derive types from.
         """
-        check_count("prefetch", prefetch, minimum=0)
-        reader, names, origin = self._select(
-            "to_tf", columns, label_column, feature_columns, dtypes=dtypes, collate_fn=collate_fn
-        )
-        if not names and not isinstance(reader, ItemReader):
-            raise ConfigError("to_tf(columns=[]): tf.data takes no empty batches; give at least one column.")
-        read = (
-            ItemsToTF(origin, reader, collate_fn)
-            if isinstance(reader, ItemReader)
-            else TableToTF(origin, reader, names, as_tf_dtypes(dtypes), collate_fn)
-        )
         num_prefetched = self._num_prefetched(prefetch, collate_fn)
-        sizes = batch_size, global_batch_size
-        return as_tf_dataset(
-            self._batches(reader, read, sizes, drop_last, shuffle, num_prefetched), origin, output_signature
-        )
+        contents = BatchContents("to_tf", columns, label_column, feature_columns, dtypes, collate_fn)
+        read = contents.read_from(self._name, self._reader, TFConversion())
+        if not read.columns and not isinstance(read.reader, ItemReader):
+            raise ConfigError("to_tf(columns=[]): tf.data takes no empty batches; give at least one column.")
+        loop = self._loop(read.reader, (batch_size, global_batch_size), shuffle, drop_last)
+        return as_tf_dataset(Batches(loop, read, num_prefetched), read.origin, output_signature)
 
-    def iter_batches(
+    def iter_batches(  # noqa: D417 - the others are described in to_torch
         self,
         batch_size: int | None = None,
         *,
@@ -270,38 +246,24 @@ class DatasetShard:
     ) -> Batches[Any]:
         """Return batches as dicts of NumPy arrays, pandas DataFrames or pyarrow Tables.
 
-        Without shuffling, batches refer to the dataset's own memory, and NumPy arrays are read-only.
+        Without shuffling, batches refer to the dataset's own memory, and NumPy arrays are read-only. Arguments that are not
+        described here are those of `to_torch`.
 
         Args:
-            batch_size: See `to_torch`.
-            global_batch_size: See `to_torch`.
             format: ``"numpy"``, ``"pandas"`` or ``"pyarrow"``.
-            columns: See `to_torch`.
-            drop_last: See `to_torch`.
-            shuffle: See the class.
 
         Raises:
-            ConfigError: As `to_torch`; or a map-style dataset, whose rows have no columns: use `to_torch` or `iter_rows`.
+            ConfigError: See `to_torch`; or the rows have no columns, in a map-style dataset: use `to_torch` or `iter_rows`.
         """
         reader, read = self._read_as(format, columns)
-        return self._batches(reader, read, (batch_size, global_batch_size), drop_last, shuffle)
+        return Batches(self._loop(reader, (batch_size, global_batch_size), shuffle, drop_last), read)
 
     def iter_rows(self, *, shuffle: Shuffle = False) -> Rows:
         """Return single rows: dicts by column, or the items of a map-style dataset.
 
         A worker may get one row less than another: in loops with collectives use batches.
         """
-        self._check_shuffle(shuffle)
-        return Rows(
-            self._cursor,
-            self._assignment((1, None), False),
-            shuffle,
-            self._num_lanes((1, None), shuffle),
-            self._read_rows,
-            self._reader.open_epoch,
-            self._read_context,
-            self._reader.prefetchers,
-        )
+        return Rows(self._loop(self._reader, (1, None), shuffle), self._read_rows)
 
     def first_batch(
         self, batch_size: int = 1, *, format: Format = "numpy", columns: Sequence[str] | None = None
@@ -311,38 +273,26 @@ class DatasetShard:
         The first batch of a loop is returned by that loop's own batches: ``shard.to_torch(...).first_batch()``.
         """
         reader, read = self._read_as(format, columns)
-        return self._batches(reader, read, (batch_size, None), False, False).first_batch()
+        return Batches(self._loop(reader, (batch_size, None), shuffle=False), read).first_batch()
 
-    def _batches(
-        self,
-        reader: TableReader | ItemReader,
-        read: Callable[[Indices], Any],
-        sizes: _Sizes,
-        drop_last: bool,
-        shuffle: Shuffle,
-        num_prefetched: int = 0,
-        transfer: Transfer | None = None,
-    ) -> Batches[Any]:
+    def _loop(
+        self, reader: TableReader | ItemReader, sizes: _Sizes, shuffle: Shuffle, drop_last: bool = False
+    ) -> ShardLoop:
         self._check_shuffle(shuffle)
-        return Batches(
+        return ShardLoop(
             self._cursor,
             self._assignment(sizes, drop_last),
             shuffle,
             self._num_lanes(sizes, shuffle),
-            read,
-            reader.open_epoch,
-            reader.open_peek,
-            self._read_context,
-            reader.prefetchers,
-            num_prefetched,
-            transfer,
+            reader,
+            self._settings.read_context,
         )
 
     def _assignment(self, sizes: _Sizes, drop_last: bool) -> RankAssignment:
         batch_size, global_batch_size = sizes
         if global_batch_size is None:
             batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
-            global_batch = check_count("batch_size", batch_size, minimum=1) * self._world_size
+            global_batch = check_count("batch_size", batch_size, minimum=1) * self._settings.world_size
         elif batch_size is None:
             global_batch = check_count("global_batch_size", global_batch_size, minimum=1)
         else:
@@ -354,7 +304,7 @@ class DatasetShard:
             num_rows=self._source.num_rows,
             global_batch=global_batch,
             rank=self._rank,
-            world_size=self._world_size,
+            world_size=self._settings.world_size,
             drop_last=drop_last,
         )
 
@@ -363,88 +313,16 @@ class DatasetShard:
         if self._source.kind not in ("files", "stream"):
             return 1
         if sizes[1] is None:
-            return self._world_size
+            return self._settings.world_size
         if shuffle is False:
             return 1
         return FIXED_LANES if not self._is_sized else max(1, min(FIXED_LANES, len(self._source.blocks) // 2))
 
     def _num_prefetched(self, prefetch: int, collate_fn: Any, takes_work: bool = False) -> int:
         """Return how many batches to make ahead: none if that takes no work, or if random numbers must be drawn in order."""
+        check_count("prefetch", prefetch, minimum=0)
         takes_work = takes_work or collate_fn is not None or isinstance(self._reader, ItemReader)
-        return prefetch if takes_work and not self._is_deterministic else 0
-
-    def _select(
-        self,
-        method: str,
-        columns: Sequence[str] | None,
-        label_column: str | None,
-        feature_columns: Sequence[str] | None,
-        *,
-        dtypes: Any,
-        collate_fn: Any,
-    ) -> tuple[TableReader | ItemReader, list[str], Origin]:
-        """Check the arguments that choose columns; return the reader of these columns, their names, and their origin."""
-        reader = self._reader
-        needs_columns = {"columns": columns, "label_column": label_column, "feature_columns": feature_columns}
-        for argument, value in {**needs_columns, "dtypes": dtypes}.items():
-            if value is None:
-                continue
-            if isinstance(reader, ItemReader):
-                raise ConfigError(
-                    f"{method}({argument}=...): the rows of dataset {self._name!r}, a map-style dataset, have no columns; "
-                    "make the batch in collate_fn, which gets a list of rows."
-                )
-            if collate_fn is not None and argument != "columns":
-                raise ConfigError(
-                    f"{method}({argument}=..., collate_fn=...) exclude each other: collate_fn makes the batch; set "
-                    + ("its types there." if argument == "dtypes" else "features and label there.")
-                )
-        if isinstance(reader, ItemReader):
-            return reader, [], Origin(self._name, "items" if collate_fn is None else "collate_fn")
-        split = self._label_split(method, reader, columns, label_column, feature_columns)
-        names = self._column_names(reader, columns) if split is None else [*split.features, split.label]
-        if isinstance(dtypes, Mapping):
-            check_columns(self._name, dtypes, names, "dtypes")
-        origin = Origin(self._name, "columns" if collate_fn is None else "collate_fn", split)
-        return reader.select(names), names, origin
-
-    def _label_split(
-        self,
-        method: str,
-        reader: TableReader,
-        columns: Sequence[str] | None,
-        label_column: str | None,
-        feature_columns: Sequence[str] | None,
-    ) -> LabelSplit | None:
-        if label_column is None:
-            if feature_columns is not None:
-                raise ConfigError(
-                    f"{method}(feature_columns=...) needs label_column=... for batches (features, label). For dicts by column "
-                    "give columns=[...]."
-                )
-            return None
-        if columns is not None:
-            raise ConfigError(
-                f"{method}(columns=..., label_column=...) exclude each other: batches are (features, label); choose the "
-                "features by feature_columns=[...]."
-            )
-        if not isinstance(label_column, str):
-            raise ConfigError(f"{method}(label_column={label_column!r}) is not the name of a column; give one string.")
-        check_columns(self._name, [label_column], reader.columns, "label_column")
-        if feature_columns is None:
-            features = [column for column in reader.columns if column != label_column]
-        else:
-            features = check_columns(self._name, feature_columns, reader.columns, "feature_columns")
-        if not features:
-            raise ConfigError(f"{method}(label_column={label_column!r}) has no feature column; give at least one.")
-        if label_column in features:
-            raise ConfigError(
-                f"{method}(label_column={label_column!r}) is also in feature_columns: the model would be given the label. "
-                "Leave it out of feature_columns."
-            )
-        if len(set(features)) < len(features):
-            raise ConfigError(f"{method}(feature_columns={features}) has a column twice; give each column once.")
-        return LabelSplit(self._name, tuple(features), label_column)
+        return prefetch if takes_work and not self._settings.is_deterministic else 0
 
     def _read_as(self, format: str, columns: Sequence[str] | None) -> tuple[TableReader, Callable[[Indices], Any]]:
         check_choice("format", format, FORMATS)
@@ -454,7 +332,7 @@ class DatasetShard:
                 f"dataset {self._name!r} is a map-style dataset, whose rows have no columns: read it with to_torch(...) or "
                 "iter_rows()."
             )
-        names = self._column_names(reader, columns)
+        names = reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
         reader = reader.select(names)
         read = {"numpy": reader.arrays, "pandas": reader.frame, "pyarrow": reader.table}[format]
         return reader, lambda rows: read(rows, names)
@@ -465,9 +343,6 @@ class DatasetShard:
             return (reader.items([row])[0] for row in rows)  # one by one: items may be large
         arrays = reader.arrays(rows, reader.columns)
         return (dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True))
-
-    def _column_names(self, reader: TableReader, columns: Sequence[str] | None) -> list[str]:
-        return reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
 
     def _check_shuffle(self, shuffle: Any) -> None:
         if not any(shuffle is choice or (isinstance(shuffle, str) and shuffle == choice) for choice in SHUFFLES):

@@ -12,11 +12,4 @@ from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.model import prepare_model, prepare_optimizer, unwrap
 
-__all__ = [
-    "PreparedLoader",
-    "device",
-    "prepare_data_loader",
-    "prepare_model",
-    "prepare_optimizer",
-    "unwrap",
-]
+__all__ = ["PreparedLoader", "device", "prepare_data_loader", "prepare_model", "prepare_optimizer", "unwrap"]

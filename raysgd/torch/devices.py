@@ -33,14 +33,10 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if not context.current().in_worker:
-        return torch.device("cuda", torch.cuda.current_device() if is_cuda_initialized() else 0)
+        is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # does not initialize CUDA
+        return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
     given = os.environ.get(DEVICE_INDEX)  # a worker without it has no GPU, even if it sees some
     return torch.device("cuda", _checked(given)) if given else torch.device("cpu")
-
-
-def is_cuda_initialized() -> bool:
-    """Whether this process has used CUDA. Asking does not initialize CUDA."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _checked(given: str) -> int:

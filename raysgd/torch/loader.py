@@ -37,8 +37,8 @@ def prepare_data_loader(
     first items are repeated (also in validation, which counts them twice), or with ``drop_last=True`` the last ones dropped.
 
     Batch samplers, and samplers other than torch's sequential and shuffling ones, are read in full on every rank, and every
-    rank keeps each N-th item or batch. They must yield the same order on all ranks, as those do that have a length and draw
-    from Python's, NumPy's or torch's generators. A DistributedSampler is kept.
+    rank keeps each N-th item or batch. They must yield the same order on all ranks: a sampler with a length may draw from
+    Python's, NumPy's and torch's generators, which are seeded for it. A DistributedSampler is kept.
 
     Outside a worker the loader is not split; batches are moved and epochs are counted.
 
@@ -122,21 +122,19 @@ class PreparedLoader:
 def _split_for_this_rank(loader: DataLoader[Any], add_sampler: bool, global_batch_size: int | None) -> DataLoader[Any]:
     session = context.current()
     changes: dict[str, Any] = {}
-    splits = session.in_worker and add_sampler and not isinstance(loader.dataset, IterableDataset)
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    splits = session.in_worker and add_sampler and not is_iterable
     batch_size = _batch_size(loader, global_batch_size, session.world_size, splits=splits)
     if session.in_worker:
         seeds = LoaderSeeds(session.seed, session.world_rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
-    is_iterable = isinstance(loader.dataset, IterableDataset)
     if is_iterable and add_sampler and session.world_size > 1:
         raise _unsplittable(loader, session.world_size)
     shard = Shard(session.world_rank, session.world_size, session.seed or 0)
     if splits and global_batch_size is not None and global_batch_size % session.world_size:
         changes |= _split_unevenly(loader, shard, global_batch_size)
     elif splits:
-        changes |= _split_samplers(
-            loader, lambda sampler, drop_last: shard.split(sampler, drop_last=drop_last), batch_size
-        )
+        changes |= _split_samplers(loader, shard.split, batch_size)
     elif batch_size is not None:
         changes |= _split_samplers(loader, lambda sampler, drop_last: sampler, batch_size)
     return _copy_with(loader, changes)
@@ -158,7 +156,7 @@ def _split_samplers(loader: DataLoader[Any], split: _Split, batch_size: int | No
 
 
 def _split_unevenly(loader: DataLoader[Any], shard: Shard, size: int) -> dict[str, Any]:
-    """As `_split_samplers`, for a global batch size that does not divide by the number of ranks."""
+    """Return what `_split_samplers` does, for a global batch size that does not divide by the number of ranks."""
     given: Any = loader.batch_sampler
     batches = UnevenBatchSampler(given.sampler, shard, size, drop_last=given.drop_last)
     changes: dict[str, Any] = {"batch_sampler": batches}

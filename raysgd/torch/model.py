@@ -259,8 +259,8 @@ def without_prefix(state: Mapping[str, Any], names: Collection[str]) -> Mapping[
         return state
     metadata = getattr(state, "_metadata", None)  # versions of the modules, by their path
     if metadata is not None:
-        inner = {path for path in metadata if path == "module" or path.startswith(_PREFIX)}
-        bare._metadata = OrderedDict((path[len(_PREFIX) :], metadata[path]) for path in metadata if path in inner)  # type: ignore[attr-defined]
+        inner = {path[len(_PREFIX) :]: metadata[path] for path in metadata if f"{path}.".startswith(_PREFIX)}
+        bare._metadata = OrderedDict(inner)  # type: ignore[attr-defined]
     return bare
 
 

@@ -24,8 +24,6 @@ class Shard:
     """The shard of an order that a rank takes.
 
     Attributes:
-        rank: World rank.
-        num_ranks: World size.
         seed: Equal on all ranks.
     """
 
@@ -38,7 +36,7 @@ class Shard:
         """All of the order, as the only shard."""
         return Shard(0, 1, self.seed)
 
-    def split(self, sampler: Any, *, drop_last: bool) -> Any:
+    def split(self, sampler: Any, drop_last: bool) -> Any:
         """Return a sampler that yields this rank's shard of what ``sampler`` yields.
 
         torch's sequential and shuffling samplers become a `DistributedSampler`. A `DistributedSampler` stays as it is, since
@@ -202,7 +200,10 @@ class LoaderSeeds:
         self.generator.manual_seed(self._epoch_seed)
 
     def __call__(self, worker_id: int) -> None:
-        _seed_process(_mix(self._epoch_seed, worker_id))
+        seed = _mix(self._epoch_seed, worker_id)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # NumPy takes 32 bits
+        torch.manual_seed(seed)
         if self._then is not None:
             self._then(worker_id)
 
@@ -214,9 +215,3 @@ class LoaderSeeds:
 def _mix(*numbers: int) -> int:
     """Hash several numbers to one seed, so that similar numbers give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")
-
-
-def _seed_process(value: int) -> None:
-    random.seed(value)
-    np.random.seed(value % 2**32)  # NumPy takes 32 bits
-    torch.manual_seed(value)

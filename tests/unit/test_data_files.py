@@ -100,7 +100,13 @@ def as_json_gz(path: Path) -> Path:
 def test_files_of_each_format_are_read(make: Callable[[Path], Path], tmp_path: Path) -> None:
     expected = [{**row, "s": f"-{row['x']}"} for row in EXPECTED] if make is as_csv else EXPECTED
     path = make(tmp_path)
-    for given_ in (path, str(path), path.as_uri(), [path], ds.dataset(path, format=files._format_of("", str(path)))):
+    for given_ in (
+        path,
+        str(path),
+        path.as_uri(),
+        [path],
+        ds.dataset(path, format=getattr(ds, files._format_of("", str(path)))()),
+    ):
         found = [{"x": int(row["x"]), "s": str(row["s"])} for row in rows(given_)]
         assert [row["x"] for row in found] == [row["x"] for row in expected]
         if make is not as_csv:

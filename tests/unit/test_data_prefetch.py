@@ -144,7 +144,7 @@ def test_prefetch_iterator_raises_an_error_once() -> None:
         yield 1
         raise KeyError("x")
 
-    made = PrefetchIterator(items(), 2, lambda item: 0)
+    made = PrefetchIterator(items(), 2)
     assert next(made) == 1
     with pytest.raises(KeyError):
         next(made)

@@ -269,10 +269,10 @@ def test_resuming_an_epoch_of_another_dataset_is_refused() -> None:
     ):
         single_worker({"train": numbers(11)}, positions=saved)
     with pytest.raises(CheckpointError, match="is 3, which is not a position"):
-        single_worker({"train": numbers(11)}).check({"train": 3})
+        single_worker({"train": numbers(11)}).restore({"train": 3})
     with pytest.raises(CheckpointError, match="has 9 rows now"):
-        single_worker({"train": numbers(9)}).check(saved)
-    single_worker({"train": numbers(10)}).check(saved)
+        single_worker({"train": numbers(9)}).restore(saved)
+    single_worker({"train": numbers(10)}).restore(saved)
     single_worker({"validation": numbers(11)}, positions=saved)  # a name that is not given any more
 
 

@@ -17,15 +17,10 @@ import numpy as np
 from raysgd.data.order.cursor import Cursor, EpochIteration
 from raysgd.data.order.epoch_order import Indices, Shuffle, as_array
 from raysgd.data.order.rank_assignment import RankAssignment
-from raysgd.data.reading.prefetch import Prefetchers
-from raysgd.data.reading.readers import EpochSteps
+from raysgd.data.reading.readers import EpochSteps, ItemReader, TableReader
 from raysgd.errors import ConfigError
 
 T = TypeVar("T")
-#: As `raysgd.data.reading.readers.TableReader.open_epoch`.
-OpenEpoch = Callable[[RankAssignment, Any, int], EpochSteps]
-#: As `raysgd.data.reading.readers.TableReader.open_peek`.
-OpenPeek = Callable[[RankAssignment, Any], EpochSteps]
 #: Called before a batch is read; the batch is read within the context manager that it returns.
 ReadContext = Callable[[], AbstractContextManager[Any]]
 
@@ -34,13 +29,59 @@ class Transfer(Protocol):
     """Moves batches to the device where the loop uses them."""
 
     def prepare(self) -> None:
-        """Called in the loop's thread before the first batch."""
+        """Prepare to move batches. Called in the loop's thread before the first batch."""
 
     def begin(self, batch: Any) -> Any:
         """Start to move a batch. Called in the thread that makes batches."""
 
     def finish(self, begun: Any) -> Any:
         """Return the moved batch, given the result of `begin`. Called in the loop's thread."""
+
+
+@dataclass(frozen=True)
+class ShardLoop:
+    """The settings of a loop over a shard: which rows it reads, in which order, from where.
+
+    Attributes:
+        assignment: Which rows this rank takes.
+        shuffle, lanes: The order of an epoch that begins with this loop.
+        read_context: See `ReadContext`.
+    """
+
+    cursor: Cursor
+    assignment: RankAssignment
+    shuffle: Shuffle
+    lanes: int
+    reader: TableReader | ItemReader
+    read_context: ReadContext
+
+    @contextmanager
+    def open_epoch(self) -> Iterator[tuple[EpochIteration, EpochSteps]]:
+        """Begin or resume an epoch; end it when the generator that uses it is exhausted or closed."""
+        iteration = self.cursor.begin(self.shuffle, self.lanes)
+        try:
+            with closing(self.reader.open_epoch(self.assignment, iteration.order, iteration.start)) as epoch_steps:
+                yield iteration, epoch_steps
+        finally:
+            iteration.end()
+
+    @contextmanager
+    def open_step(self, iteration: EpochIteration) -> Iterator[None]:
+        """Read a step. If that fails, the position stays where it is, since nothing was handed out."""
+        try:
+            with self.read_context():
+                yield
+        except BaseException:
+            iteration.abandon()
+            raise
+
+    def check_sized(self) -> None:
+        """Raise a TypeError if the number of rows is unknown, so that there is no ``len()``."""
+        if not self.assignment.is_sized:
+            raise TypeError(
+                f"dataset {self.cursor.name!r} is a lazy dataset, executed while it is read: its number of rows is unknown. "
+                "Count in the loop, or give ds.materialize()."
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,37 +96,28 @@ class Batches(Generic[T]):
     rows is not a number: weight it by 0.
     """
 
-    _cursor: Cursor
-    _assignment: RankAssignment
-    _shuffle: Shuffle
-    _lanes: int
+    _loop: ShardLoop
     _read: Callable[[Indices], T]
-    _open_epoch: OpenEpoch
-    _open_peek: OpenPeek
-    _read_context: ReadContext
-    _prefetchers: Prefetchers
     _num_prefetched: int = 0
     _transfer: Transfer | None = None
 
     def __iter__(self) -> Iterator[T]:
-        with (
-            _iterate_epoch(self._cursor, self._shuffle, self._lanes) as iteration,
-            closing(self._open_epoch(self._assignment, iteration.order, iteration.start)) as epoch_steps,
-        ):
+        loop = self._loop
+        with loop.open_epoch() as (iteration, epoch_steps):
             if self._transfer is not None:
                 self._transfer.prepare()
             made, place = self._make(epoch_steps, iteration.start), iteration.start
-            source = self._prefetchers.start(made, self._num_prefetched) if self._num_prefetched else made
+            source = loop.reader.prefetchers.start(made, self._num_prefetched) if self._num_prefetched else made
             with _stopped_at_exit(source, epoch_steps) as batches:
-                while self._assignment.may_have_step(place):
-                    with _abandoned_on_error(iteration), self._read_context():
+                while loop.assignment.may_have_step(place):
+                    with loop.open_step(iteration):
                         step = next(batches, None)
                         if step is not None:
                             batch, place = step
                             if self._transfer is not None:
                                 batch = self._transfer.finish(batch)
                             iteration.consume(place)
-                            iteration.is_finished = not self._assignment.may_have_step(place)
+                            iteration.is_finished = not loop.assignment.may_have_step(place)
                     if step is None:
                         return
                     step = None  # keep no reference to a batch that the loop has finished with
@@ -96,7 +128,7 @@ class Batches(Generic[T]):
     def _make(self, epoch_steps: EpochSteps, place: int) -> Generator[tuple[Any, int], None, None]:
         """Yield batches with the end of their step. The lock is taken because loops share the reader."""
         for rows, stop in chain.from_iterable(epoch_steps.steps()):
-            with self._prefetchers.lock:
+            with self._loop.reader.prefetchers.lock:
                 epoch_steps.advance_to(place)
                 batch: Any = self._read(rows)
             if self._transfer is not None:
@@ -106,14 +138,13 @@ class Batches(Generic[T]):
             del batch
 
     def __len__(self) -> int:
-        if not self._assignment.is_sized:
-            raise no_length(self._cursor.name)
-        return self._assignment.num_steps
+        self._loop.check_sized()
+        return self._loop.assignment.num_steps
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or else the epoch that the next ``iter()`` begins; from 0."""
-        return self._cursor.epoch
+        return self._loop.cursor.epoch
 
     def first_batch(self) -> T:
         """Return this rank's first batch of the current epoch. Consumes nothing.
@@ -121,9 +152,10 @@ class Batches(Generic[T]):
         Raises:
             ConfigError: The dataset has no rows.
         """
-        order = self._cursor.order(self._shuffle, self._lanes)
-        assignment = replace(self._assignment, drop_last=False)
-        with self._prefetchers.lock, closing(self._open_peek(assignment, order)) as epoch_steps:
+        loop = self._loop
+        order = loop.cursor.order(loop.shuffle, loop.lanes)
+        assignment = replace(loop.assignment, drop_last=False)
+        with loop.reader.prefetchers.lock, closing(loop.reader.open_peek(assignment, order)) as epoch_steps:
             rows = epoch_steps.first_rows()
             if rows is not None:
                 batch = self._read(rows)
@@ -131,32 +163,22 @@ class Batches(Generic[T]):
                     self._transfer.prepare()
                     batch = self._transfer.finish(self._transfer.begin(batch))
                 return batch
-        raise ConfigError(
-            f"dataset {self._cursor.name!r} has no rows, so it has no first batch; give at least one row."
-        )
+        raise ConfigError(f"dataset {loop.cursor.name!r} has no rows, so it has no first batch; give at least one row.")
 
 
 @dataclass(frozen=True, repr=False)
 class Rows:
-    """The single rows of a shard. As `Batches`, except that a rank without a row in the last step gets none."""
+    """The single rows of a shard. Like `Batches`, except that a rank without a row in the last step gets none."""
 
-    _cursor: Cursor
-    _assignment: RankAssignment
-    _shuffle: Shuffle
-    _lanes: int
+    _loop: ShardLoop
     _read: Callable[[Indices], Iterator[Any]]
-    _open_epoch: OpenEpoch
-    _read_context: ReadContext
-    _prefetchers: Prefetchers
 
     def __iter__(self) -> Iterator[Any]:
-        with (
-            _iterate_epoch(self._cursor, self._shuffle, self._lanes) as iteration,
-            closing(self._open_epoch(self._assignment, iteration.order, iteration.start)) as epoch_steps,
-        ):
+        loop = self._loop
+        with loop.open_epoch() as (iteration, epoch_steps):
             made, place = self._make(epoch_steps, iteration.start), iteration.start
-            while self._assignment.may_have_step(place):
-                with _abandoned_on_error(iteration), self._read_context():
+            while loop.assignment.may_have_step(place):
+                with loop.open_step(iteration):
                     step = next(made, None)
                     if step is not None:
                         place = step[1]
@@ -172,21 +194,21 @@ class Rows:
             values: Iterator[Any] = iter(())
             for number, (rows, stop) in enumerate(steps):
                 if not number:
-                    with self._prefetchers.lock:
+                    with self._loop.reader.prefetchers.lock:
                         epoch_steps.advance_to(place)
                         values = self._read(np.concatenate([as_array(part) for part, _ in steps]))
                     place = steps[-1][1]
                 yield ((next(values),) if len(rows) else ()), stop
 
     def __len__(self) -> int:
-        if not self._assignment.is_sized:
-            raise no_length(self._cursor.name)
-        return len(range(self._assignment.rank, self._assignment.num_rows, self._assignment.world_size))
+        self._loop.check_sized()
+        assignment = self._loop.assignment
+        return len(range(assignment.rank, assignment.num_rows, assignment.world_size))
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or else the epoch that the next ``iter()`` begins; from 0."""
-        return self._cursor.epoch
+        return self._loop.cursor.epoch
 
 
 @contextmanager
@@ -197,31 +219,3 @@ def _stopped_at_exit(batches: Any, epoch_steps: EpochSteps) -> Iterator[Any]:
     finally:
         epoch_steps.stop()
         batches.close()
-
-
-def no_length(name: str) -> TypeError:
-    """Return the error for ``len()`` of a lazy dataset."""
-    return TypeError(
-        f"dataset {name!r} is a lazy dataset, executed while it is read: its number of rows is unknown. Count in the loop, or "
-        "give ds.materialize()."
-    )
-
-
-@contextmanager
-def _iterate_epoch(cursor: Cursor, shuffle: Shuffle, lanes: int) -> Iterator[EpochIteration]:
-    """Begin an iteration, and end its epoch when the generator that uses it is exhausted or closed."""
-    iteration = cursor.begin(shuffle, lanes)
-    try:
-        yield iteration
-    finally:
-        iteration.end()
-
-
-@contextmanager
-def _abandoned_on_error(iteration: EpochIteration) -> Iterator[None]:
-    """Abandon the iteration if reading fails: the position stays where it is, since nothing was handed out."""
-    try:
-        yield
-    except BaseException:
-        iteration.abandon()
-        raise

@@ -7,76 +7,37 @@ are copied at once. JAX arrays are read-only: on the CPU they may share the data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysgd.data.batches.values import (
-    Origin,
-    Path,
-    cast,
-    check_range,
-    copy_writeable_arrays,
-    empty_batch,
-    rebuild,
-    stack_columns,
-    stack_items,
-    unsupported_type,
-    writeable,
-)
-from raysgd.data.order.epoch_order import Indices
-from raysgd.data.reading.readers import ItemReader, TableReader
+from raysgd.data.batches.conversion import Conversion
+from raysgd.data.batches.values import Origin, Path, cast, check_range, copy_writeable_arrays, rebuild, unsupported_type
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
     import jax
 
 
-@dataclass(frozen=True)
-class TableToArrays:
-    """Makes dicts of NumPy arrays by column, tuples ``(features, label)``, or what ``collate_fn`` returns for such a dict."""
+class JaxConversion(Conversion):
+    """Makes NumPy arrays of types that NumPy and JAX share; `JaxPut` makes JAX arrays of them."""
 
-    origin: Origin
-    reader: TableReader
-    columns: Sequence[str]
-    dtypes: Any
-    collate_fn: Callable[[Any], Any] | None
+    def as_dtype(self, dtype: Any) -> Any:
+        try:
+            return np.dtype(dtype)
+        except TypeError as error:
+            raise ConfigError(
+                f"dtypes={dtype!r} is not a dtype: give one that NumPy takes, or a dict of them by column."
+            ) from error
 
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        if self.collate_fn is not None:
-            arrays = self.reader.arrays(rows, self.columns)
-            return copy_writeable_arrays(
-                self.collate_fn({column: writeable(array) for column, array in arrays.items()})
-            )
-        arrays = self.reader.arrays(rows, self.columns, dense=True)
-        batch = {column: self._cast(column, array) for column, array in arrays.items()}
-        return batch if self.origin.label_split is None else self.origin.label_split.split(batch, stack_columns)
+    def convert(self, values: NDArray[Any], dtype: Any, origin: Origin, path: Path) -> NDArray[Any]:
+        return values if dtype is None else cast(values, dtype, origin.describe(path))
 
-    def _cast(self, column: str, array: NDArray[Any]) -> NDArray[Any]:
-        dtype = self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
-        return array if dtype is None else cast(array, dtype, self.origin.describe((column,)))
-
-
-@dataclass(frozen=True)
-class ItemsToArrays:
-    """Makes batches of a map-style dataset's items: stacked, or by ``collate_fn``."""
-
-    origin: Origin
-    reader: ItemReader
-    collate_fn: Callable[[Any], Any] | None
-
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        items = self.reader.items(rows)
-        if self.collate_fn is None:
-            return stack_items(items, self.origin.dataset)
-        return copy_writeable_arrays(self.collate_fn(items))
+    def finish(self, batch: Any, origin: Origin) -> Any:
+        return copy_writeable_arrays(batch)
 
 
 @dataclass(frozen=True)
@@ -84,7 +45,6 @@ class JaxPut:
     """Turns all NumPy arrays of a batch into JAX arrays; other values stay as they are. A `Transfer`.
 
     Attributes:
-        origin: Where the values come from.
         device: A `jax.Device` or a `jax.sharding.Sharding`; None for JAX's default device.
     """
 

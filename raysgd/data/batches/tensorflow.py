@@ -18,19 +18,10 @@ from numpy.typing import NDArray
 
 from raysgd._util.imports import imported
 from raysgd.data.batches.batches import Batches
-from raysgd.data.batches.values import (
-    Origin,
-    Path,
-    cast,
-    copy_writeable_arrays,
-    empty_batch,
-    stack_columns,
-    stack_items,
-    unsupported_type,
-    writeable,
-)
+from raysgd.data.batches.conversion import Conversion
+from raysgd.data.batches.values import Origin, Path, cast, copy_writeable_arrays, map_leaves, unsupported_type
 from raysgd.data.order.epoch_order import Indices
-from raysgd.data.reading.readers import ItemReader, TableReader
+from raysgd.data.reading.readers import Arrays, TableReader
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +34,8 @@ def as_tf_dataset(batches: Batches[Any], origin: Origin, signature: Any) -> tf.d
     """Return the batches as a `tf.data.Dataset`; each of its iterators is one of the batches.
 
     Args:
-        batches: Read by `TableToTF` or `ItemsToTF`.
-        origin: Where their values come from.
+        batches: Batches that `TFConversion` makes.
+        origin: Where the values come from.
         signature: The `tf.TypeSpec` of a batch; None for that of the first batch, with any number of rows.
 
     Raises:
@@ -54,7 +45,7 @@ def as_tf_dataset(batches: Batches[Any], origin: Origin, signature: Any) -> tf.d
 
     if signature is None:
         with _random_state_kept():
-            signature = _signature_of(batches.first_batch())
+            signature = map_leaves(_spec_of, batches.first_batch())
     checked = replace(batches, _read=_CheckedRead(batches._read, signature, origin))
     dataset = tf.data.Dataset.from_generator(lambda: iter(checked), output_signature=signature)
     options = tf.data.Options()
@@ -64,76 +55,39 @@ def as_tf_dataset(batches: Batches[Any], origin: Origin, signature: Any) -> tf.d
     return dataset.with_options(options)
 
 
-@dataclass(frozen=True)
-class TableToTF:
-    """Makes dicts of arrays that TensorFlow supports, tuples ``(features, label)``, or what ``collate_fn`` returns."""
+class TFConversion(Conversion):
+    """Makes NumPy arrays of types that TensorFlow supports: numbers and strings."""
 
-    origin: Origin
-    reader: TableReader
-    columns: Sequence[str]
-    dtypes: Any
-    collate_fn: Callable[[Any], Any] | None
-
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        arrays = self.reader.arrays(rows, self.columns)
-        if self.collate_fn is not None:
-            made = copy_writeable_arrays(
-                self.collate_fn({column: writeable(array) for column, array in arrays.items()})
-            )
-            return _as_tf_structure(made, self.origin, ())
+    def read(self, reader: TableReader, rows: Indices, columns: Sequence[str]) -> Arrays:
+        arrays = reader.arrays(rows, columns)
         lists = [column for column, values in arrays.items() if values.dtype == object and not _is_text(values)]
         if lists:  # they may be equally long, and make one array
-            arrays |= self.reader.arrays(rows, lists, dense=True)
-        batch = {column: self._array(column, values) for column, values in arrays.items()}
-        return batch if self.origin.label_split is None else self.origin.label_split.split(batch, stack_columns)
+            arrays |= reader.arrays(rows, lists, dense=True)
+        return arrays
 
-    def _array(self, column: str, values: NDArray[Any]) -> NDArray[Any]:
-        dtype = self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
+    def as_dtype(self, dtype: Any) -> Any:
+        import tensorflow as tf
+
+        try:
+            found = tf.as_dtype(dtype)
+        except TypeError:
+            found = tf.string
+        if found == tf.string:
+            raise ConfigError(
+                f"to_tf(dtypes={dtype!r}) is not a type of numbers: give one such as tf.float32, or a dict of them by column."
+            )
+        return found
+
+    def convert(self, values: NDArray[Any], dtype: Any, origin: Origin, path: Path) -> NDArray[Any]:
         if dtype is not None and not _is_text(values):
-            values = cast(values, dtype.as_numpy_dtype, self.origin.describe((column,)))
-        return _check_tf_type(values, self.origin, (column,))
+            values = cast(values, dtype.as_numpy_dtype, origin.describe(path))
+        return _check_tf_type(values, origin, path)
 
+    def collate(self, items: list[Any], origin: Origin) -> Any:
+        return _as_tf_structure(super().collate(items, origin), origin, ())
 
-@dataclass(frozen=True)
-class ItemsToTF:
-    """Makes batches of a map-style dataset's items: stacked, or by ``collate_fn``."""
-
-    origin: Origin
-    reader: ItemReader
-    collate_fn: Callable[[Any], Any] | None
-
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        items = self.reader.items(rows)
-        if self.collate_fn is None:
-            batch = stack_items(items, self.origin.dataset)
-        else:
-            batch = copy_writeable_arrays(self.collate_fn(items))
-        return _as_tf_structure(batch, self.origin, ())
-
-
-def as_tf_dtypes(dtypes: Any) -> Any:
-    """Convert the argument ``dtypes``, a dtype or a dict of them by column, to `tf.DType`.
-
-    Raises:
-        ConfigError: It is not a type of numbers.
-    """
-    import tensorflow as tf
-
-    if isinstance(dtypes, Mapping):
-        return {column: as_tf_dtypes(dtype) for column, dtype in dtypes.items()}
-    try:
-        dtype = None if dtypes is None else tf.as_dtype(dtypes)
-    except TypeError:
-        dtype = tf.string
-    if dtype == tf.string:
-        raise ConfigError(
-            f"to_tf(dtypes={dtypes!r}) is not a type of numbers: give one such as tf.float32, or a dict of them by column."
-        )
-    return dtype
+    def finish(self, batch: Any, origin: Origin) -> Any:
+        return _as_tf_structure(copy_writeable_arrays(batch), origin, ())
 
 
 @dataclass(frozen=True)
@@ -216,17 +170,8 @@ def _is_text(values: NDArray[Any]) -> bool:
     return all(texts) and any(value is not None for value in values.flat)
 
 
-def _signature_of(batch: Any) -> Any:
-    """Return the `tf.TypeSpec` of batches like this one, with any number of rows."""
-    if isinstance(batch, Mapping):
-        return {key: _signature_of(value) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        values = [_signature_of(value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    return _spec_of(batch)
-
-
 def _spec_of(leaf: Any) -> Any:
+    """Return the `tf.TypeSpec` of values like this one, with any number of rows."""
     import tensorflow as tf
 
     spec = tf.type_spec_from_value(leaf)

@@ -5,108 +5,68 @@ A loop may write to the tensors it gets: read-only views of the dataset are copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from raysgd.data.batches.values import Origin, empty_batch, map_leaves, to_device, unsupported_type, writeable
-from raysgd.data.order.epoch_order import Indices
-from raysgd.data.reading.readers import ItemReader, TableReader
+from raysgd.data.batches.conversion import Conversion
+from raysgd.data.batches.values import Origin, Path, map_leaves, to_device, unsupported_type, writeable
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-Collate = Callable[[Any], Any]
-
 
 @dataclass(frozen=True)
-class TableToTorch:
-    """Makes dicts of tensors by column, tuples ``(features, label)``, or what ``collate_fn`` returns for NumPy arrays."""
+class TorchConversion(Conversion):
+    """Makes tensors. Items are collated as by torch's DataLoader.
 
-    origin: Origin
-    reader: TableReader
-    columns: Sequence[str]
-    dtypes: torch.dtype | Mapping[str, torch.dtype] | None
+    Attributes:
+        device: Where tensors go; None leaves them in host memory.
+    """
+
     device: torch.device | str | None
-    collate_fn: Collate | None
 
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        if self.collate_fn is not None:
-            arrays = self.reader.arrays(rows, self.columns)
-            return to_device(
-                self.collate_fn({column: writeable(array) for column, array in arrays.items()}), self.device
+    def as_dtype(self, dtype: Any) -> Any:
+        import torch
+
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(
+                f"dtypes={dtype!r} is not a torch dtype: give one such as torch.float32, or a dict of them by column."
             )
-        arrays = self.reader.arrays(rows, self.columns, dense=True)
-        tensors = {column: self._tensor(column, array) for column, array in arrays.items()}
-        return tensors if self.origin.label_split is None else self.origin.label_split.split(tensors, _stack_columns)
+        return dtype
 
-    def _tensor(self, column: str, array: NDArray[Any]) -> torch.Tensor:
+    def convert(self, values: NDArray[Any], dtype: Any, origin: Origin, path: Path) -> torch.Tensor:
         import torch
 
         try:
-            tensor = torch.from_numpy(writeable(array))
+            tensor = torch.from_numpy(writeable(values))
         except TypeError as error:
-            raise unsupported_type(array, self.origin, (column,), "torch") from error
-        dtype = self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes
+            raise unsupported_type(values, origin, path, "torch") from error
         if dtype is None and self.device is None:
             return tensor
         return tensor.to(device=self.device, dtype=dtype, non_blocking=True)
 
+    def stack_columns(self, columns: list[torch.Tensor]) -> torch.Tensor:
+        import torch
 
-@dataclass(frozen=True)
-class ItemsToTorch:
-    """Makes batches of a map-style dataset's items: collated as torch's DataLoader does, or by ``collate_fn``."""
+        return torch.stack(columns, dim=1)  # converts to the common type, as torch.promote_types
 
-    origin: Origin
-    reader: ItemReader
-    device: torch.device | str | None
-    collate_fn: Collate | None
-
-    def __call__(self, rows: Indices) -> Any:
-        if not len(rows):
-            return empty_batch(self, self.reader.sample_row(), self.origin.dataset)
-        items = self.reader.items(rows)
-        batch = self._collate(items) if self.collate_fn is None else self.collate_fn(items)
-        return to_device(batch, self.device)
-
-    def _collate(self, items: list[Any]) -> Any:
+    def collate(self, items: list[Any], origin: Origin) -> Any:
         from torch.utils.data import default_collate
 
         try:
-            return default_collate(items)
+            batch = default_collate(items)
         except (TypeError, RuntimeError) as error:
             raise ConfigError(
-                f"the rows of dataset {self.origin.dataset!r} cannot be collated: {error}. Give collate_fn, which gets a list "
+                f"the rows of dataset {origin.dataset!r} cannot be collated: {error}. Give collate_fn, which gets a list "
                 "of rows."
             ) from error
+        return to_device(batch, self.device)
 
-
-def _stack_columns(tensors: list[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return torch.stack(tensors, dim=1)  # converts to the common type, as torch.promote_types
-
-
-def check_torch_dtypes(dtypes: Any) -> None:
-    """Check that ``dtypes`` is a torch dtype, or a dict of them by column.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if dtypes is None:
-        return
-    import torch
-
-    for dtype in dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]:
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(
-                f"dtypes={dtypes!r} is not a torch dtype: give one such as torch.float32, or a dict of them by column."
-            )
+    def finish(self, batch: Any, origin: Origin) -> Any:
+        return to_device(batch, self.device)
 
 
 class _PendingCopy(NamedTuple):
@@ -117,11 +77,7 @@ class _PendingCopy(NamedTuple):
 
 
 class CudaCopies:
-    """Copies batches to one CUDA device while the loop computes, through pinned memory. A `Transfer`.
-
-    Args:
-        device: As torch takes it.
-    """
+    """Copies batches to one CUDA device while the loop computes, through pinned memory. A `Transfer`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device

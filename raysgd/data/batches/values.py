@@ -28,7 +28,6 @@ class LabelSplit:
     """Splits a batch of columns into ``(features, label)``.
 
     Attributes:
-        dataset: Name of the dataset, for messages.
         features: Feature columns. One column is taken as it is; several are stacked to (batch, num_features).
         label: The label column.
     """
@@ -38,11 +37,7 @@ class LabelSplit:
     label: str
 
     def split(self, batch: Mapping[str, Any], stack: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
-        """Return features and label.
-
-        Args:
-            batch: Tensors or arrays by column.
-            stack: Stacks columns along a new axis 1, converted to their common type.
+        """Return features and label of a batch by column. ``stack`` makes one tensor of several columns.
 
         Raises:
             ConfigError: One of several feature columns does not have one number per row.
@@ -69,10 +64,9 @@ class LabelSplit:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the values of batches come from, for messages.
+    """The source of the values of batches, for messages.
 
     Attributes:
-        dataset: Name of the dataset.
         kind: The columns of a table, the items of a map-style dataset, or what ``collate_fn`` returned.
         label_split: If batches are ``(features, label)``.
     """
@@ -109,18 +103,12 @@ def to_device(batch: Any, device: Any) -> Any:
     """Move every value that has a method ``to`` to ``device``; None leaves the batch as it is."""
     if device is None:
         return batch
-    if hasattr(batch, "to"):  # also a container that moves itself, such as a Hugging Face BatchEncoding
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return rebuild(batch, [to_device(value, device) for value in batch])
-    return batch
+    return map_leaves(lambda value: value.to(device, non_blocking=True) if hasattr(value, "to") else value, batch)
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
     """Apply ``change`` to every value in the batch's dicts, lists and tuples. A value with a method ``to`` counts as one."""
-    if hasattr(batch, "to"):
+    if hasattr(batch, "to"):  # also a container that moves itself, such as a Hugging Face BatchEncoding
         return change(batch)
     if isinstance(batch, Mapping):
         return {key: map_leaves(change, value) for key, value in batch.items()}
@@ -170,7 +158,7 @@ def remove_rows(one: Any, two: Any, dataset: str) -> Any:
 
 
 def empty_batch(read: Callable[[Any], Any], row: int, dataset: str) -> Any:
-    """Return a batch of 0 rows, made from batches of ``row``: ``collate_fn`` need not handle an empty input."""
+    """Return a batch of 0 rows, made from batches of a sample row: ``collate_fn`` need not handle an empty input."""
     return remove_rows(read(range(row, row + 1)), read(np.full(2, row, np.int64)), dataset)
 
 
@@ -188,11 +176,6 @@ def copy_writeable_arrays(batch: Any) -> Any:
     return map_leaves(copy, batch)
 
 
-def stack_columns(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    """Stack columns of numbers to (batch, num_columns), converted to NumPy's common type."""
-    return np.stack(arrays, axis=1)
-
-
 def stack_items(items: list[Any], dataset: str) -> Any:
     """Stack the items of a map-style dataset into one batch: the values in their dicts, lists and tuples, as NumPy arrays.
 
@@ -201,13 +184,8 @@ def stack_items(items: list[Any], dataset: str) -> Any:
     """
     try:
         return _stacked(items)
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # RuntimeError: a tensor with a gradient
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        # NumPy raises a RuntimeError for a tensor with a gradient.
         raise ConfigError(
             f"the rows of dataset {dataset!r} cannot be stacked: {error}. Give collate_fn, which gets a list of rows."
         ) from error
@@ -233,12 +211,7 @@ def _stacked(items: list[Any]) -> Any:
 
 
 def cast(values: NDArray[Any], dtype: Any, where: str) -> NDArray[Any]:
-    """Convert values to another type.
-
-    Args:
-        values: Rows of a column.
-        dtype: A NumPy dtype.
-        where: Describes the values in messages.
+    """Convert values to another NumPy type. ``where`` describes them in messages.
 
     Raises:
         ConfigError: The values cannot be converted, or are integers out of the type's range.
@@ -251,22 +224,6 @@ def cast(values: NDArray[Any], dtype: Any, where: str) -> NDArray[Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{where} holds {_kind_of(values)}, which cannot be converted to {dtype}: {error}."
-        ) from error
-
-
-def as_numpy_dtypes(dtypes: Any) -> Any:
-    """Convert the argument ``dtypes``, a dtype or a dict of them by column, to `numpy.dtype`.
-
-    Raises:
-        ConfigError: NumPy does not take it as a dtype.
-    """
-    if isinstance(dtypes, Mapping):
-        return {column: as_numpy_dtypes(dtype) for column, dtype in dtypes.items()}
-    try:
-        return None if dtypes is None else np.dtype(dtypes)
-    except TypeError as error:
-        raise ConfigError(
-            f"dtypes={dtypes!r} is not a dtype: give one that NumPy takes, or a dict of them by column."
         ) from error
 
 

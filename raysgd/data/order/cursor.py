@@ -1,8 +1,7 @@
 """The cursor of one dataset in one run: the only object that moves the position. Used in the worker's training thread.
 
 A batch is consumed when it is handed to the loop body. The epoch ends when its iterator is exhausted or closed, as by
-``break``. Until then the position may be (epoch, everything consumed): a run that resumes there finds an empty rest of
-that epoch first.
+``break``. A checkpoint before that may be at the end of an epoch: a loop that resumes there finds no rows left in it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Cursor:
     """The position in a dataset; at most one `EpochIteration` moves it at a time.
 
     Args:
-        name: Name of the dataset, for messages.
-        block_rows: Rows in each of its blocks.
+        block_rows: Rows in each block.
         seed: For the order of the epochs that begin here. An epoch that was begun before keeps its seed.
         position: Where to resume.
         window_rows: See `EpochOrder`.
@@ -32,12 +30,7 @@ class Cursor:
     """
 
     def __init__(
-        self,
-        name: str,
-        block_rows: Sequence[int],
-        seed: int,
-        position: Position,
-        window_rows: int = WINDOW_ROWS,
+        self, name: str, block_rows: Sequence[int], seed: int, position: Position, window_rows: int = WINDOW_ROWS
     ) -> None:
         self.name = name
         self._window_rows = window_rows

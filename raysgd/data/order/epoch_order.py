@@ -57,9 +57,8 @@ class Permutation:
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         mixed = self._mix(places.astype(self._word))
         outside = np.flatnonzero(mixed >= self._size)
-        while len(
-            outside
-        ):  # cycle walking: the mixing permutes a power of two, so values beyond the size are mixed again
+        # Cycle walking: the mixing permutes a power of two, so values beyond the size are mixed again.
+        while len(outside):
             again = self._mix(mixed[outside])
             mixed[outside] = again
             outside = outside[again >= self._size]

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How many rows of an epoch's order all ranks together have consumed.
+    """A place in an epoch's order: the number of rows that all ranks together have consumed.
 
     Attributes:
         epoch: From 0.
@@ -55,7 +55,7 @@ class Position:
         return f"epoch {self.epoch}, {self.consumed} rows consumed"
 
     def describe_order(self) -> str:
-        """Return a text that differs wherever two positions are in different orders."""
+        """Describe the position and its order; texts differ if the orders do."""
         return f"{self} of an order of {self.lanes} lanes ({self.layout})" if self.consumed else str(self)
 
 
@@ -82,7 +82,7 @@ def check_agreement(positions: Mapping[int, Mapping[str, Any]]) -> None:
         positions: By rank, what `WorkerDatasets.positions` returned there.
 
     Raises:
-        CheckpointError: They were not; the message has the dataset and the position of each rank.
+        CheckpointError: They are at different positions. The message has the dataset and the position of each rank.
     """
     for name in sorted({name for of_rank in positions.values() for name in of_rank}):
         by_rank = {

@@ -20,7 +20,7 @@ LOOKAHEAD_ROWS = 8_192
 
 
 class Order(Protocol):
-    """What `RankAssignment` asks of an order; see `raysgd.data.order.epoch_order.EpochOrder`."""
+    """The order of an epoch, as `RankAssignment` uses it; see `raysgd.data.order.epoch_order.EpochOrder`."""
 
     shuffle: Shuffle
     lanes: int
@@ -73,10 +73,6 @@ class RankAssignment:
         """Steps in an epoch, equal on every rank."""
         whole, remainder = divmod(self.num_rows, self.global_batch)
         return whole + bool(remainder and not self.drop_last)
-
-    def rows(self, order: Order, start: int) -> Indices:
-        """Return this rank's rows in the step that begins at ``start``."""
-        return self._rows_of_steps(order, [start])[0]
 
     def steps(self, order: Order, start: int) -> Iterator[list[tuple[Indices, int]]]:
         """Yield the steps from ``start`` on as lists of ``(rows of this rank, end of the step)``, thousands of rows each."""

@@ -62,13 +62,7 @@ class StreamOrder:
         return self.lanes * self.stretch_rows
 
     def choose_stretch_rows(self, block_rows: int, block_bytes: int, global_batch: int) -> None:
-        """Choose the length of stretches at the beginning of an epoch: the first block's rows, in whole steps, within bounds.
-
-        Args:
-            block_rows: Rows in the first block.
-            block_bytes: Bytes of the first block.
-            global_batch: Rows of a step.
-        """
+        """Choose the length of stretches at the beginning of an epoch: that of the first block, in whole steps, within bounds."""
         if self.stretch_rows:
             return
         per_row = max(1.0, block_bytes / max(1, block_rows))

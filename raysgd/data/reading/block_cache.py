@@ -9,21 +9,21 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-#: Limit of what is held, including blocks loaded ahead of the loop. The blocks in use may take more, and one block is
-#: loaded ahead in any case.
+#: Limit of the blocks that are held, including those loaded ahead of the loop. The blocks in use may take more, and one
+#: block is always loaded ahead.
 MAX_HELD_BYTES = 256 * 2**20
 #: Threads that load: one waits for storage while another decodes, which Arrow does on all cores.
 _NUM_LOADERS = 2
 #: Blocks whose loading may be in progress.
 MAX_LOADING = 8
-#: The loop waits in intervals of so many seconds, since a thread that waits in one piece cannot be interrupted.
+#: Seconds of one wait: Python cannot interrupt a thread during a longer one.
 _POLL_S = 0.5
 
 T = TypeVar("T")
 
 
 def wait_for(future: Future[T]) -> T:
-    """Return the result of a thread. Python can interrupt this wait, as it cannot ``future.result()``."""
+    """Return the result of a thread. Unlike ``future.result()``, this wait can be interrupted."""
     while not wait([future], timeout=_POLL_S).done:
         pass
     return future.result()

@@ -1,7 +1,7 @@
 """One column of one block as NumPy arrays, without a copy where Arrow and NumPy store numbers alike. Worker side.
 
-Numbers, times and rectangular arrays of them are converted once for the whole block; of these only booleans are copied,
-which Arrow packs into bits. Strings, lists and other values are converted batch by batch.
+Numbers, times and rectangular arrays of them are converted once for the whole block. Only booleans are copied, because Arrow
+packs them into bits. Strings, lists and other values are converted batch by batch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MAX_FRAGMENTS = 64
 
 @dataclass(frozen=True)
 class FileReadOptions:
-    """How the files of a dataset are read. Pickled by the driver.
+    """The formats and columns of a dataset's files, with which workers read them. Pickled by the driver.
 
     Attributes:
         schema: The `pyarrow.Schema` of the dataset.
@@ -60,12 +60,7 @@ class FileReadOptions:
 
 
 class FileBlocks:
-    """Loads the blocks of a dataset that consists of files.
-
-    Args:
-        name: Name of the dataset, for messages.
-        source: Of the kind ``files``.
-    """
+    """Loads the blocks of a dataset that consists of files."""
 
     def __init__(self, name: str, source: Source) -> None:
         assert source.files is not None
@@ -147,8 +142,6 @@ class FileSteps(EpochSteps):
     """The steps of an epoch over files: loads blocks ahead of the loop, and releases them behind it. For the reading thread.
 
     Args:
-        blocks: The cache that holds the blocks.
-        block_rows: Rows in each block.
         assignment, order, start: See `EpochSteps`.
         on_release: Called with the number of each block that was released.
     """
@@ -205,9 +198,6 @@ class FileReader(TableReader):
     """Reads some columns of the files, each part once per epoch, ahead of the loop.
 
     Args:
-        name: Name of the dataset, for messages.
-        source: Of the kind ``files``.
-        files: Loads the blocks.
         columns: The columns to load; all by default.
         selected: See `TableReader`.
     """

@@ -16,9 +16,9 @@ from raysgd._util.imports import imported
 
 T = TypeVar("T")
 
-#: Limit for the prefetched batches in waiting; one batch is allowed in any case.
+#: Limit of the prefetched batches; one batch is always prefetched, whatever its size.
 MAX_BYTES = 256 * 2**20
-#: The loop waits in intervals of so many seconds, since a thread that waits in one piece cannot be interrupted.
+#: Seconds of one wait: Python cannot interrupt a thread during a longer one.
 _POLL_S = 0.2
 #: Seconds that `PrefetchIterator.close` waits for the batch in progress. The thread ends after that batch in any case.
 _CLOSE_S = 5.0
@@ -37,7 +37,7 @@ class Prefetchers:
 
     def start(self, items: Iterator[T], depth: int) -> PrefetchIterator[T]:
         """Start a thread that makes up to ``depth`` items ahead."""
-        prefetched = PrefetchIterator(items, depth, num_bytes)
+        prefetched = PrefetchIterator(items, depth)
         self._running.add(prefetched)
         return prefetched
 
@@ -55,13 +55,11 @@ class PrefetchIterator(Generic[T]):
     Args:
         items: Makes the items; used in the thread alone.
         depth: At least 1.
-        size_of: Returns the size of an item in bytes.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, size_of: Any) -> None:
+    def __init__(self, items: Iterator[T], depth: int) -> None:
         self._items = items
         self._depth = depth
-        self._size_of = size_of
         self._ready: deque[tuple[T, int]] = deque()
         self._num_bytes = 0
         self._is_over = False
@@ -109,7 +107,7 @@ class PrefetchIterator(Generic[T]):
                 imported("torch").cuda.set_device(self._device)
             while self._wait_for_room():
                 item = next(self._items)
-                size = self._size_of(item)
+                size = num_bytes(item)
                 with self._changed:
                     self._ready.append((item, size))
                     self._num_bytes += size

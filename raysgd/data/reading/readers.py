@@ -16,6 +16,7 @@ from raysgd.data.reading.columns import Column, open_column
 from raysgd.data.reading.prefetch import Prefetchers
 from raysgd.errors import ConfigError
 
+#: Returns the object that ``put`` stored.
 Fetch = Callable[[Any], Any]
 Arrays = dict[str, NDArray[Any]]
 #: A block's number, the wanted rows of it, and their indices in the batch (None: one after the other).
@@ -58,7 +59,7 @@ class EpochSteps:
 
 
 class Blocks(Protocol):
-    """Where a `TableReader` gets its blocks from."""
+    """A source of blocks for a `TableReader`."""
 
     def get(self, number: int) -> Any:
         """Return a block, a Table or a dict of arrays, with at least the columns that are read."""
@@ -68,12 +69,7 @@ class Blocks(Protocol):
 
 
 class StoredBlocks:
-    """Blocks in the object store. They are kept: they are views of shared memory, and shuffled epochs need all of them.
-
-    Args:
-        source: Of the kind ``arrow`` or ``arrays``.
-        fetch: Returns the object that ``put`` stored.
-    """
+    """Blocks in the object store. They are kept: they are views of shared memory, and shuffled epochs need all of them."""
 
     def __init__(self, source: Source, fetch: Fetch) -> None:
         self._refs = source.blocks
@@ -93,9 +89,6 @@ class TableReader:
     """Reads rows of a dataset whose blocks are Tables or dicts of arrays.
 
     Args:
-        name: Name of the dataset, for messages.
-        source: Describes the blocks.
-        blocks: The blocks.
         schema: The `pyarrow.Schema`, if it is known without reading a block.
         selected: The rows of a subset; None for all rows.
     """
@@ -270,12 +263,7 @@ class TableReader:
 
 
 class SelectedRows:
-    """The rows of a subset of a dataset, in the order of the whole dataset.
-
-    Args:
-        selection: Which rows belong to the subset.
-        fetch: Returns the object that ``put`` stored.
-    """
+    """The rows of a subset of a dataset, in the order of the whole dataset."""
 
     def __init__(self, selection: FoldSelection, fetch: Fetch) -> None:
         self._selection = selection
@@ -301,7 +289,7 @@ class SelectedRows:
 
 
 class ItemReader:
-    """Reads rows of a map-style dataset, which every worker holds in memory and indexes. Methods as of `TableReader`."""
+    """Reads rows of a map-style dataset, which every worker holds in memory and indexes. See `TableReader` for the methods."""
 
     def __init__(self, source: Source, fetch: Fetch, selected: SelectedRows | None = None) -> None:
         self._source = source

@@ -24,16 +24,17 @@ _MIN_WINDOW_ROWS = 256
 #: Files whose metadata is read at a time: remote storage has long latencies.
 _NUM_READERS = 32
 
+#: The class of `pyarrow.dataset` that reads files with this ending.
 _FORMATS = {
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "ipc",
-    ".ipc": "ipc",
-    ".feather": "ipc",
-    ".csv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
+    ".parquet": "ParquetFileFormat",
+    ".pq": "ParquetFileFormat",
+    ".arrow": "IpcFileFormat",
+    ".ipc": "IpcFileFormat",
+    ".feather": "IpcFileFormat",
+    ".csv": "CsvFileFormat",
+    ".json": "JsonFileFormat",
+    ".jsonl": "JsonFileFormat",
+    ".ndjson": "JsonFileFormat",
 }
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
@@ -68,16 +69,11 @@ def source_of_paths(name: str, given: Any) -> Source:
     options = ds.FileSystemFactoryOptions(
         partition_base_dir=folder, partitioning=ds.HivePartitioning.discover() if folder else None
     )
-    kinds = {
-        "parquet": ds.ParquetFileFormat,
-        "ipc": ds.IpcFileFormat,
-        "csv": ds.CsvFileFormat,
-        "json": ds.JsonFileFormat,
-    }
+    file_format = getattr(ds, formats[files[0]])()
     try:
-        dataset = ds.FileSystemDatasetFactory(filesystem, files, kinds[formats[files[0]]](), options).finish()
+        dataset = ds.FileSystemDatasetFactory(filesystem, files, file_format, options).finish()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(name, files[0], error) from error
+        raise _unreadable_error(name, files[0], error) from error
     return source_of_dataset(name, dataset)
 
 
@@ -144,7 +140,7 @@ def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise _unreadable(name, given, error) from error
+            raise _unreadable_error(name, given, error) from error
         if filesystem is not None and found != filesystem:
             raise ConfigError(
                 f"dataset {name!r} has paths on several storages, {paths[0]} and {given}; give paths on one storage."
@@ -206,7 +202,7 @@ def _inspect_file(
             return size, [_SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
         return size, list(_row_groups(number, fragment, schema, condition))
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(name, fragment.path, error) from error
+        raise _unreadable_error(name, fragment.path, error) from error
 
 
 def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iterator[_SizedPart]:
@@ -272,7 +268,7 @@ def _check_columns(name: str, fragment: Any, schema: Any) -> None:
             )
 
 
-def _unreadable(name: str, path: str, error: BaseException) -> ConfigError:
+def _unreadable_error(name: str, path: str, error: BaseException) -> ConfigError:
     kind = with_article(type(error).__name__)
     line = str(error).split("\n", 1)[0]
     return ConfigError(f"dataset {name!r}: {path} cannot be read because of {kind}: {line}")
@@ -280,8 +276,6 @@ def _unreadable(name: str, path: str, error: BaseException) -> ConfigError:
 
 def _index(known: list[Any], wanted: Any) -> int:
     """Return the index of a value in the list, after appending it if it is missing."""
-    for index, each in enumerate(known):
-        if each == wanted:
-            return index
-    known.append(wanted)
-    return len(known) - 1
+    if wanted not in known:
+        known.append(wanted)
+    return known.index(wanted)

@@ -21,7 +21,7 @@ from raysgd.data.sources.memory import (
     table_of_frame,
     table_of_hugging_face,
 )
-from raysgd.data.sources.subsets import DatasetSubset
+from raysgd.data.sources.subsets import DatasetSubset, FoldedDataset
 from raysgd.data.streams.stream import Stream, inline_stream
 from raysgd.errors import ConfigError, SerializationError
 
@@ -103,12 +103,9 @@ class _Resolver:
             self.done[id(given)] = given, self._resolve(name, given)
         return self.done[id(given)][1]
 
-    def store(self, value: Any) -> Any:
-        return self.put(value)
-
     def _resolve(self, name: str, given: Any) -> Source:
         if isinstance(given, DatasetSubset):
-            return given.source(name, self)
+            return given.source(*self._resolve_whole(name, given.whole))
         if (files := _files(name, given)) is not None:
             return files
         if _is(given, "ray.data", "MaterializedDataset"):
@@ -123,6 +120,12 @@ class _Resolver:
             return self._store("arrays", blocks_of_rows(name, given))
         _check_items(name, given)
         return self._items(name, given)
+
+    def _resolve_whole(self, name: str, whole: FoldedDataset) -> tuple[Source, Any]:
+        """Return the source of all rows, and what ``put`` returned for the folds."""
+        if whole.resolved is None or whole.resolved[0] != self.session:
+            whole.resolved = self.session, self.source(name, whole.given), self.put(whole.folds)
+        return whole.resolved[1], whole.resolved[2]
 
     def _store(self, kind: Any, blocks: list[tuple[Any, int]]) -> Source:
         return Source(kind, tuple(self.put(block) for block, _ in blocks), tuple(rows for _, rows in blocks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,34 +11,20 @@ from numpy.typing import NDArray
 from raysgd.data.plan import FoldSelection, Source, select_rows
 
 
-class Resolver(Protocol):
-    """Stores datasets for one run; see `raysgd.data.sources.resolve`."""
-
-    session: Any
-
-    def source(self, name: str, given: Any) -> Source: ...
-
-    def store(self, value: Any) -> Any: ...
-
-
 @dataclass
 class FoldedDataset:
-    """A dataset and the fold of each row. Keeps what it was resolved to, so that several runs store it once.
+    """A dataset and the fold of each row.
 
     Attributes:
         given: The dataset.
         folds: The fold of each of its rows, uint16.
+        resolved: The session of the last run with it, the source of all its rows, and what ``put`` returned for the folds.
+            Kept so that several runs of a session store the rows once.
     """
 
     given: Any
     folds: NDArray[np.uint16]
-    _resolved: tuple[Any, Source, Any] | None = None
-
-    def resolve(self, name: str, resolver: Resolver) -> tuple[Source, Any]:
-        """Return the source of all rows, and what ``put`` returned for the folds."""
-        if self._resolved is None or self._resolved[0] != resolver.session:
-            self._resolved = resolver.session, resolver.source(name, self.given), resolver.store(self.folds)
-        return self._resolved[1], self._resolved[2]
+    resolved: tuple[Any, Source, Any] | None = None
 
     def subset(self, fold: int, *, is_complement: bool = False) -> DatasetSubset:
         """Return the rows of a fold, or all other rows."""
@@ -49,7 +35,7 @@ class FoldedDataset:
 class DatasetSubset:
     """Rows of a dataset for ``run(dataset=...)``: those of one fold, or all but those. ``len()`` counts them."""
 
-    _whole: FoldedDataset
+    whole: FoldedDataset
     _fold: int
     _is_complement: bool
     _num_rows: int
@@ -58,12 +44,11 @@ class DatasetSubset:
         return self._num_rows
 
     def __repr__(self) -> str:
-        return f"DatasetSubset({self._num_rows} of {len(self._whole.folds)} rows)"
+        return f"DatasetSubset({self._num_rows} of {len(self.whole.folds)} rows)"
 
-    def source(self, name: str, resolver: Resolver) -> Source:
-        """Describe the subset for a run."""
-        whole, folds = self._whole.resolve(name, resolver)
-        is_selected = select_rows(self._whole.folds, self._fold, self._is_complement)
+    def source(self, whole: Source, folds: Any) -> Source:
+        """Describe the subset, by the source of all rows and what ``put`` returned for the folds."""
+        is_selected = select_rows(self.whole.folds, self._fold, self._is_complement)
         selected_before = np.concatenate([[0], np.cumsum(is_selected)])
         ends = np.cumsum(whole.block_rows, dtype=np.int64)
         counts = selected_before[ends] - selected_before[ends - np.asarray(whole.block_rows, np.int64)]

@@ -31,10 +31,9 @@ WAIT_WARNING_S = 20.0
 
 
 class StreamHost:
-    """Executes a dataset for its readers, and answers which blocks exist. Used in one event loop.
+    """Executes a `ray.data.Dataset` for its readers, and answers which blocks exist. Used in one event loop.
 
-    Args:
-        dataset: The `ray.data.Dataset`.
+    Its methods are those of `raysgd.data.streams.stream.Stream`. They return None where those raise a StreamLostError.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -46,25 +45,18 @@ class StreamHost:
         self._inspected: PassState | None = None
 
     async def inspect(self, key: PassKey) -> PassState:
-        """See `raysgd.data.streams.stream.Stream.inspect`."""
         if self._is_stale(key):
             return PassState(error=_CLOSED)
         if self._inspected is None:
-            current = self._pass(key)
-            current.want(1)
-            while not current.index.num_rows and not current.index.is_complete:
-                await self._wait_for_news(current)
-            self._first = self._first or current.index.first
-            state = replace(current.index.state(0), block_rows=())
+            state = await self._wait_for_state(self._pass(key), 1)
             if state.error is not None:
                 return state
-            self._inspected = state
+            self._inspected = replace(state, block_rows=())
         return replace(self._inspected, first=self._first)
 
     async def wait_for_rows(
         self, key: PassKey, rank: int, needed: int, upto: int, have: ReaderState
     ) -> PassState | None:
-        """See `raysgd.data.streams.stream.Stream.wait_for_rows`; returns None if the execution is another one."""
         if self._is_stale(key) or (key, rank) in self._left:
             return PassState(error=_CLOSED)
         self._first = self._first or have.first
@@ -76,14 +68,9 @@ class StreamHost:
         if needed < current.index.released_until:
             return PassState(is_released=True)
         current.join(rank, needed)
-        current.want(upto)
-        while current.index.num_rows < upto and not current.index.is_complete:
-            await self._wait_for_news(current)
-        self._first = self._first or current.index.first
-        return replace(current.index.state(have.num_blocks), first=self._first)
+        return await self._wait_for_state(current, upto, have.num_blocks)
 
     async def block_refs(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any] | None:
-        """See `raysgd.data.streams.stream.Stream.block_refs`; returns None if these blocks do not exist."""
         if key not in self._passes or self._passes[key].index.is_another(execution):
             return None
         try:
@@ -92,7 +79,6 @@ class StreamHost:
             return None
 
     async def leave(self, key: PassKey, rank: int) -> None:
-        """See `raysgd.data.streams.stream.Stream.leave`."""
         self._left.add((key, rank))
         if key in self._passes:
             self._passes[key].leave(rank)
@@ -105,11 +91,16 @@ class StreamHost:
         """Return the number of passes in progress."""
         return len(self._passes)
 
-    async def _wait_for_news(self, current: _Pass) -> None:
-        try:
-            await asyncio.wait_for(current.news.wait(), WAIT_WARNING_S)
-        except asyncio.TimeoutError:
-            self.on_long_wait()
+    async def _wait_for_state(self, current: _Pass, upto: int, num_known: int = 0) -> PassState:
+        """Wait until ``upto`` rows are known, or all there are; return the state for a reader that knows some blocks."""
+        current.want(upto)
+        while current.index.num_rows < upto and not current.index.is_complete:
+            try:
+                await asyncio.wait_for(current.news.wait(), WAIT_WARNING_S)
+            except asyncio.TimeoutError:
+                self.on_long_wait()
+        self._first = self._first or current.index.first
+        return replace(current.index.state(num_known), first=self._first)
 
     def _is_stale(self, key: PassKey) -> bool:
         return self._attempt is not None and key[0] < self._attempt
@@ -133,7 +124,7 @@ class StreamHost:
 
 
 class _Pass:
-    """One execution, in a thread, as far as its readers have asked for. Used in the actor's event loop.
+    """One execution, in a thread that pauses when its readers need no more rows. Used in the actor's event loop.
 
     Attributes:
         index: The blocks so far.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -44,12 +44,9 @@ MAX_LOSSES = 5
 
 @dataclass
 class StreamAccess:
-    """How a worker reaches a lazy dataset.
+    """A worker's access to a lazy dataset.
 
     Attributes:
-        name: Name of the dataset, for messages.
-        stream: The stream that executes it.
-        rank: Rank of this worker.
         first: The first block that this worker learned of; see `FirstBlock`.
     """
 
@@ -58,12 +55,23 @@ class StreamAccess:
     rank: int
     first: FirstBlock | None = None
 
+    def error(self, reason: str) -> DataError:
+        """Return the error for a dataset that cannot be read."""
+        return DataError(f"dataset {self.name!r} could not be executed: {reason}")
+
+    @contextmanager
+    def raise_if_gone(self) -> Iterator[None]:
+        """Raise a DataError if the executing process is gone."""
+        try:
+            yield
+        except StreamGoneError as error:
+            raise self.error(str(error)) from error
+
 
 class PassMember:
     """This worker's part in a pass, and what it knows of the pass's blocks. Used by one thread at a time.
 
     Attributes:
-        key: Key of the pass.
         execution: The execution that the known blocks belong to.
         ends, starts: Where blocks end and begin, in rows; int64.
         is_all: Whether there are no more blocks.
@@ -103,7 +111,7 @@ class PassMember:
                 raise StreamLostError
             state = self._wait_for_rows(needed, upto, have)
         if state.error is not None:
-            raise execution_error(self._access.name, state.error)
+            raise self._access.error(state.error)
         return state
 
     def apply(self, state: PassState) -> None:
@@ -126,11 +134,9 @@ class PassMember:
             StreamLostError: The block is lost.
         """
         stream = self._access.stream
-        try:
+        with self._access.raise_if_gone():
             (ref,) = stream.block_refs(self.key, execution, [number])
             return stream.fetch(ref)
-        except StreamGoneError as error:
-            raise execution_error(self._access.name, str(error)) from error
 
     def leave(self) -> None:
         """Leave the pass."""
@@ -141,29 +147,19 @@ class PassMember:
         access = self._access
         if self.is_over:
             return PassState(error="this worker has left the pass")
-        try:
+        with access.raise_if_gone():
             return access.stream.wait_for_rows(self.key, access.rank, needed, upto, have, lambda: self.is_over)
-        except StreamGoneError as error:
-            raise execution_error(access.name, str(error)) from error
-
-
-def execution_error(name: str, reason: str) -> DataError:
-    """Return the error for a lazy dataset that cannot be read."""
-    return DataError(f"dataset {name!r} could not be executed: {reason}")
 
 
 class StreamSteps(EpochSteps):
     """The steps in the rest of an epoch; loads blocks ahead of the loop, by a group. Used by the thread that reads.
 
     Args:
-        reader: The reader whose epoch this is.
-        member: This worker's part in the pass.
         assignment, order, start: See `EpochSteps`.
         stays_open: Stay in the pass when these steps are closed, because the next loop begins with it.
 
     Attributes:
-        member: What is known of the blocks.
-        blocks: The blocks that are held, of one execution.
+        blocks: The blocks that are held, all of one execution.
         columns: Opened columns of these blocks, by number.
         needed: The first row that is still needed.
     """
@@ -192,9 +188,8 @@ class StreamSteps(EpochSteps):
         self._request_pool: ThreadPoolExecutor | None = None
         self._request: Future[PassState] | None = None
         self._has_requested_next = False
-        self._held_execution = ""
-        self.blocks = BlockCache(lambda number: member.load("", number))
-        self._release_all()
+        self.blocks = self._make_cache()
+        reader.open_steps.add(self)
 
     def steps(self) -> Steps:
         order, assignment, place = self._stream_order, self._assignment, self._start
@@ -238,7 +233,7 @@ class StreamSteps(EpochSteps):
             self._request_pool.shutdown(wait=False, cancel_futures=True)
         self.blocks.close()
         self.columns.clear()
-        self._reader.forget_steps(self)
+        self._reader.open_steps.discard(self)
         if not self._stays_open:
             self.member.leave()
 
@@ -278,15 +273,14 @@ class StreamSteps(EpochSteps):
                 self._forget()
             else:
                 return
-        raise execution_error(self._access.name, f"it was lost {MAX_LOSSES} times in a row")
+        raise self._access.error(f"it was lost {MAX_LOSSES} times in a row")
 
     def _apply(self, state: PassState) -> None:
         self.member.apply(state)
         if self.member.execution != self._held_execution:
             self._release_all()
         if self.member.num_rows < self._seen_rows:
-            raise execution_error(
-                self._access.name,
+            raise self._access.error(
                 f"it had {self._seen_rows} rows, but {self.member.num_rows} when it was executed again after a loss: its "
                 "transformations are not deterministic",
             )
@@ -341,23 +335,27 @@ class StreamSteps(EpochSteps):
         self._release_all()
 
     def _release_all(self) -> None:
-        """Start an empty cache for the current execution: block numbers are valid within one execution only."""
+        """Release all blocks: their numbers are valid within one execution only."""
         self.blocks.close()
         self.columns.clear()
+        self.blocks = self._make_cache()
+
+    def _make_cache(self) -> BlockCache:
+        """Make an empty cache for the blocks of the current execution."""
         member, execution = self.member, self.member.execution
         self._held_execution = execution
-        self.blocks = BlockCache(lambda number: member.load(execution, number))
+        return BlockCache(lambda number: member.load(execution, number))
 
 
 class StreamReader(TableReader):
-    """Reads the blocks of the steps that advanced last. One for all shards that a worker looks at.
+    """Reads a lazy dataset, from the blocks of the steps that advanced last. One for all shards that a worker looks at.
 
     Args:
-        name: Name of the dataset, for messages.
-        source: Of the kind ``stream``.
         cursor: The cursor of this worker's shard.
-        rank: Rank of this worker.
         attempt: Number of the attempt; later attempts have greater ones.
+
+    Attributes:
+        open_steps: The steps that are not closed.
     """
 
     def __init__(self, name: str, source: Source, cursor: StreamCursor, rank: int, attempt: int) -> None:
@@ -367,7 +365,7 @@ class StreamReader(TableReader):
         self._attempt = attempt
         self._inspected: PassState | None = None
         self._steps: StreamSteps | None = None
-        self._open_steps: set[StreamSteps] = set()
+        self.open_steps: set[StreamSteps] = set()
         self._peeked: PassMember | None = None
         self._num_peeks = 0
 
@@ -388,11 +386,11 @@ class StreamReader(TableReader):
         if member is not None and member.key != key:
             member.leave()
             member = None
-        return self._opened(StreamSteps(self, member or PassMember(self.access, key), assignment, order, start))
+        return StreamSteps(self, member or PassMember(self.access, key), assignment, order, start)
 
     def open_peek(self, assignment: RankAssignment, order: Any) -> StreamSteps:
         """Return the steps of an epoch for reading its first rows. The next loop uses the same pass, if it begins there."""
-        is_next = assignment.rank == self.access.rank and not self.cursor.position.consumed and not self._open_steps
+        is_next = assignment.rank == self.access.rank and not self.cursor.position.consumed and not self.open_steps
         if is_next:
             member = self._peeked or PassMember(self.access, self._key(assignment.rank, order, 0))
             self._peeked = member
@@ -400,12 +398,12 @@ class StreamReader(TableReader):
             self._num_peeks += 1
             peek_key = (*self._key(assignment.rank, order, 0), "peek", self.access.rank, self._num_peeks)
             member = PassMember(self.access, peek_key)
-        return self._opened(StreamSteps(self, member, assignment, order, 0, stays_open=is_next))
+        return StreamSteps(self, member, assignment, order, 0, stays_open=is_next)
 
     def close(self) -> None:
         """Release the blocks, and close the steps in progress."""
         super().close()
-        for steps in list(self._open_steps):
+        for steps in list(self.open_steps):
             steps.close()
         if self._peeked is not None:
             self._peeked.leave()
@@ -429,23 +427,13 @@ class StreamReader(TableReader):
         self._blocks, self._columns = steps.blocks, steps.columns
         self._ends, self._starts = steps.member.ends, steps.member.starts
 
-    def forget_steps(self, steps: StreamSteps) -> None:
-        """Record that these steps were closed."""
-        self._open_steps.discard(steps)
-
-    def _opened(self, steps: StreamSteps) -> StreamSteps:
-        self._open_steps.add(steps)
-        return steps
-
     def _inspect(self) -> PassState:
         if self._inspected is None:
             key = self._key(self.access.rank, self.cursor.order(False), self.cursor.position.consumed)
-            try:
+            with self.access.raise_if_gone():
                 state = self.access.stream.inspect(key)
-            except StreamGoneError as error:
-                raise execution_error(self.access.name, str(error)) from error
             if state.error is not None:
-                raise execution_error(self.access.name, state.error)
+                raise self.access.error(state.error)
             self._inspected, self.access.first = state, self.access.first or state.first
         return self._inspected
 
@@ -469,7 +457,7 @@ class StreamReader(TableReader):
                 assert self._steps is not None
                 self._steps.recover()
                 self.use_blocks_of(self._steps)
-        raise execution_error(self.access.name, f"its blocks were lost {MAX_LOSSES} times in a row")
+        raise self.access.error(f"its blocks were lost {MAX_LOSSES} times in a row")
 
 
 class _NoBlocks:

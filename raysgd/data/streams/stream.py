@@ -52,7 +52,7 @@ class FirstBlock(NamedTuple):
 
 
 class ReaderState(NamedTuple):
-    """What a reader knows of a pass: the number of blocks, of which execution, and the first block."""
+    """The knowledge of a reader about a pass: the number of blocks, their execution, and the first block."""
 
     num_blocks: int = 0
     execution: str = ""
@@ -61,11 +61,10 @@ class ReaderState(NamedTuple):
 
 @dataclass(frozen=True)
 class PassState:
-    """What is known of a pass, in answer to a reader.
+    """The state of a pass, in answer to a reader.
 
     Attributes:
         block_rows: Rows of each block that is new to the reader.
-        num_rows: Rows of all blocks so far.
         is_all: Whether there are no more blocks.
         columns: Names of the columns; None before the first block.
         schema: See `ProducedBlock`.
@@ -76,7 +75,6 @@ class PassState:
     """
 
     block_rows: tuple[int, ...] = ()
-    num_rows: int = 0
     is_all: bool = False
     columns: tuple[str, ...] | None = None
     schema: Any = None
@@ -95,7 +93,7 @@ class StreamGoneError(Exception):
 
 
 class Stream(Protocol):
-    """What readers ask of a stream."""
+    """A lazy dataset in execution, as readers use it."""
 
     def inspect(self, key: PassKey) -> PassState:
         """Return columns, schema and first block, and wait for them. Begins the pass if nothing was executed yet.
@@ -126,7 +124,7 @@ class Stream(Protocol):
         """Return what `fetch` takes, for blocks by number.
 
         Raises:
-            StreamLostError: As by `wait_for_rows`, or a block was released.
+            StreamLostError: See `wait_for_rows`; or a block was released.
             StreamGoneError: The executing process is gone.
         """
 
@@ -195,7 +193,6 @@ class BlockIndex:
         starts = [self._ends[num_known - 1] if num_known else 0, *self._ends[num_known:]]
         return PassState(
             block_rows=tuple(stop - start for start, stop in pairwise(starts)),
-            num_rows=self.num_rows,
             is_all=self.is_complete,
             columns=() if self._columns is None and self.is_complete else self._columns,
             schema=self._schema,
@@ -217,12 +214,7 @@ class BlockIndex:
 
 
 class InlineStream:
-    """A stream for a world of one: the reader's process executes the dataset when it asks for rows.
-
-    Args:
-        execute: Executes the dataset.
-        fetch: See `Stream.fetch`.
-    """
+    """A `Stream` for a world of one: the reader's process executes the dataset when it asks for rows."""
 
     def __init__(self, execute: Execute, fetch: Callable[[Any], Any]) -> None:
         self._execute = execute
@@ -231,13 +223,11 @@ class InlineStream:
         self._first: FirstBlock | None = None
 
     def inspect(self, key: PassKey) -> PassState:
-        """See `Stream.inspect`."""
         return self._execute_until(key, 1, 0)
 
     def wait_for_rows(
         self, key: PassKey, rank: int, needed: int, upto: int, have: ReaderState, is_over: Callable[[], bool]
     ) -> PassState:
-        """See `Stream.wait_for_rows`."""
         if have.execution and key not in self._passes:
             raise StreamLostError
         self._first = self._first or have.first
@@ -267,13 +257,11 @@ class InlineStream:
         return replace(index.state(num_known), first=self._first)
 
     def block_refs(self, key: PassKey, execution: str, numbers: Sequence[int]) -> list[Any]:
-        """See `Stream.block_refs`."""
         if key not in self._passes or self._passes[key][0].is_another(execution):
             raise StreamLostError
         return self._passes[key][0].refs(numbers)
 
     def leave(self, key: PassKey, rank: int) -> None:
-        """See `Stream.leave`."""
         self._passes.pop(key, None)
 
 
