@@ -29,7 +29,7 @@ from raysgd.checkpoint.format.parts import FOOTER_BYTES, encode_tree, write_foot
 from raysgd.checkpoint.format.safetensors import encode_header
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError
 
 #: States of at least this size are copied by several threads; smaller ones are not worth starting threads.
 _PARALLEL_BYTES = 32 << 20
@@ -57,10 +57,11 @@ def take_snapshot(
             was closed.
     """
     leaves = LeafList()
-    encoder = Encoder(leaves, allow_pickle=allow_pickle, shards=shards)
+    encoder = Encoder(leaves.add, allow_pickle=allow_pickle, shards=shards)
     node = encoder.encode_state(state)
     tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
-    placed = sorted(leaves.named.items(), key=_by_alignment)
+    # Wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size.
+    placed = sorted(leaves.named.items(), key=lambda item: -item[1].item_bytes)
     header = _header(placed)
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
     pinned = any(leaf.device is not None and leaf.device.type == "cuda" for _, leaf in placed)
@@ -146,11 +147,6 @@ def _unsharded_ranges(placed: list[tuple[str, Leaf]], shards: Collection[str], b
     return ranges
 
 
-def _by_alignment(item: tuple[str, Leaf]) -> int:
-    """Sort wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size."""
-    return -item[1].item_bytes
-
-
 def _header(placed: list[tuple[str, Leaf]]) -> bytes:
     if not placed:
         return b""
@@ -212,8 +208,6 @@ class StagingPool:
             num_buffers: Snapshots that may wait to be written.
             max_pending_bytes: Bytes that they may have together; a single one may have more.
         """
-        if num_buffers < 1 or max_pending_bytes < 1:
-            raise ConfigError(f"StagingPool({num_buffers=}, {max_pending_bytes=}) is not allowed: give values >= 1.")
         self.waited_s = 0.0
         self._num_buffers = num_buffers
         self._free: list[StagingBuffer] = []
@@ -283,10 +277,7 @@ class StagingPool:
     def pending_bytes(self) -> int:
         """Bytes of snapshots in flight."""
         with self._changed:
-            return self._pending()
-
-    def _pending(self) -> int:
-        return sum(buffer.num_bytes for buffer in self._busy)
+            return sum(buffer.num_bytes for buffer in self._busy)
 
     def _has_room(self, num_bytes: int) -> bool:
         if self._closed:
@@ -297,7 +288,7 @@ class StagingPool:
         return num_busy < self._num_buffers and (not num_busy or self._fits(num_bytes))
 
     def _fits(self, num_bytes: int) -> bool:
-        return self._pending() + num_bytes <= self._max_pending_bytes
+        return self.pending_bytes + num_bytes <= self._max_pending_bytes
 
     def _take(self, buffer: StagingBuffer) -> StagingBuffer:
         self._free.remove(buffer)
@@ -307,8 +298,8 @@ class StagingPool:
     def _best_fit(self, num_bytes: int) -> StagingBuffer:
         """Return the smallest buffer that is large enough, else the largest, which has to grow least."""
         self._complete()
-        enough = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
-        return min(enough, key=_capacity) if enough else max(self._free, key=_capacity)
+        self._free.sort(key=lambda buffer: buffer.capacity)
+        return next((buffer for buffer in self._free if buffer.capacity >= num_bytes), self._free[-1])
 
     def _take_small(self, num_bytes: int) -> StagingBuffer | None:
         with self._changed:
@@ -357,10 +348,6 @@ class StagingBuffer:
     def touch(self) -> None:
         """Make the kernel map all pages now."""
         self._memory[::_PAGE_BYTES] = 0
-
-
-def _capacity(buffer: StagingBuffer) -> int:
-    return buffer.capacity
 
 
 def _pin(memory: ByteArray) -> None:

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import strategies as st
 
 from raysgd.checkpoint.codecs.tree import Decoder, decode_small, encode_small
-from raysgd.checkpoint.format.parts import LoadedLeaves, load_payload
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
+from support.payloads import load_payload
 
 
 def round_trip(state: Any, *, allow_pickle: bool = False) -> Any:
@@ -368,4 +368,4 @@ def test_named_tuple_is_restored_by_its_fields() -> None:
 )
 def test_damaged_named_tuple_is_corrupt(node: list[Any]) -> None:
     with pytest.raises(CheckpointCorruptError):
-        Decoder(LoadedLeaves(), "a file").decode_state(node)
+        Decoder({}.__getitem__, "a file").decode_state(node)

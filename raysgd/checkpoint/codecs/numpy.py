@@ -10,15 +10,13 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from raysgd._util.text import with_article
-from raysgd.checkpoint.codecs.leaves import ByteArray, Leaf
+from raysgd.checkpoint.codecs.leaves import ByteArray, Json, Leaf
 from raysgd.errors import CheckpointError
-
-Json: TypeAlias = Any
 
 # dtype name -> safetensors name of the same dtype.
 _SAME = {
@@ -78,7 +76,7 @@ def _encode_array(encoder: Any, array: Any) -> Json:
         )
     address = array.__array_interface__["data"][0]
     key = ("numpy", address, array.dtype.str, array.dtype.name, array.shape, array.strides) if array.nbytes else None
-    return ["np.array", encoder.leaves.add(leaf_of(encoder.path, array, key)), description, list(array.shape)]
+    return ["np.array", encoder.add_leaf(leaf_of(encoder.path, array, key)), description, list(array.shape)]
 
 
 def leaf_of(path: Sequence[Any], array: Any, key: Hashable = None) -> Leaf:
@@ -105,7 +103,7 @@ def _fill(array: Any, area: ByteArray) -> None:
 def _decode_array(decoder: Any, node: Json) -> Any:
     _, reference, description, shape = node
     dtype = dtype_from_json(description)
-    leaf = decoder.leaves.get(reference)
+    leaf = decoder.get_leaf(reference)
     expected = _stored_dtype(dtype) or "U8"
     if leaf.dtype != expected or math.prod(shape) * dtype.itemsize != leaf.data.nbytes:
         raise ValueError(f"{leaf.data.nbytes} bytes of {leaf.dtype} do not fill an array of shape {shape} and {dtype}")

@@ -18,15 +18,13 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.frameworks import extract_state, find_decoder, find_encoder, synchronize
-from raysgd.checkpoint.codecs.leaves import ITEM_BYTES, Leaf, LeafReader, LeafWriter, StoredLeaf
+from raysgd.checkpoint.codecs.leaves import ITEM_BYTES, AddLeaf, GetLeaf, Json, Leaf, StoredLeaf
 from raysgd.checkpoint.codecs.shards import SHARDS_KEY, ShardWriter
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
-
-Json: TypeAlias = Any
 
 MAX_DEPTH = 200
 MAX_VALUES = 50_000_000
@@ -45,17 +43,17 @@ class Encoder:
 
     Attributes:
         path: The keys from the root to the current value.
-        leaves: Takes what is too large for JSON.
+        add_leaf: Takes what is too large for JSON.
         shards: Takes arrays that are distributed over ranks; None where one rank saves for all.
         num_pickled: Number of values that only pickle could hold.
     """
 
     def __init__(
-        self, leaves: LeafWriter, *, allow_pickle: bool = False, root: str = "state", shards: ShardWriter | None = None
+        self, add_leaf: AddLeaf, *, allow_pickle: bool = False, root: str = "state", shards: ShardWriter | None = None
     ) -> None:
         self.path: list[Any] = []
         self._root = root
-        self.leaves = leaves
+        self.add_leaf = add_leaf
         self.shards = shards
         self.num_pickled = 0
         self._allow_pickle = allow_pickle
@@ -114,7 +112,7 @@ class Encoder:
         except Exception as error:
             raise UnsafeStateError(f"{place} {why}, and it does not pickle: {error}", path=place) from error
         self.num_pickled += 1
-        return ["pickle", self.leaves.add(Leaf.of_bytes(data, self.path))]
+        return ["pickle", self.add_leaf(Leaf.of_bytes(data, self.path))]
 
     def _encode_by(self, encode: Callable[[Encoder, Any], Json], value: Any) -> Json:
         if id(value) in self._open:
@@ -152,13 +150,13 @@ class Decoder:
 
     Attributes:
         path: The keys from the root to the current value.
-        leaves: Gives what is stored next to the JSON.
+        get_leaf: Gives what is stored next to the JSON.
         shards: The arrays that are distributed over ranks, by their places in the state.
     """
 
     def __init__(
         self,
-        leaves: LeafReader,
+        get_leaf: GetLeaf,
         where: str,
         *,
         allow_pickle: bool = False,
@@ -167,7 +165,7 @@ class Decoder:
     ) -> None:
         self.path: list[Any] = []
         self._root = root
-        self.leaves = leaves
+        self.get_leaf = get_leaf
         self.shards = shards
         self._where = where
         self._allow_pickle = allow_pickle
@@ -226,7 +224,7 @@ def encode_small(state: Any, *, what: str = "state") -> Json:
     Raises:
         UnsafeStateError: Only pickle could hold one of its values.
     """
-    return Encoder(InlineLeaves(), root=what).encode_state(state)
+    return Encoder(_add_inline, root=what).encode_state(state)
 
 
 def decode_small(node: Json, *, what: str = "state", where: str = "a manifest") -> Any:
@@ -235,28 +233,27 @@ def decode_small(node: Json, *, what: str = "state", where: str = "a manifest") 
     Raises:
         CheckpointCorruptError: `encode_small` returns no such JSON.
     """
-    return Decoder(InlineLeaves(), where, root=what).decode_state(node)
+    return Decoder(_get_inline, where, root=what).decode_state(node)
 
 
-class InlineLeaves:
-    """Leaves inside the JSON; a `LeafWriter` and a `LeafReader`. Imports NumPy only for states that have leaves."""
+def _add_inline(leaf: Leaf) -> Json:
+    """Make a reference that contains the leaf itself."""
+    import numpy as np  # only here: most small states have no leaves
 
-    def add(self, leaf: Leaf) -> Json:
-        import numpy as np
+    area = np.empty(leaf.num_bytes, np.uint8)
+    leaf.fill(leaf.source, area)
+    synchronize([leaf])
+    return ["inline", leaf.dtype, list(leaf.shape), base64.b64encode(area.tobytes()).decode()]
 
-        area = np.empty(leaf.num_bytes, np.uint8)
-        leaf.fill(leaf.source, area)
-        synchronize([leaf])
-        return ["inline", leaf.dtype, list(leaf.shape), base64.b64encode(area.tobytes()).decode()]
 
-    def get(self, reference: Json) -> StoredLeaf:
-        import numpy as np
+def _get_inline(reference: Json) -> StoredLeaf:
+    import numpy as np
 
-        _, dtype, shape, text = reference
-        data = bytearray(base64.b64decode(text, validate=True))  # writable
-        if math.prod(shape) * ITEM_BYTES[dtype] != len(data):
-            raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
-        return StoredLeaf(dtype, tuple(shape), np.frombuffer(data, np.uint8))
+    _, dtype, shape, text = reference
+    data = bytearray(base64.b64decode(text, validate=True))  # writable
+    if math.prod(shape) * ITEM_BYTES[dtype] != len(data):
+        raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
+    return StoredLeaf(dtype, tuple(shape), np.frombuffer(data, np.uint8))
 
 
 def is_state(value: Any) -> bool:
@@ -287,7 +284,7 @@ def _refuse_pickle(decoder: Decoder, node: Json) -> Any:
 
 
 def _decode_pickle(decoder: Decoder, node: Json) -> Any:
-    data = decoder.leaves.get(node[1]).data.tobytes()
+    data = decoder.get_leaf(node[1]).data.tobytes()
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -332,7 +329,7 @@ def encode_str(value: str) -> Json:
 
 def _encode_bytes(encoder: Encoder, value: bytes) -> Json:
     if len(value) > _INLINE_BYTES:
-        return ["bytes.leaf", encoder.leaves.add(Leaf.of_bytes(value, encoder.path))]
+        return ["bytes.leaf", encoder.add_leaf(Leaf.of_bytes(value, encoder.path))]
     return ["bytes", base64.b64encode(value).decode()]
 
 
@@ -591,7 +588,7 @@ DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "counter": _decode_counter,
     "defaultdict": lambda d, n: collections.defaultdict(_FACTORIES[n[1]], decode_items(d, n[2])),
     "bytes": lambda d, n: _decode_base64(n[1]),
-    "bytes.leaf": lambda d, n: d.leaves.get(n[1]).data.tobytes(),
+    "bytes.leaf": lambda d, n: d.get_leaf(n[1]).data.tobytes(),
     "bytearray": _decode_bytearray,
     "int": _decode_int,
     "float": lambda d, n: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[n[1]],

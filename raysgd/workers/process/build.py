@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from raysgd.backends.base import Backend
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
-from raysgd.checkpoint.format.parts import MemoryPart, load_payload, write_payload
+from raysgd.checkpoint.format.parts import MemoryPart, write_payload
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage.names import FileEntry
@@ -60,20 +60,16 @@ class FromMemory:
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        manifest, parts = self._held.manifest, self._held.parts
-        if manifest.all_ranks:
-            state = load_parts(
-                {rank: MemoryPart(partial(self._get, part)) for rank, part in parts.items()},
-                rank,
-                saved_by=manifest.world_size,
-                is_reshardable=manifest.is_reshardable,
-                world_size=world_size,
-                where=f"checkpoint {manifest.number}",
-                allow_pickle=allow_pickle,
-                on_unusable=on_unusable,
-            )
-        else:
-            state = load_payload(self._get(parts[min(parts)]), allow_pickle=allow_pickle)
+        manifest = self._held.manifest
+        state = load_parts(
+            manifest,
+            {rank: MemoryPart(partial(self._get, part)) for rank, part in self._held.parts.items()},
+            rank,
+            world_size=world_size,
+            where=f"checkpoint {manifest.number}",
+            allow_pickle=allow_pickle,
+            on_unusable=on_unusable,
+        )
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
     def _get(self, part: Any) -> Any:
