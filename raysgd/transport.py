@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 TOKEN_BYTES = 32
 #: What follows the token: the length of a JSON object that says what is wanted.
@@ -67,27 +67,10 @@ _LENGTH = struct.Struct("!Q")
 MAX_MESSAGE_BYTES = 1 << 30
 
 
-class Writer(Protocol):
-    """An `asyncio.StreamWriter`, or a fake."""
-
-    def write(self, data: bytes) -> None: ...
-
-
-class Readable(Protocol):
-    """What ``socket.makefile("rb")`` returns: it reads as much as asked for, and less only at the end."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
 def pack(message: Any) -> bytes:
     """Return ``message`` as it travels."""
     payload = pickle.dumps(message, protocol=5)
     return _LENGTH.pack(len(payload)) + payload
-
-
-def write_message(writer: Writer, message: Any) -> None:
-    """Write ``message`` to an asyncio stream."""
-    writer.write(pack(message))
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
@@ -100,7 +83,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
     return pickle.loads(await reader.readexactly(size))
 
 
-def receive_message(file: Readable) -> Any:
+def receive_message(file: BinaryIO) -> Any:
     """Read the next message of a blocking stream (``socket.makefile("rb")``).
 
     Raises:
@@ -111,9 +94,9 @@ def receive_message(file: Readable) -> Any:
     return pickle.loads(_exactly(file, size))
 
 
-def _exactly(file: Readable, size: int) -> bytes:
-    data: bytes = file.read(size)
-    if len(data) < size:
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:  # a buffered stream reads less only at its end
         raise EOFError("the connection ended")
     return data
 
