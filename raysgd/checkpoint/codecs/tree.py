@@ -88,7 +88,7 @@ class Encoder:
             inner = extract_state(value)
             if inner is not None:
                 return self._encode_extracted(value, inner)
-            # Pickle would store the whole of each array in it, which no rank may have.
+            # Not pickled where arrays are saved in shards: no rank may have the whole of an array.
             has_named_tuples = not self._allow_pickle or self.shards is not None
             encode = (has_named_tuples and _find_named_tuple_encoder(value)) or _encode_pickled
         return self._encode_by(encode, value)
@@ -349,10 +349,6 @@ def is_text(value: str) -> bool:
     return True
 
 
-def _decode_int(decoder: Decoder, node: Json) -> int:
-    return int(node[1], 16)
-
-
 def _decode_bytearray(decoder: Decoder, node: Json) -> bytearray:
     data = decoder.decode(node[1])
     if type(data) is not bytes:  # bytearray(n) would make n zeros
@@ -409,10 +405,11 @@ def _encode_key(encoder: Encoder, key: Any) -> Json:
     return node
 
 
-def encode_sequence(encoder: Encoder, values: Iterable[Any], *head: Json) -> Json:
+def encode_each(encoder: Encoder, items: Iterable[tuple[Any, Any]], *head: Json) -> Json:
+    """Encode values, given with their keys in the path, as ``[*head, value, value, ...]``."""
     node = list(head)
-    for index, value in enumerate(values):
-        encoder.path.append(index)
+    for key, value in items:
+        encoder.path.append(key)
         node.append(encoder.encode(value))
         encoder.path.pop()
     return node
@@ -433,10 +430,10 @@ def decode_items(decoder: Decoder, node: Json) -> Iterator[tuple[Any, Any]]:
         yield key, value
 
 
-def decode_sequence(decoder: Decoder, nodes: list[Json]) -> list[Any]:
+def decode_each(decoder: Decoder, items: Iterable[tuple[Any, Json]]) -> list[Any]:
     values = []
-    for index, node in enumerate(nodes):
-        decoder.path.append(index)
+    for key, node in items:
+        decoder.path.append(key)
         values.append(decoder.decode(node))
         decoder.path.pop()
     return values
@@ -479,12 +476,6 @@ def _decode_state_dict(decoder: Decoder, node: Json) -> Any:
     return state
 
 
-def _decode_counter(decoder: Decoder, node: Json) -> Any:
-    counter: collections.Counter[Any] = collections.Counter()
-    counter.update(dict(decode_items(decoder, node[1])))
-    return counter
-
-
 # -- named tuples ----------------------------------------------------------------------------------
 
 
@@ -498,23 +489,14 @@ def _find_named_tuple_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
 
 
 def _encode_named_tuple(encoder: Any, value: Any) -> Json:
-    node = ["named", type(value).__name__, list(value._fields)]
-    for name, item in zip(value._fields, value, strict=True):
-        encoder.path.append(name)
-        node.append(encoder.encode(item))
-        encoder.path.pop()
-    return node
+    fields = value._fields
+    return encode_each(encoder, zip(fields, value, strict=True), "named", type(value).__name__, list(fields))
 
 
 def _decode_named_tuple(decoder: Any, node: Json) -> Any:
     _, name, fields, *items = node
     kind = _make_named_tuple(name, tuple(fields))
-    values = []
-    for field, item in zip(fields, items, strict=True):
-        decoder.path.append(field)
-        values.append(decoder.decode(item))
-        decoder.path.pop()
-    return kind(*values)
+    return kind(*decode_each(decoder, zip(fields, items, strict=True)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -556,19 +538,19 @@ SCALARS: dict[type, Callable[[Any], Json]] = {
 
 ENCODERS: dict[type, Callable[[Any, Any], Json]] = {
     dict: _encode_dict,
-    list: lambda e, v: encode_sequence(e, v, "list"),
-    tuple: lambda e, v: encode_sequence(e, v, "tuple"),
-    set: lambda e, v: encode_sequence(e, v, "set"),
-    frozenset: lambda e, v: encode_sequence(e, v, "frozenset"),
-    collections.deque: lambda e, v: encode_sequence(e, v, "deque", v.maxlen),
+    list: lambda e, v: encode_each(e, enumerate(v), "list"),
+    tuple: lambda e, v: encode_each(e, enumerate(v), "tuple"),
+    set: lambda e, v: encode_each(e, enumerate(v), "set"),
+    frozenset: lambda e, v: encode_each(e, enumerate(v), "frozenset"),
+    collections.deque: lambda e, v: encode_each(e, enumerate(v), "deque", v.maxlen),
     collections.OrderedDict: _encode_ordered,
     collections.Counter: lambda e, v: ["counter", encode_items(e, v)],
     collections.defaultdict: _encode_defaultdict,
     bytes: _encode_bytes,
     bytearray: lambda e, v: ["bytearray", e.encode(bytes(v))],
     complex: lambda e, v: ["complex", encode_float(v.real), encode_float(v.imag)],
-    slice: lambda e, v: encode_sequence(e, (v.start, v.stop, v.step), "slice"),
-    range: lambda e, v: encode_sequence(e, (v.start, v.stop, v.step), "range"),
+    slice: lambda e, v: encode_each(e, enumerate((v.start, v.stop, v.step)), "slice"),
+    range: lambda e, v: encode_each(e, enumerate((v.start, v.stop, v.step)), "range"),
     datetime.datetime: _encode_datetime,
     datetime.date: lambda e, v: ["date", v.isoformat()],
     datetime.timedelta: lambda e, v: ["timedelta", v.days, v.seconds, v.microseconds],
@@ -578,24 +560,24 @@ ENCODERS: dict[type, Callable[[Any, Any], Json]] = {
 
 DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "dict": _decode_dict,
-    "list": lambda d, n: decode_sequence(d, n[1:]),
-    "tuple": lambda d, n: tuple(decode_sequence(d, n[1:])),
-    "set": lambda d, n: set(decode_sequence(d, n[1:])),
-    "frozenset": lambda d, n: frozenset(decode_sequence(d, n[1:])),
-    "deque": lambda d, n: collections.deque(decode_sequence(d, n[2:]), n[1]),
+    "list": lambda d, n: decode_each(d, enumerate(n[1:])),
+    "tuple": lambda d, n: tuple(decode_each(d, enumerate(n[1:]))),
+    "set": lambda d, n: set(decode_each(d, enumerate(n[1:]))),
+    "frozenset": lambda d, n: frozenset(decode_each(d, enumerate(n[1:]))),
+    "deque": lambda d, n: collections.deque(decode_each(d, enumerate(n[2:])), n[1]),
     "odict": lambda d, n: collections.OrderedDict(decode_items(d, n[1])),
     "state_dict": _decode_state_dict,
-    "counter": _decode_counter,
+    "counter": lambda d, n: collections.Counter(dict(decode_items(d, n[1]))),
     "defaultdict": lambda d, n: collections.defaultdict(_FACTORIES[n[1]], decode_items(d, n[2])),
     "bytes": lambda d, n: _decode_base64(n[1]),
     "bytes.leaf": lambda d, n: d.get_leaf(n[1]).data.tobytes(),
     "bytearray": _decode_bytearray,
-    "int": _decode_int,
+    "int": lambda d, n: int(n[1], 16),
     "float": lambda d, n: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[n[1]],
     "complex": lambda d, n: complex(d.decode(n[1]), d.decode(n[2])),
     "str": lambda d, n: _decode_base64(n[1]).decode("utf-8", "surrogatepass"),
-    "slice": lambda d, n: slice(*decode_sequence(d, n[1:])),
-    "range": lambda d, n: range(*decode_sequence(d, n[1:])),
+    "slice": lambda d, n: slice(*decode_each(d, enumerate(n[1:]))),
+    "range": lambda d, n: range(*decode_each(d, enumerate(n[1:]))),
     "datetime": lambda d, n: datetime.datetime.fromisoformat(n[1]).replace(fold=n[2]),
     "date": lambda d, n: datetime.date.fromisoformat(n[1]),
     "timedelta": lambda d, n: datetime.timedelta(n[1], n[2], n[3]),

@@ -81,9 +81,7 @@ class Manifest:
         """
         document = {"format": _FORMAT, **{key: getattr(self, name) for name, key in _KEYS.items()}}
         document["metrics"] = encode_small(self.metrics, what="metrics")
-        document["parts"] = {
-            str(rank): [dataclasses.asdict(entry) for entry in part] for rank, part in self.parts.items()
-        }
+        document["parts"] = {str(rank): [entry._asdict() for entry in part] for rank, part in self.parts.items()}
         document["rank_states"] = {str(rank): state for rank, state in self.rank_states.items()}
         try:
             data = seal(document)

@@ -24,7 +24,7 @@ import numpy as np
 
 from raysgd.checkpoint.codecs.leaves import ByteArray, StoredLeaf
 from raysgd.checkpoint.codecs.shards import SHARDS_KEY, ArrayShards, read_table
-from raysgd.checkpoint.codecs.tree import NO_SHARDS, Decoder
+from raysgd.checkpoint.codecs.tree import Decoder
 from raysgd.checkpoint.format.json import parse_json
 from raysgd.checkpoint.format.manifest import check_size, mismatch, verify_entries
 from raysgd.checkpoint.format.safetensors import LENGTH_BYTES, TensorSpec, decode_header, header_length
@@ -48,12 +48,12 @@ _SMALL_BYTES = 1 << 20  # tensors below this are read many at a time
 # -- the tree file -------------------------------------------------------------------------------------
 
 
-def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> tuple[bytes, int]:
+def encode_tree(node: Any, shards: Mapping[str, Any]) -> tuple[bytes, int]:
     """Make the content of the tree file.
 
     Args:
-        node: Of the state.
-        shards: The table of shards.
+        node: The JSON of the state.
+        shards: The table of shards; empty if the part has none.
 
     Returns:
         The content, and the offset at which the table of shards begins (its end if there is no table).
@@ -109,7 +109,10 @@ def read_leaves(directory: Storage, entry: FileEntry) -> dict[str, StoredLeaf]:
 def copy_leaves(file: ByteArray, where: str) -> dict[str, StoredLeaf]:
     """Copy all tensors out of a file that is in memory."""
     specs = _specs_in_memory(file, where)
-    return {name: _stored_leaf(spec, _aligned_copy(file[spec.begin : spec.end])) for name, spec in specs.items()}
+    return {
+        name: StoredLeaf(spec.dtype, spec.shape, _aligned_copy(file[spec.begin : spec.end]))
+        for name, spec in specs.items()
+    }
 
 
 def aligned_empty(num_bytes: int) -> ByteArray:
@@ -166,7 +169,7 @@ class _Reader:
         block = self._read(specs[-1].end - start)
         for spec in specs:
             data = block if len(specs) == 1 else _aligned_copy(block[spec.begin - start : spec.end - start])
-            yield spec.name, _stored_leaf(spec, data)
+            yield spec.name, StoredLeaf(spec.dtype, spec.shape, data)
 
     def read_into(self, area: ByteArray) -> None:
         """Fill an area with the next bytes."""
@@ -183,10 +186,6 @@ class _Reader:
         area = aligned_empty(num_bytes)
         self.read_into(area)
         return area
-
-
-def _stored_leaf(spec: TensorSpec, data: ByteArray) -> StoredLeaf:
-    return StoredLeaf(spec.dtype, spec.shape, data)
 
 
 # -- payloads ------------------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ class PartReader(abc.ABC):
         spec = self.specs[name]
         data = aligned_empty(spec.end - spec.begin)
         self.read(name, 0, data)
-        return _stored_leaf(spec, data)
+        return StoredLeaf(spec.dtype, spec.shape, data)
 
     @functools.cached_property
     def _document(self) -> dict[str, Any]:
