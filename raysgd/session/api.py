@@ -134,17 +134,17 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """Return this worker's rank among those on its node."""
-    return context.current().local_rank
+    return context.current().identity.local_rank
 
 
 def local_world_size() -> int:
     """Return the number of workers on this node."""
-    return context.current().local_world_size
+    return context.current().identity.local_world_size
 
 
 def node_rank() -> int:
     """Return this node's rank among the nodes that have workers."""
-    return context.current().node_rank
+    return context.current().identity.node_rank
 
 
 def in_worker() -> bool:

@@ -35,9 +35,6 @@ class _Unencoded(NamedTuple):
     event: Saved | Scored
     metrics: dict[str, Any]
 
-    def encoded(self) -> Saved | Scored:
-        return replace(self.event, metrics=encode(read_deferred(self.metrics)))
-
 
 class EventQueue:
     """Events on their way out of the worker, in the order in which they were put.
@@ -123,7 +120,7 @@ class EventQueue:
 
     def _encoded(self, item: _Unencoded) -> WorkerEvent:
         try:
-            return item.encoded()
+            return replace(item.event, metrics=encode(read_deferred(item.metrics)))
         except Exception as error:
             self.unreadable = self.unreadable or _name_unreadable(item.metrics, error)
             return item.event

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysgd.backends.base import Backend
-from raysgd.checkpoint.checkpoint import Checkpoint, load_state
+from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.format.parts import MemoryPart, write_payload
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
@@ -139,7 +139,6 @@ def make_attempt(
         link=ControllerLink(controller, run.task.run_id, order.attempt, member.rank),
         codec=Codec(dumps, loads),
         start=_starting_point(run, order),
-        load_path=_load_path,
         time_before_s=order.time_before_s,
         seed=run.task.seed,
         deterministic=run.task.deterministic,
@@ -205,11 +204,6 @@ def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromChec
     if order.checkpoint is not None:
         return FromCheckpoint(order.checkpoint)
     return None if run.task.initial_state is None else FromState(resolve(run.task.initial_state))
-
-
-def _load_path(path: Any, rank: int, world_size: int, allow_pickle: bool) -> Any:
-    folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
-    return load_state(folder, read_manifest(folder), rank, allow_pickle=allow_pickle, world_size=world_size)
 
 
 def node_name(ip: str) -> str:
