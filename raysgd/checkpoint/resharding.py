@@ -1,4 +1,4 @@
-"""Loads a state of which each rank saved a part, for as many ranks as there are now; `SavedArray` is an array of it.
+"""Loads a state that several ranks saved in parts, for any number of ranks; a `SavedArray` is an array of such a state.
 
 Arrays are put together from their shards in all parts. All other values belong to a rank: if as many ranks load as saved,
 each gets its own. Otherwise these values must be equal in all parts, and all ranks get them.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +31,8 @@ from raysgd.checkpoint.storage.files import CHUNK_BYTES
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ReshardError
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """A shard of an array: the tensor ``name`` in a part, which holds the elements at ``index``."""
+class StoredShard(NamedTuple):
+    """A shard of an array: the tensor ``name`` in a part holds the elements at ``index``."""
 
     index: ShardIndex
     part: PartReader

@@ -57,12 +57,14 @@ def take_snapshot(
             was closed.
     """
     leaves = LeafList()
-    encoder = Encoder(leaves.add, allow_pickle=allow_pickle, shards=shards)
-    node = encoder.encode_state(state)
+    node = Encoder(leaves.add, allow_pickle=allow_pickle, shards=shards).encode_state(state)
     tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
     # Wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size.
     placed = sorted(leaves.named.items(), key=lambda item: -item[1].item_bytes)
-    header = _header(placed)
+    header = b""
+    if placed:
+        specs = ((name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed)
+        header = encode_header(specs, {"format": "pt"})
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
     pinned = any(leaf.device is not None and leaf.device.type == "cuda" for _, leaf in placed)
     buffer = pool.acquire(num_tensor_bytes + len(tree) + FOOTER_BYTES, pinned=pinned)
@@ -73,7 +75,7 @@ def take_snapshot(
         if shards is not None and shards.table:
             unsharded = _unsharded_ranges(placed, shards.names, len(header))
             unsharded.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
-        return Snapshot(pool, buffer, encoder.num_pickled, unsharded)
+        return Snapshot(pool, buffer, unsharded)
     except BaseException:  # also AttemptEnded: a lost buffer would block the saves of the next attempt
         pool.release(buffer)
         raise
@@ -88,18 +90,15 @@ class Snapshot:
 
     Attributes:
         num_bytes: Size of the payload.
-        num_pickled: Number of pickled leaves: with any, loading needs ``allow_pickle=True``.
     """
 
     def __init__(
         self,
         pool: StagingPool,
         buffer: StagingBuffer,
-        num_pickled: int,
         unsharded: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.num_bytes = buffer.num_bytes
-        self.num_pickled = num_pickled
         self._pool = pool
         self._buffer: StagingBuffer | None = buffer
         self._unsharded = unsharded
@@ -147,14 +146,9 @@ def _unsharded_ranges(placed: list[tuple[str, Leaf]], shards: Collection[str], b
     return ranges
 
 
-def _header(placed: list[tuple[str, Leaf]]) -> bytes:
-    if not placed:
-        return b""
-    return encode_header([(name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed], {"format": "pt"})
-
-
 def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes) -> None:
-    end = _put(target, 0, header)
+    end = len(header)
+    target.data[:end] = header
     copies: list[tuple[Leaf, ByteArray]] = []
     for leaf in leaves:
         copies.append((leaf, target[end : end + leaf.num_bytes]))
@@ -165,7 +159,7 @@ def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes)
         _copy(in_memory, num_threads=_num_threads(sum(leaf.num_bytes for leaf, _ in in_memory)))
     finally:  # also after an error: a late copy from a GPU would overwrite the buffer's next snapshot
         synchronize(leaves)
-    _put(target, end, tree)
+    target.data[end : end + len(tree)] = tree
 
 
 def _copy(copies: Sequence[tuple[Leaf, ByteArray]], num_threads: int) -> None:
@@ -184,12 +178,6 @@ def _num_threads(num_bytes: int) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_THREADS, cores)
-
-
-def _put(target: ByteArray, start: int, data: bytes) -> int:
-    end = start + len(data)
-    target.data[start:end] = data
-    return end
 
 
 @final

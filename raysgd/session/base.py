@@ -32,7 +32,7 @@ class Datasets:
 
     Args:
         plan: The datasets that were given.
-        open_all: Opens those of a plan.
+        open_all: Opens the datasets of a plan.
     """
 
     def __init__(self, plan: DatasetPlan, open_all: Callable[[DatasetPlan], WorkerDatasets]) -> None:

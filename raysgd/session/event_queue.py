@@ -40,7 +40,7 @@ class EventQueue:
     """Events on their way out of the worker, in the order in which they were put.
 
     Attributes:
-        flush_interval_s: Least time between two batches.
+        flush_interval_s: The shortest time between two batches.
         unreadable: The error of a metric that was accepted and could not be read later, such as one on a device that failed.
             No report is sent from that one on; the session raises the error in the training thread.
     """

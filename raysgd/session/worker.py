@@ -107,7 +107,7 @@ class WorkerSession(Session):
         self._barriers: dict[str, int] = {}
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
-        #: A save before its round is reported, and whether the round scores it.
+        #: The save whose round is not reported yet, and whether the checkpoint gets that round's metrics.
         self._unscored: tuple[int, bool] | None = None
         self._ended: AttemptEnded | None = None
         self._is_closed = False

@@ -254,7 +254,6 @@ def test_allow_pickle_saves_lambdas() -> None:
 def test_pickled_values_need_allow_pickle_to_be_loaded() -> None:
     pool = StagingPool()
     snapshot = take_snapshot({"a": {"fn": Plain()}}, pool, allow_pickle=True)
-    assert snapshot.num_pickled == 1
     with pytest.raises(UnsafeStateError, match=r"state\['a'\]\['fn'\].*allow_pickle=True") as caught:
         load_payload(snapshot.payload())
     assert caught.value.path == "state['a']['fn']"
@@ -263,7 +262,6 @@ def test_pickled_values_need_allow_pickle_to_be_loaded() -> None:
 def test_plain_values_are_not_pickled_with_allow_pickle() -> None:
     pool = StagingPool()
     snapshot = take_snapshot({"a": [1, "x"]}, pool, allow_pickle=True)
-    assert snapshot.num_pickled == 0
     assert load_payload(snapshot.payload()) == {"a": [1, "x"]}
 
 

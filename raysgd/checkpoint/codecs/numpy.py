@@ -39,13 +39,9 @@ _ML_DTYPES = {
     **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"), "U8"),
     **dict.fromkeys(("int1", "int2", "int4", "uint1", "uint2", "uint4"), "U8"),
 }
-_BIT_GENERATORS: tuple[Any, ...] = (
-    np.random.PCG64,
-    np.random.PCG64DXSM,
-    np.random.MT19937,
-    np.random.Philox,
-    np.random.SFC64,
-)
+_BIT_GENERATORS: dict[str, Any] = {
+    name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+}
 _MAX_POOL = 1024  # NumPy's own has 4 words
 _ARRAY_LIBRARIES = ("jax", "jaxlib", "tensorflow")
 
@@ -142,15 +138,13 @@ def encode_array_like(encoder: Any, value: Any) -> Json:
 
 def _encode_dtype(encoder: Any, value: Any) -> Json:
     name = dtype_to_json(value)
-    return (
-        ["np.dtype", name]
-        if name is not None
-        else encoder.unsafe(value, f"is the dtype {value}, which only pickle can hold")
-    )
+    if name is None:
+        return encoder.unsafe(value, f"is the dtype {value}, which only pickle can hold")
+    return ["np.dtype", name]
 
 
 def _encode_bit_generator(encoder: Any, value: Any) -> Json:
-    if type(value) not in _BIT_GENERATORS:
+    if type(value) not in _BIT_GENERATORS.values():
         return encoder.unsafe(
             value, f"is {with_article(type(value).__name__)}, which only pickle can hold: save its .state"
         )
@@ -161,11 +155,10 @@ def _encode_bit_generator(encoder: Any, value: Any) -> Json:
 
 def _decode_bit_generator(decoder: Any, node: Json) -> Any:
     _, name, state_node, seed_node = node
-    kind = {kind.__name__: kind for kind in _BIT_GENERATORS}[name]
     state, seed = _checked_positions(decoder.decode(state_node)), decoder.decode(seed_node)
     if seed and seed["pool_size"] > _MAX_POOL:
         raise ValueError(f"a seed pool of {seed['pool_size']} words")
-    generator = kind(np.random.SeedSequence(**seed) if seed else 0)
+    generator = _BIT_GENERATORS[name](np.random.SeedSequence(**seed) if seed else 0)
     generator.state = state
     return generator
 

@@ -1,7 +1,8 @@
 """The tree of a state as JSON: containers and scalars, with references to the leaves that are stored next to it.
 
-A node is a JSON scalar, an object (a dict whose keys are all strings) or a list ``[tag, ...]``. Encoders and decoders are
-found in closed tables by exact type and by tag: a subclass (an enum, say) has meaning that its base would lose.
+A node is a JSON scalar, an object (a dict whose keys are all strings) or a list ``[tag, ...]``. Encoders are found by exact
+type, decoders by tag, in tables that are complete. A subclass, such as an enum, is not encoded as its base class, which would
+lose its meaning.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Encoder:
         path: The keys from the root to the current value.
         add_leaf: Takes what is too large for JSON.
         shards: Takes arrays that are distributed over ranks; None where one rank saves for all.
-        num_pickled: Number of values that only pickle could hold.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Encoder:
         self._root = root
         self.add_leaf = add_leaf
         self.shards = shards
-        self.num_pickled = 0
         self._allow_pickle = allow_pickle
         self._numbers: dict[int, int] = {}  # id of a finished mutable value -> its number
         self._num_shared = 0
@@ -111,7 +110,6 @@ class Encoder:
             data = _pickler().dumps(value)
         except Exception as error:
             raise UnsafeStateError(f"{place} {why}, and it does not pickle: {error}", path=place) from error
-        self.num_pickled += 1
         return ["pickle", self.add_leaf(Leaf.of_bytes(data, self.path))]
 
     def _encode_by(self, encode: Callable[[Encoder, Any], Json], value: Any) -> Json:
@@ -279,7 +277,9 @@ def _encode_pickled(encoder: Encoder, value: Any) -> Json:
 
 def _refuse_pickle(decoder: Decoder, node: Json) -> Any:
     place = decoder.where()
-    text = f"{place} was saved by pickle, which can run code when loaded; pass allow_pickle=True if you trust whoever saved it"
+    text = (
+        f"{place} was saved by pickle, which can run code when loaded; pass allow_pickle=True if you trust its source"
+    )
     raise UnsafeStateError(text, path=place)
 
 

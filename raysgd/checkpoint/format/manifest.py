@@ -118,7 +118,7 @@ class Manifest:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Format a manifest's JSON, one field per line, and end it with a checksum of all before, as no other file has one."""
+    """Format a manifest's JSON, one field per line. The last field is a checksum of all others: no other file lists one."""
     lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in document.items()]
     head = ("{\n" + ",\n".join(lines)).encode()
     return head + _SEAL % zlib.crc32(head)
@@ -224,8 +224,8 @@ def verify_entries(directory: Storage, entries: Iterable[FileEntry], *, checksum
     """Check some files of a checkpoint; see `verify_files`."""
     for entry in entries:
         check_size(directory, entry)
-        if checksums:
-            _check_crc32(directory, entry)
+        if checksums and directory.read_with(entry.name, _crc32) != entry.crc32:
+            raise mismatch(directory, entry)
 
 
 def check_size(directory: Storage, entry: FileEntry) -> None:
@@ -241,11 +241,6 @@ def check_size(directory: Storage, entry: FileEntry) -> None:
 
 def mismatch(directory: Storage, entry: FileEntry) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{directory.path_of(entry.name)} does not match its checksum in the manifest")
-
-
-def _check_crc32(directory: Storage, entry: FileEntry) -> None:
-    if directory.read_with(entry.name, _crc32) != entry.crc32:
-        raise mismatch(directory, entry)
 
 
 def _crc32(stream: BinaryIO) -> int:

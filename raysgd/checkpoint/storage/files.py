@@ -19,7 +19,6 @@ import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast, final
 
 from raysgd.errors import CheckpointCorruptError
@@ -54,9 +53,7 @@ class Checksum:
     def __enter__(self) -> Checksum:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
 
     def update(self, chunk: Chunk) -> None:

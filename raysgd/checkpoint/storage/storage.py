@@ -40,14 +40,12 @@ from raysgd.errors import (
 T = TypeVar("T")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # Errors that waiting does not cure: a full or read-only disk, missing permissions, a path of the wrong kind.
-_PERMANENT = frozenset(
+_PERMANENT = {
     getattr(errno, name)
     for name in (
         "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM ENOENT ENOTDIR EISDIR EEXIST ENOTEMPTY ENAMETOOLONG ELOOP EINVAL EXDEV"
     ).split()
-    if hasattr(errno, name)
-)
-
+}
 
 #: Seconds of the wait after the first failure. Each further wait is twice as long, up to the maximum.
 _FIRST_DELAY_S = 0.1
