@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ from raysgd.checkpoint.storage.files import CHUNK_BYTES
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ReshardError
 
 
-class StoredShard(NamedTuple):
+@dataclass(frozen=True)
+class StoredShard:
     """A shard of an array: the tensor ``name`` in a part holds the elements at ``index``."""
 
     index: ShardIndex

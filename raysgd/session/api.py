@@ -192,9 +192,7 @@ def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Ite
         raise UsageError("raysgd.local() inside a worker or another raysgd.local(): a session exists already.")
     plan = NO_DATASETS
     if dataset is not None:
-        from raysgd.data.sources.resolve import (
-            resolve_datasets,
-        )  # imports NumPy, which a session without data does not need
+        from raysgd.data.sources.resolve import resolve_datasets  # imports NumPy: only if there is data
 
         plan = resolve_datasets(dataset, put=lambda block: block)
     session = LocalSession(dir, plan)
