@@ -89,8 +89,8 @@ class CheckpointStore:
         """Return the path or URI of a checkpoint's folder."""
         return self.directory(number).uri
 
-    def commit(self, manifest: Manifest) -> str:
-        """Commit a checkpoint by writing its manifest, and return its path.
+    def commit(self, manifest: Manifest) -> None:
+        """Commit a checkpoint by writing its manifest.
 
         Every file that the manifest lists must be durable. Files of other attempts in the folder are removed.
 
@@ -101,7 +101,6 @@ class CheckpointStore:
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
         with contextlib.suppress(CheckpointError):  # files that stay do no harm
             _remove_unlisted(directory, manifest)
-        return directory.uri
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""
@@ -146,7 +145,7 @@ class CheckpointStore:
         self.storage.delete_tree(directory_name(number), _OURS)
 
     def sweep_uncommitted(self) -> None:
-        """Delete the folders without a manifest. No checkpoint may be in the making."""
+        """Delete the folders without a manifest. Must not be called while workers write checkpoints."""
         for number in self.numbers():
             with contextlib.suppress(CheckpointCorruptError):  # a link, which raysgd did not make
                 if not self.storage.exists(_manifest_of(number)):

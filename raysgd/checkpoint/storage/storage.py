@@ -194,11 +194,11 @@ class Storage:
     # -- files -------------------------------------------------------------------------------------------
 
     def write_bytes(self, name: str, data: Chunk) -> tuple[int, int]:
-        """Write a file durably and return its size and crc32. A reader sees the old file or the new one."""
+        """Write a file durably, and return its size and crc32. A reader sees the old file or the new one."""
         return self.write_chunks(name, lambda: (data,))
 
     def write_chunks(self, name: str, chunks: Callable[[], Iterable[Chunk]]) -> tuple[int, int]:
-        """Stream a file to storage, as `write_bytes` writes it.
+        """Write a file from chunks; otherwise like `write_bytes`.
 
         Args:
             name: The file's name.
