@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 TOKEN_BYTES = 32
 #: What follows the token: the length of a JSON object that says what is wanted.
@@ -67,27 +67,10 @@ _LENGTH = struct.Struct("!Q")
 MAX_MESSAGE_BYTES = 1 << 30
 
 
-class Writer(Protocol):
-    """An `asyncio.StreamWriter`, or a fake."""
-
-    def write(self, data: bytes) -> None: ...
-
-
-class Readable(Protocol):
-    """What ``socket.makefile("rb")`` returns: it reads as much as asked for, and less only at the end."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
 def pack(message: Any) -> bytes:
     """Return ``message`` as it travels."""
     payload = pickle.dumps(message, protocol=5)
     return _LENGTH.pack(len(payload)) + payload
-
-
-def write_message(writer: Writer, message: Any) -> None:
-    """Write ``message`` to an asyncio stream."""
-    writer.write(pack(message))
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
@@ -100,7 +83,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
     return pickle.loads(await reader.readexactly(size))
 
 
-def receive_message(file: Readable) -> Any:
+def receive_message(file: Any) -> Any:
     """Read the next message of a blocking stream (``socket.makefile("rb")``).
 
     Raises:
@@ -111,9 +94,9 @@ def receive_message(file: Readable) -> Any:
     return pickle.loads(_exactly(file, size))
 
 
-def _exactly(file: Readable, size: int) -> bytes:
+def _exactly(file: Any, size: int) -> bytes:
     data: bytes = file.read(size)
-    if len(data) < size:
+    if len(data) < size:  # a buffered stream reads less only at its end
         raise EOFError("the connection ended")
     return data
 
@@ -161,24 +144,24 @@ class Listener:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             hello = await asyncio.wait_for(self._greet(reader), _HELLO_TIMEOUT_S)
-            handler = self._handlers.get(str(hello.get("kind"))) if hello is not None else None
-            if hello is not None and handler is not None:
-                tune(writer.get_extra_info("socket"))
-                await handler(hello, reader, writer)
+            handler = self._handlers[hello["kind"]]
+            tune(writer.get_extra_info("socket"))
+            await handler(hello, reader, writer)
         except Exception as error:
-            # The other end went away, or asked for what there is not: it learns that through Ray, where it asks next.
+            # The other end is gone, has no token, or asked for something unknown. It asks through Ray next, and gets the reason.
             _log.debug("a connection ended: %r", error)
         finally:
             with contextlib.suppress(Exception):
                 writer.close()
 
-    async def _greet(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """Return the hello of the other end; None if it does not know the token."""
+    async def _greet(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        """Return the hello of the other end.
+
+        Raises:
+            PermissionError: It does not know the token.
+            ValueError, TypeError: What follows the token is not a JSON object.
+        """
         if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
-            return None
+            raise PermissionError("the token is wrong")
         (size,) = HELLO_LENGTH.unpack(await reader.readexactly(HELLO_LENGTH.size))
-        try:
-            hello = json.loads(await reader.readexactly(size))
-        except ValueError:
-            return None
-        return hello if isinstance(hello, dict) else None
+        return dict(json.loads(await reader.readexactly(size)))

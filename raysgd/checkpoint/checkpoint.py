@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, missing_part_error, verify_entries, verify_files
 from raysgd.checkpoint.storage.names import FileEntry
@@ -20,31 +21,22 @@ from raysgd.checkpoint.store import read_manifest
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 
-class MemorySource(Protocol):
-    """Loads a checkpoint that is in memory only; must be picklable."""
-
-    def load(self, rank: int | None, allow_pickle: bool) -> Any:
-        """Load the state of a rank's part."""
-
-
 @final
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A saved state of a run. Checkpoints with the same path are equal."""
+    """A saved state of a run. Checkpoints with the same path are equal.
 
-    def __init__(
-        self,
-        path: str | None,
-        metrics: Mapping[str, Any] | None = None,
-        iteration: int = 0,
-        time_total_s: float = 0.0,
-        *,
-        source: MemorySource | None = None,
-    ) -> None:
-        self._path = path
-        self._metrics = dict(metrics or {})
-        self._iteration = iteration
-        self._time_total_s = time_total_s
-        self._source = source
+    Attributes:
+        path: Its folder, as a path or URI; None if the checkpoint is in memory only.
+        metrics: The metrics that were reported with it.
+        iteration: ``training_iteration`` when it was saved.
+        time_total_s: Seconds of training before it was saved.
+    """
+
+    path: str | None
+    metrics: dict[str, Any] = field(default_factory=dict, repr=False)
+    iteration: int = 0
+    time_total_s: float = field(default=0.0, repr=False)
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -72,26 +64,6 @@ class Checkpoint:
         """Make the checkpoint of a manifest that the caller has just read or written."""
         return cls(path, manifest.metrics, manifest.iteration, manifest.time_total_s)
 
-    @property
-    def path(self) -> str | None:
-        """Its folder, as a path or URI; None if the checkpoint is in memory only."""
-        return self._path
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The metrics that were reported with it."""
-        return self._metrics
-
-    @property
-    def iteration(self) -> int:
-        """``training_iteration`` when it was saved."""
-        return self._iteration
-
-    @property
-    def time_total_s(self) -> float:
-        """Seconds of training before it was saved."""
-        return self._time_total_s
-
     def load(self, allow_pickle: bool = False, *, rank: int | None = None) -> Any:
         """Load the state, with all tensors on the CPU; for ``files=True`` return the path of a local folder.
 
@@ -104,23 +76,20 @@ class Checkpoint:
             UnsafeStateError: It holds pickled values, and ``allow_pickle`` is False.
             ReshardError: It has no part of that rank.
         """
-        if self._path is not None:
-            directory = Storage.from_uri(self._path)
-            return load_state(directory, read_manifest(directory), rank or 0, allow_pickle=allow_pickle)
-        if self._source is None:
-            raise CheckpointError("this checkpoint has neither a path nor a copy in memory, so it cannot be loaded")
-        return self._source.load(rank, allow_pickle)
-
-    def __repr__(self) -> str:
-        return f"Checkpoint(path={self._path!r}, iteration={self._iteration})"
+        if self.path is None:
+            raise CheckpointError(
+                f"{self!r} is in memory only: raysgd.load_checkpoint, called in train_func, loads it."
+            )
+        directory = Storage.from_uri(self.path)
+        return load_state(directory, read_manifest(directory), rank or 0, allow_pickle=allow_pickle)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Checkpoint):
             return NotImplemented
-        return self is other or (self._path is not None and self._path == other._path)
+        return self is other or (self.path is not None and self.path == other.path)
 
     def __hash__(self) -> int:
-        return hash(self._path) if self._path is not None else id(self)
+        return hash(self.path) if self.path is not None else id(self)
 
 
 def load_state(
@@ -129,7 +98,6 @@ def load_state(
     rank: int,
     *,
     allow_pickle: bool,
-    verify: bool = True,
     world_size: int | None = None,
     on_unusable: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
@@ -142,7 +110,6 @@ def load_state(
         manifest: Its manifest.
         rank: World rank that loads.
         allow_pickle: Allow pickled leaves.
-        verify: Compare checksums; sizes are always compared.
         world_size: Number of ranks that load. Arrays in shards are then returned as `SavedArray`s, which read on demand.
             None: one process loads alone, and gets whole arrays.
         on_unusable: Called with an error that occurs later, when a `SavedArray` is read.
@@ -162,20 +129,15 @@ def load_state(
         )
     if manifest.is_files:
         if manifest.all_ranks and (rank not in parts or world_size not in (None, manifest.world_size)):
-            raise missing_part_error(storage_dir.uri, parts, rank, manifest.world_size, world_size)
-        return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)], verify=verify)
-    if not manifest.all_ranks:
-        from raysgd.checkpoint.format.parts import read_part  # NumPy: a driver that only lists checkpoints needs none
-
-        return read_part(storage_dir, parts[min(parts)], allow_pickle=allow_pickle, verify=verify)
-    from raysgd.checkpoint.format.parts import StoredPart
+            raise missing_part_error(storage_dir.uri, manifest, parts, rank, world_size)
+        return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)])
+    from raysgd.checkpoint.format.parts import StoredPart  # NumPy: a driver that only lists checkpoints needs none
     from raysgd.checkpoint.resharding import load_parts
 
     return load_parts(
-        {rank: StoredPart(storage_dir, files, verify=verify) for rank, files in parts.items()},
+        manifest,
+        {rank: StoredPart(storage_dir, files) for rank, files in parts.items()},
         rank,
-        saved_by=manifest.world_size,
-        is_reshardable=manifest.is_reshardable,
         world_size=world_size,
         where=storage_dir.uri,
         allow_pickle=allow_pickle,
@@ -183,17 +145,17 @@ def load_state(
     )
 
 
-def _local_folder(directory: Storage, entries: Sequence[FileEntry], *, verify: bool) -> str:
+def _local_folder(directory: Storage, entries: Sequence[FileEntry]) -> str:
     folders = {entry.name.partition("/")[0] for entry in entries if "/" in entry.name}
     if len(folders) != 1 or not all("/" in entry.name for entry in entries):
         raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)}: the files of a part are not in one folder")
     folder = folders.pop()
     if directory.is_local:
-        verify_entries(directory, entries, checksums=verify)
+        verify_entries(directory, entries, checksums=True)
         return directory.path_of(folder)
     target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
     atexit.register(shutil.rmtree, target, ignore_errors=True)
-    directory.fetch_tree(entries, target, verify=verify)
+    directory.fetch_tree(entries, target)
     return os.path.join(target, folder)
 
 

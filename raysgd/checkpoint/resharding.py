@@ -1,4 +1,4 @@
-"""Loads a state of which each rank saved a part, for as many ranks as there are now; `SavedArray` is an array of it.
+"""Loads a state that several ranks saved in parts, for any number of ranks; a `SavedArray` is an array of such a state.
 
 Arrays are put together from their shards in all parts. All other values belong to a rank: if as many ranks load as saved,
 each gets its own. Otherwise these values must be equal in all parts, and all ranks get them.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysgd.checkpoint.codecs.leaves import ByteArray
+from raysgd.checkpoint.codecs.leaves import ByteArray, Json
 from raysgd.checkpoint.codecs.numpy import dtype_from_json
 from raysgd.checkpoint.codecs.shards import (
     ArrayShards,
@@ -26,18 +26,15 @@ from raysgd.checkpoint.codecs.shards import (
     index_from_slices,
     intersect,
 )
-from raysgd.checkpoint.codecs.tree import Decoder
-from raysgd.checkpoint.format.manifest import missing_part_error
+from raysgd.checkpoint.format.manifest import Manifest, missing_part_error
 from raysgd.checkpoint.format.parts import PartReader, aligned_empty
 from raysgd.checkpoint.storage.files import CHUNK_BYTES
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ReshardError
 
-Json: TypeAlias = Any
-
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard of an array: the tensor ``name`` in a part, which holds the elements at ``index``."""
+    """A shard of an array: the tensor ``name`` in a part holds the elements at ``index``."""
 
     index: ShardIndex
     part: PartReader
@@ -141,24 +138,22 @@ def _rows(common: ShardIndex, outer: ShardIndex, item_bytes: int) -> tuple[int, 
 
 
 def load_parts(
+    manifest: Manifest,
     parts: Mapping[int, PartReader],
     rank: int,
     *,
-    saved_by: int,
     world_size: int | None,
-    is_reshardable: bool,
     where: str,
     allow_pickle: bool,
-    on_unusable: Callable[[Exception], None] = lambda error: None,
+    on_unusable: Callable[[Exception], None],
 ) -> Any:
-    """Load the state of a rank.
+    """Load the state of a rank: its own part if each rank saved one, else the one part for all ranks.
 
     Args:
+        manifest: The checkpoint's manifest; the files that it lists are not used.
         parts: Parts by the rank that saved them.
         rank: The rank that loads.
-        saved_by: Number of ranks that saved.
         world_size: Number of ranks that load. None: one process loads alone, for which arrays are read whole.
-        is_reshardable: Whether everything except array shards is known to be equal in all parts.
         where: The checkpoint, for messages.
         allow_pickle: Allow pickled leaves.
         on_unusable: Called with an error that occurs later, when an array is read.
@@ -167,21 +162,25 @@ def load_parts(
         ReshardError: Another number of ranks saved, and the parts differ in more than array shards.
         CheckpointCorruptError: Shards are missing or overlap.
     """
-    is_same = rank in parts and world_size in (None, saved_by)
+    if not manifest.all_ranks:
+        return parts[min(parts)].load(allow_pickle=allow_pickle)
+    is_same = rank in parts and world_size in (None, manifest.world_size)
     part = parts[rank if is_same else min(parts)]
+    if not is_same:
+        can_reshard = part.shards and world_size is not None
+        if can_reshard and not manifest.is_reshardable:
+            _raise_difference(parts, where, manifest.world_size)
+        if not can_reshard or not manifest.is_reshardable:
+            raise missing_part_error(where, manifest, parts, rank, world_size)
     if not part.shards:
-        if is_same:
-            return part.load(allow_pickle=allow_pickle)
-        raise missing_part_error(where, parts, rank, saved_by, world_size)
-    if not is_same and (world_size is None or not is_reshardable):
-        if world_size is not None:
-            _raise_difference(parts, where, saved_by)
-        raise missing_part_error(where, parts, rank, saved_by, world_size)
-    arrays = _assemble(parts, where, on_unusable)
-    is_whole = world_size is None or world_size == saved_by == 1
-    values = {place: np.asarray(array) if is_whole or not array.shape else array for place, array in arrays.items()}
-    leaves = part.leaves(part.unsharded_names)
-    return Decoder(leaves, part.where, allow_pickle=allow_pickle, shards=values).decode_state(part.state)
+        return part.load(allow_pickle=allow_pickle)
+    is_whole = world_size is None or world_size == manifest.world_size == 1
+    arrays = {
+        place: np.asarray(array) if is_whole or not array.shape else array
+        for place, array in _assemble(parts, where, on_unusable).items()
+    }
+    leaves = {name: part.leaf(name) for name in part.unsharded_names}
+    return part.decode(leaves, arrays, allow_pickle=allow_pickle)
 
 
 def _assemble(
@@ -260,7 +259,6 @@ def _different_leaf(one: PartReader, other: PartReader) -> str | None:
         spec, other_spec = one.specs[name], other.specs.get(name)
         if other_spec is None or (spec.dtype, spec.shape) != (other_spec.dtype, other_spec.shape):
             return name
-        data, other_data = (part.leaves([name]).get(name).data for part in (one, other))
-        if not np.array_equal(data, other_data):
+        if not np.array_equal(one.leaf(name).data, other.leaf(name).data):
             return name
     return None

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from raysgd.errors import ConfigError
-
 
 class Record(Protocol):
     """What the policy needs to know about a checkpoint; a `Manifest` satisfies it."""
@@ -40,12 +38,6 @@ class RetentionPolicy:
     score_attribute: str | None = None
     score_order: str = "max"
 
-    def __post_init__(self) -> None:
-        if self.num_to_keep is not None and self.num_to_keep < 1:
-            raise ConfigError(f"num_to_keep={self.num_to_keep} is not allowed: give an int >= 1, or None to keep all.")
-        if self.score_order not in ("max", "min"):
-            raise ConfigError(f"score_order={self.score_order!r} is not known: give 'max' or 'min'.")
-
     def to_delete(self, records: Iterable[Record]) -> list[int]:
         """Return the numbers of the checkpoints to delete, oldest first.
 
@@ -60,28 +52,17 @@ class RetentionPolicy:
 
     def best(self, records: Iterable[R]) -> R | None:
         """Return the best record; None if no record has the metric."""
-        ranked = self._ranked(records)
-        if not ranked or (self.score_attribute is not None and self._score(ranked[0]) == -math.inf):
-            return next((record for record in ranked if self._has_score(record)), None)
-        return ranked[0]
+        return next((record for record in self._ranked(records) if self._rank(record)[0]), None)
 
     def _ranked(self, records: Iterable[R]) -> list[R]:
-        """Sort best first, and the newer first of equal ones."""
-        return sorted(
-            records, key=lambda record: (self._has_score(record), self._score(record), record.number), reverse=True
-        )
+        return sorted(records, key=self._rank, reverse=True)
 
-    def _has_score(self, record: Record) -> bool:
-        return self.score_attribute is None or not math.isnan(metric_value(record.metrics, self.score_attribute))
-
-    def _score(self, record: Record) -> float:
-        """Return a score of which larger is better."""
-        if self.score_attribute is None:
-            return 0.0
-        value = metric_value(record.metrics, self.score_attribute)
+    def _rank(self, record: Record) -> tuple[bool, float, int]:
+        """Return what is larger for a better record: whether it has the metric, its score, and its age."""
+        value = 0.0 if self.score_attribute is None else metric_value(record.metrics, self.score_attribute)
         if math.isnan(value):
-            return -math.inf
-        return value if self.score_order == "max" else -value
+            return False, 0.0, record.number
+        return True, value if self.score_order == "max" else -value, record.number
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> float:

@@ -29,7 +29,7 @@ from raysgd.checkpoint.format.parts import FOOTER_BYTES, encode_tree, write_foot
 from raysgd.checkpoint.format.safetensors import encode_header
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError
 
 #: States of at least this size are copied by several threads; smaller ones are not worth starting threads.
 _PARALLEL_BYTES = 32 << 20
@@ -57,11 +57,14 @@ def take_snapshot(
             was closed.
     """
     leaves = LeafList()
-    encoder = Encoder(leaves, allow_pickle=allow_pickle, shards=shards)
-    node = encoder.encode_state(state)
+    node = Encoder(leaves.add, allow_pickle=allow_pickle, shards=shards).encode_state(state)
     tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
-    placed = sorted(leaves.named.items(), key=_by_alignment)
-    header = _header(placed)
+    # Wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size.
+    placed = sorted(leaves.named.items(), key=lambda item: -item[1].item_bytes)
+    header = b""
+    if placed:
+        specs = ((name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed)
+        header = encode_header(specs, {"format": "pt"})
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
     pinned = any(leaf.device is not None and leaf.device.type == "cuda" for _, leaf in placed)
     buffer = pool.acquire(num_tensor_bytes + len(tree) + FOOTER_BYTES, pinned=pinned)
@@ -72,7 +75,7 @@ def take_snapshot(
         if shards is not None and shards.table:
             unsharded = _unsharded_ranges(placed, shards.names, len(header))
             unsharded.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
-        return Snapshot(pool, buffer, encoder.num_pickled, unsharded)
+        return Snapshot(pool, buffer, unsharded)
     except BaseException:  # also AttemptEnded: a lost buffer would block the saves of the next attempt
         pool.release(buffer)
         raise
@@ -87,18 +90,15 @@ class Snapshot:
 
     Attributes:
         num_bytes: Size of the payload.
-        num_pickled: Number of pickled leaves: with any, loading needs ``allow_pickle=True``.
     """
 
     def __init__(
         self,
         pool: StagingPool,
         buffer: StagingBuffer,
-        num_pickled: int,
         unsharded: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.num_bytes = buffer.num_bytes
-        self.num_pickled = num_pickled
         self._pool = pool
         self._buffer: StagingBuffer | None = buffer
         self._unsharded = unsharded
@@ -146,19 +146,9 @@ def _unsharded_ranges(placed: list[tuple[str, Leaf]], shards: Collection[str], b
     return ranges
 
 
-def _by_alignment(item: tuple[str, Leaf]) -> int:
-    """Sort wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size."""
-    return -item[1].item_bytes
-
-
-def _header(placed: list[tuple[str, Leaf]]) -> bytes:
-    if not placed:
-        return b""
-    return encode_header([(name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed], {"format": "pt"})
-
-
 def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes) -> None:
-    end = _put(target, 0, header)
+    end = len(header)
+    target.data[:end] = header
     copies: list[tuple[Leaf, ByteArray]] = []
     for leaf in leaves:
         copies.append((leaf, target[end : end + leaf.num_bytes]))
@@ -169,7 +159,7 @@ def _fill(target: ByteArray, header: bytes, leaves: Sequence[Leaf], tree: bytes)
         _copy(in_memory, num_threads=_num_threads(sum(leaf.num_bytes for leaf, _ in in_memory)))
     finally:  # also after an error: a late copy from a GPU would overwrite the buffer's next snapshot
         synchronize(leaves)
-    _put(target, end, tree)
+    target.data[end : end + len(tree)] = tree
 
 
 def _copy(copies: Sequence[tuple[Leaf, ByteArray]], num_threads: int) -> None:
@@ -190,12 +180,6 @@ def _num_threads(num_bytes: int) -> int:
     return min(_MAX_THREADS, cores)
 
 
-def _put(target: ByteArray, start: int, data: bytes) -> int:
-    end = start + len(data)
-    target.data[start:end] = data
-    return end
-
-
 @final
 class StagingPool:
     """A fixed number of reused buffers. Thread-safe.
@@ -212,8 +196,6 @@ class StagingPool:
             num_buffers: Snapshots that may wait to be written.
             max_pending_bytes: Bytes that they may have together; a single one may have more.
         """
-        if num_buffers < 1 or max_pending_bytes < 1:
-            raise ConfigError(f"StagingPool({num_buffers=}, {max_pending_bytes=}) is not allowed: give values >= 1.")
         self.waited_s = 0.0
         self._num_buffers = num_buffers
         self._free: list[StagingBuffer] = []
@@ -283,10 +265,7 @@ class StagingPool:
     def pending_bytes(self) -> int:
         """Bytes of snapshots in flight."""
         with self._changed:
-            return self._pending()
-
-    def _pending(self) -> int:
-        return sum(buffer.num_bytes for buffer in self._busy)
+            return sum(buffer.num_bytes for buffer in self._busy)
 
     def _has_room(self, num_bytes: int) -> bool:
         if self._closed:
@@ -297,7 +276,7 @@ class StagingPool:
         return num_busy < self._num_buffers and (not num_busy or self._fits(num_bytes))
 
     def _fits(self, num_bytes: int) -> bool:
-        return self._pending() + num_bytes <= self._max_pending_bytes
+        return self.pending_bytes + num_bytes <= self._max_pending_bytes
 
     def _take(self, buffer: StagingBuffer) -> StagingBuffer:
         self._free.remove(buffer)
@@ -307,8 +286,8 @@ class StagingPool:
     def _best_fit(self, num_bytes: int) -> StagingBuffer:
         """Return the smallest buffer that is large enough, else the largest, which has to grow least."""
         self._complete()
-        enough = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
-        return min(enough, key=_capacity) if enough else max(self._free, key=_capacity)
+        self._free.sort(key=lambda buffer: buffer.capacity)
+        return next((buffer for buffer in self._free if buffer.capacity >= num_bytes), self._free[-1])
 
     def _take_small(self, num_bytes: int) -> StagingBuffer | None:
         with self._changed:
@@ -357,10 +336,6 @@ class StagingBuffer:
     def touch(self) -> None:
         """Make the kernel map all pages now."""
         self._memory[::_PAGE_BYTES] = 0
-
-
-def _capacity(buffer: StagingBuffer) -> int:
-    return buffer.capacity
 
 
 def _pin(memory: ByteArray) -> None:

@@ -14,11 +14,8 @@ Runs in the control plane (committing, listing, deleting; never imports torch or
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, verify_files
 from raysgd.checkpoint.storage.files import TEMPORARY_PREFIX
@@ -47,48 +44,25 @@ def _manifest_of(number: int) -> str:
     return f"{directory_name(number)}/{MANIFEST_NAME}"
 
 
-def read_manifest(checkpoint: Storage | str | os.PathLike[str]) -> Manifest:
+def read_manifest(directory: Storage) -> Manifest:
     """Read the manifest of the checkpoint in a folder.
 
     Raises:
         CheckpointNotFoundError: The folder does not exist, or holds no manifest.
         CheckpointCorruptError: The manifest is not valid.
     """
-    directory = checkpoint if isinstance(checkpoint, Storage) else Storage.from_uri(checkpoint)
     data = directory.read_bytes(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     return Manifest.from_json(data, directory.path_of(MANIFEST_NAME))
 
 
-@dataclass(frozen=True)
-class SkippedCheckpoint:
-    """A checkpoint that cannot be used.
-
-    Attributes:
-        number: Its number.
-        path: Its folder.
-        error: Why.
-    """
+class SkippedCheckpoint(NamedTuple):
+    """A checkpoint that cannot be used, and why."""
 
     number: int
-    path: str
     error: CheckpointError
 
 
-@dataclass(frozen=True)
-class Scan:
-    """The checkpoints in a store.
-
-    Attributes:
-        manifests: Manifests of the committed checkpoints, oldest first.
-        skipped: Checkpoints whose manifest is not valid.
-    """
-
-    manifests: list[Manifest]
-    skipped: list[SkippedCheckpoint]
-
-
-@dataclass(frozen=True)
-class Newest:
+class Newest(NamedTuple):
     """The checkpoint to resume from.
 
     Attributes:
@@ -115,8 +89,8 @@ class CheckpointStore:
         """Return the path or URI of a checkpoint's folder."""
         return self.directory(number).uri
 
-    def commit(self, manifest: Manifest) -> str:
-        """Commit a checkpoint by writing its manifest, and return its path.
+    def commit(self, manifest: Manifest) -> None:
+        """Commit a checkpoint by writing its manifest.
 
         Every file that the manifest lists must be durable. Files of other attempts in the folder are removed.
 
@@ -127,24 +101,11 @@ class CheckpointStore:
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
         with contextlib.suppress(CheckpointError):  # files that stay do no harm
             _remove_unlisted(directory, manifest)
-        return directory.uri
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""
         found = [int(match[1]) for match in map(_DIRECTORY.fullmatch, self.storage.list_names()) if match]
         return sorted(number for number in found if self._may_be_folder(directory_name(number)))
-
-    def scan(self) -> Scan:
-        """Read all manifests."""
-        scan = Scan([], [])
-        for number in self.numbers():
-            try:
-                scan.manifests.append(self.read(number))
-            except CheckpointNotFoundError:  # not committed
-                continue
-            except CheckpointError as error:
-                scan.skipped.append(SkippedCheckpoint(number, self.path(number), error))
-        return scan
 
     def read(self, number: int) -> Manifest:
         """Read the manifest of one checkpoint; CheckpointNotFoundError or CheckpointCorruptError."""
@@ -156,11 +117,8 @@ class CheckpointStore:
             )
         return manifest
 
-    def newest(self, verify: bool = True) -> Newest:
-        """Find the newest checkpoint whose files match its manifest.
-
-        Args:
-            verify: Read all files and compare checksums; otherwise compare sizes only.
+    def newest(self) -> Newest:
+        """Find the newest checkpoint whose files match its manifest. This reads all its files.
 
         Raises:
             StorageError: No checkpoint is usable, and at least one could not be read. Starting over would lose the run's
@@ -170,12 +128,12 @@ class CheckpointStore:
         for number in reversed(self.numbers()):
             try:
                 manifest = self.read(number)
-                verify_files(self.directory(number), manifest, checksums=verify)
+                verify_files(self.directory(number), manifest, checksums=True)
                 return Newest(manifest, skipped)
             except CheckpointNotFoundError:
                 continue
             except CheckpointError as error:
-                skipped.append(SkippedCheckpoint(number, self.path(number), error))
+                skipped.append(SkippedCheckpoint(number, error))
         for each in skipped:
             if isinstance(each.error, StorageError):
                 raise each.error
@@ -186,16 +144,12 @@ class CheckpointStore:
         self.storage.delete_file(_manifest_of(number))
         self.storage.delete_tree(directory_name(number), _OURS)
 
-    def sweep_uncommitted(self, keep: Collection[int] = ()) -> list[int]:
-        """Delete the folders without a manifest, except those in ``keep`` (being written); return their numbers."""
-        return [number for number in self.numbers() if number not in keep and self._sweep(number)]
-
-    def _sweep(self, number: int) -> bool:
-        try:
-            is_committed = self.storage.exists(_manifest_of(number))
-        except CheckpointCorruptError:  # a link, which raysgd did not make
-            return False
-        return not is_committed and self.storage.delete_tree(directory_name(number), _OURS)
+    def sweep_uncommitted(self) -> None:
+        """Delete the folders without a manifest. Must not be called while workers write checkpoints."""
+        for number in self.numbers():
+            with contextlib.suppress(CheckpointCorruptError):  # a link, which raysgd did not make
+                if not self.storage.exists(_manifest_of(number)):
+                    self.storage.delete_tree(directory_name(number), _OURS)
 
     def _may_be_folder(self, name: str) -> bool:
         try:
@@ -205,7 +159,11 @@ class CheckpointStore:
 
     def list(self) -> list[Manifest]:
         """Return the manifests of the committed checkpoints, oldest first, without those that are not valid."""
-        return self.scan().manifests
+        manifests = []
+        for number in self.numbers():
+            with contextlib.suppress(CheckpointError):
+                manifests.append(self.read(number))
+        return manifests
 
 
 def _remove_unlisted(directory: Storage, manifest: Manifest) -> None:

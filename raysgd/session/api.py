@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import UsageError
 from raysgd.session import context
 from raysgd.session.local import LocalSession
@@ -79,7 +79,7 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, allow_pickle:
     Ranks may call it at different times during training: their n-th calls without ``path`` give the same checkpoint.
 
     Without ``path`` the random number generators and the positions in the datasets are restored too, so that training
-    continues as if it had not been interrupted. A loop over a dataset that is running ends.
+    continues as if it had not been interrupted. A running loop over a dataset ends.
 
     An array that was saved in shards is returned as a `raysgd.SavedArray`, which reads what is needed; see
     `raysgd.jax.restore`.
@@ -93,7 +93,7 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, allow_pickle:
         CheckpointCorruptError: Its bytes do not match its manifest.
         ReshardError: It was saved with ``all_ranks=True`` by another number of ranks, and has no arrays in shards, or has
             other values that differ between ranks.
-        CheckpointError: It stands in the middle of a dataset that now has another number of rows.
+        CheckpointError: It was saved in the middle of a dataset that now has another number of rows.
     """
     return context.acting().load_checkpoint(path, allow_pickle=allow_pickle)
 
@@ -134,17 +134,17 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """Return this worker's rank among those on its node."""
-    return context.current().local_rank
+    return context.current().identity.local_rank
 
 
 def local_world_size() -> int:
     """Return the number of workers on this node."""
-    return context.current().local_world_size
+    return context.current().identity.local_world_size
 
 
 def node_rank() -> int:
     """Return this node's rank among the nodes that have workers."""
-    return context.current().node_rank
+    return context.current().identity.node_rank
 
 
 def in_worker() -> bool:
@@ -190,17 +190,14 @@ def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Ite
     """
     if context.installed() is not None:
         raise UsageError("raysgd.local() inside a worker or another raysgd.local(): a session exists already.")
-    session = LocalSession(dir, NO_DATASETS if dataset is None else _resolve(dataset))
+    plan = NO_DATASETS
+    if dataset is not None:
+        from raysgd.data.sources.resolve import resolve_datasets  # imports NumPy: only if there is data
+
+        plan = resolve_datasets(dataset, put=lambda block: block)
+    session = LocalSession(dir, plan)
     context.install(session)
     try:
         yield session
     finally:
         context.uninstall()
-
-
-def _resolve(dataset: Any) -> DatasetPlan:
-    from raysgd.data.sources.resolve import (
-        resolve_datasets,  # imports NumPy, which a session without data does not need
-    )
-
-    return resolve_datasets(dataset, put=lambda block: block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -9,11 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
-from raysgd.session.datasets import Datasets
 from raysgd.session.progress import Progress
 
 if TYPE_CHECKING:
-    from raysgd.data.dataset import WorkerDataset
+    from raysgd.data.dataset import WorkerDataset, WorkerDatasets
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,57 @@ class Identity:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+
+
+class Datasets:
+    """The datasets of one attempt. They are opened at their first use, because reading data imports NumPy and Arrow.
+
+    Args:
+        plan: The datasets that were given.
+        open_all: Opens the datasets of a plan.
+    """
+
+    def __init__(self, plan: DatasetPlan, open_all: Callable[[DatasetPlan], WorkerDatasets]) -> None:
+        self._plan = plan
+        self._open_all = open_all
+        self._opened: WorkerDatasets | None = None
+        self._lock = threading.Lock()  # user threads must not open datasets twice, each with its own position
+
+    def get(self, name: str | None) -> WorkerDataset:
+        return self._open().get(name)
+
+    def all(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
+        return self._open().all()
+
+    def positions(self) -> dict[str, Any]:
+        """Return the position in each dataset; empty if no dataset was given."""
+        return self._open().positions() if self._plan.sources else {}
+
+    def end_epochs(self, *, only_finished: bool) -> None:
+        if self._opened is not None:
+            self._opened.end_epochs(only_finished=only_finished)
+
+    def restore(self, positions: Mapping[str, Any]) -> None:
+        """Resume at these positions.
+
+        Raises:
+            CheckpointError: A position does not fit its dataset; then no position changes.
+        """
+        if self._plan.sources:
+            self._open().restore(positions)
+
+    def close(self) -> None:
+        """Release the rows and all references to them."""
+        self._plan = NO_DATASETS
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = None
+
+    def _open(self) -> WorkerDatasets:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open_all(self._plan)
+            return self._opened
 
 
 class Session(ABC):
@@ -63,16 +114,8 @@ class Session(ABC):
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
-        self._datasets = Datasets(
-            plan,
-            identity.world_rank,
-            identity.world_size,
-            seed,
-            attempt=attempt,
-            is_deterministic=deterministic,
-            fetch=fetch,
-            read_context=self._read_context,
-        )
+        self._fetch = fetch
+        self._datasets = Datasets(plan, self._open_datasets)
 
     @property
     def world_rank(self) -> int:
@@ -81,18 +124,6 @@ class Session(ABC):
     @property
     def world_size(self) -> int:
         return self.identity.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.identity.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self.identity.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        return self.identity.node_rank
 
     @abstractmethod
     def report(self, metrics: Mapping[str, Any]) -> None: ...
@@ -114,7 +145,7 @@ class Session(ABC):
         return self._datasets.all()
 
     def end_epochs(self, *, only_finished: bool) -> None:
-        """Loops over datasets that are under way, or only those that have had their last batch, are over, and their epochs.
+        """End the running loops over datasets and their epochs, or only of those loops that have got their last batch.
 
         A framework's loop may leave an epoch at its last batch, without asking whether there is another.
         """
@@ -128,6 +159,20 @@ class Session(ABC):
 
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
+
+    def _open_datasets(self, plan: DatasetPlan) -> WorkerDatasets:
+        from raysgd.data.dataset import WorkerDatasets
+
+        return WorkerDatasets(
+            plan,
+            self.world_rank,
+            self.world_size,
+            self.seed,
+            attempt=self.attempt,
+            is_deterministic=self.deterministic,
+            fetch=self._fetch,
+            read_context=self._read_context,
+        )
 
     def _read_context(self) -> AbstractContextManager[None]:
         """Called before each batch of a dataset; the batch is read inside the returned context."""

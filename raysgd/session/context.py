@@ -59,9 +59,7 @@ def installed() -> Session | None:
 
 def current() -> Session:
     """Return the session of this process; outside a worker a world of one rank without data or checkpoints."""
-    if _current is not None:
-        return _current
-    return _alone
+    return _alone if _current is None else _current
 
 
 def acting() -> Session:

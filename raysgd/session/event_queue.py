@@ -35,15 +35,12 @@ class _Unencoded(NamedTuple):
     event: Saved | Scored
     metrics: dict[str, Any]
 
-    def encoded(self) -> Saved | Scored:
-        return replace(self.event, metrics=encode(read_deferred(self.metrics)))
-
 
 class EventQueue:
     """Events on their way out of the worker, in the order in which they were put.
 
     Attributes:
-        flush_interval_s: Least time between two batches.
+        flush_interval_s: The shortest time between two batches.
         unreadable: The error of a metric that was accepted and could not be read later, such as one on a device that failed.
             No report is sent from that one on; the session raises the error in the training thread.
     """
@@ -123,7 +120,7 @@ class EventQueue:
 
     def _encoded(self, item: _Unencoded) -> WorkerEvent:
         try:
-            return item.encoded()
+            return replace(item.event, metrics=encode(read_deferred(item.metrics)))
         except Exception as error:
             self.unreadable = self.unreadable or _name_unreadable(item.metrics, error)
             return item.event

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.checkpoint.storage.names import FileEntry
+
 
 @dataclass(frozen=True)
 class Entered:
@@ -64,14 +66,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class PartSafe:
-    """This rank's part of save ``call`` is durable: ``(name, size, crc32)`` of each file, and its small state.
+    """This rank's part of save ``call`` is durable: its files, and its small state.
 
     Attributes:
         unsharded_digest: Digest of everything in the part except array shards; None where it has no shards.
     """
 
     call: int
-    files: tuple[tuple[str, int, int], ...]
+    files: tuple[FileEntry, ...]
     rank_state: dict[str, Any] = field(default_factory=dict)
     unsharded_digest: str | None = None
 

@@ -10,7 +10,6 @@ from typing import Any
 from raysgd._util.logs import get_logger
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
@@ -42,30 +41,34 @@ class LocalSession(Session):
     ) -> None:
         if self._store is None:
             return
-        from raysgd.checkpoint.snapshot import StagingPool  # imports NumPy, and every driver imports this module
-
         self._store.storage.make_dirs()
         number = max((manifest.number for manifest in self._store.list()), default=0) + 1
-        done: list[WorkerEvent] = []
-        writer = CheckpointWriter(
-            self._store, attempt=1, rank=0, first_number=number, pool=StagingPool(num_buffers=1), put=done.append
+        part = self._write_part(self._store, number, state, files, all_ranks, allow_pickle)
+        self._store.commit(
+            Manifest(
+                number=number,
+                attempt=1,
+                iteration=self._num_reports,
+                time_total_s=0.0,
+                world_size=1,
+                metrics=copy_metrics(metrics or {}),
+                all_ranks=all_ranks,
+                is_files=files,
+                allow_pickle=allow_pickle,
+                is_reshardable=part.unsharded_digest is not None,
+                created_s=time.time(),
+                parts={0: list(part.files)},
+                rank_states={0: part.rank_state},
+            )
         )
-        small = rank_state.capture(self._datasets)
-        if files:
-            writer.save_files(0, state, small)
-        else:
-            writer.save(0, state, small, allow_pickle=allow_pickle, shared_by=1 if all_ranks else None)
-        writer.close()
-        self._commit(number, done[0], copy_metrics(metrics or {}), files, all_ranks, allow_pickle)
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
         if path is not None:
             return Checkpoint.from_path(path).load(allow_pickle=allow_pickle)
-        newest = None if self._store is None else next(iter(reversed(self._store.list())), None)
-        if newest is None:
+        if self._store is None or not (manifests := self._store.list()):
             return None
-        assert self._store is not None
-        state = Checkpoint.from_path(self._store.directory(newest.number).uri).load(allow_pickle=allow_pickle)
+        newest = manifests[-1]
+        state = Checkpoint.from_path(self._store.path(newest.number)).load(allow_pickle=allow_pickle)
         small = rank_state.inherit(newest.rank_states, 0, is_same_size=newest.world_size == 1)
         rank_state.restore(small, self._datasets)
         return state
@@ -79,29 +82,25 @@ class LocalSession(Session):
     def broadcast(self, obj: Any) -> Any:
         return obj
 
-    def _commit(
-        self, number: int, done: WorkerEvent, metrics: dict[str, Any], files: bool, all_ranks: bool, allow_pickle: bool
-    ) -> None:
-        if isinstance(done, PartFailed):
-            raise CheckpointError(f"save_checkpoint could not write checkpoint {number}: {done.error}")
-        assert isinstance(done, PartSafe) and self._store is not None
-        self._store.commit(
-            Manifest(
-                number=number,
-                attempt=1,
-                iteration=self._num_reports,
-                time_total_s=0.0,
-                world_size=1,
-                metrics=metrics,
-                all_ranks=all_ranks,
-                is_files=files,
-                allow_pickle=allow_pickle,
-                is_reshardable=done.unsharded_digest is not None,
-                created_s=time.time(),
-                parts={0: [FileEntry(*entry) for entry in done.files]},
-                rank_states={0: done.rank_state},
-            )
-        )
+    def _write_part(
+        self, store: CheckpointStore, number: int, state: Any, files: bool, all_ranks: bool, allow_pickle: bool
+    ) -> PartSafe:
+        from raysgd.checkpoint.snapshot import StagingPool  # imports NumPy, and every driver imports this module
+
+        events: list[WorkerEvent] = []
+        pool = StagingPool(num_buffers=1)
+        writer = CheckpointWriter(store, attempt=1, rank=0, first_number=number, pool=pool, put=events.append)
+        small = rank_state.capture(self._datasets)
+        if files:
+            writer.save_files(0, state, small)
+        else:
+            writer.save(0, state, small, allow_pickle=allow_pickle, shared_by=1 if all_ranks else None)
+        writer.close()
+        part = events[0]
+        if isinstance(part, PartFailed):
+            raise CheckpointError(f"save_checkpoint could not write checkpoint {number}: {part.error}")
+        assert isinstance(part, PartSafe)
+        return part
 
 
 def _short(value: Any) -> str:

@@ -60,7 +60,7 @@ class Stopwatch:
 
     Attributes:
         seconds: Added up so far.
-        thread: Identifier of the thread; the one that made it until `Progress.enter`.
+        thread: Identifier of the timed thread: the one that made the stopwatch, until `Progress.enter` changes it.
     """
 
     __slots__ = ("_began", "_clock", "_depth", "seconds", "thread")
@@ -94,9 +94,9 @@ class Stopwatch:
 
 
 class Progress:
-    """The session calls of one attempt. The training thread marks, others read: each reads or writes one attribute.
+    """The session calls of one attempt. The training thread notes them, and other threads read them, without a lock.
 
-    A thread that writes checkpoints reports its progress too, by `wrote`.
+    A thread that writes checkpoints notes its progress too, by `wrote`.
 
     Attributes:
         data: Runs while a batch is read.
@@ -138,10 +138,10 @@ class Progress:
             self._num_batches = count = self._num_batches + 1
         else:
             return
-        if count > self._steps:  # the ones that are made more often lead
+        if count > self._steps:  # reports or batches, whichever the loop makes more often
             self._steps = count
             total_s = now - self._entered_at
-            # In one piece, so that who reads it meanwhile does not mix two steps. A plain tuple is made fastest.
+            # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
 
     def data_wait_fraction(self) -> float | None:
@@ -163,7 +163,7 @@ class Progress:
 
     def heartbeat(self, *, is_inside: bool, has_gpu: bool = False) -> Heartbeat:
         """Return the progress as it is now."""
-        # Who waits for storage moves as storage does.
+        # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
         spent = Spent(*self._spent)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd._util.imports import imported
-from raysgd.session.datasets import Datasets
+from raysgd.session.base import Datasets
 
 GeneratorStates = dict[str, Any]
 

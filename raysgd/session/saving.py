@@ -153,7 +153,7 @@ class CheckpointWriter:
         self._pool = pool
         self._put = put
         self._stored_every = stored_every
-        self.on_chunk: Callable[[], None] = _nothing
+        self.on_chunk: Callable[[], None] = lambda: None
         self._payloads = Payloads(put) if is_held else None
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -199,7 +199,7 @@ class CheckpointWriter:
                 raise
             self._put(PartFailed(call, f"{type(error).__name__}: {error}"))
         else:
-            self._put(PartSafe(call, tuple((e.name, e.size, e.crc32) for e in entries), rank_state))
+            self._put(PartSafe(call, tuple(entries), rank_state))
 
     def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
         """Save the part of a rank that gives no state: its small state only."""
@@ -244,8 +244,7 @@ class CheckpointWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 entries = job.snapshot.write(self._folder(job.call), self._prefix)
-                files = tuple((entry.name, entry.size, entry.crc32) for entry in entries)
-                self._put(PartSafe(job.call, files, job.rank_state, job.snapshot.unsharded_digest()))
+                self._put(PartSafe(job.call, tuple(entries), job.rank_state, job.snapshot.unsharded_digest()))
             except Exception as error:  # the controller must learn of every error
                 self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
             finally:
@@ -258,7 +257,3 @@ def _is_of_source(error: Exception, source: str) -> bool:
         return True
     name = getattr(error.__cause__, "filename", None)
     return isinstance(name, str) and (name == source or name.startswith(source + os.sep))
-
-
-def _nothing() -> None:
-    pass

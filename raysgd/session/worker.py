@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from raysgd.checkpoint.checkpoint import Checkpoint, load_state
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import read_manifest
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import (
     AttemptEnded,
@@ -80,7 +83,6 @@ class WorkerSession(Session):
         link: Link,
         codec: Codec,
         start: StartingPoint | None,
-        load_path: Callable[[Any, int, int, bool], Any],
         time_before_s: float,
         seed: int | None,
         deterministic: bool,
@@ -97,7 +99,6 @@ class WorkerSession(Session):
         self._link = link
         self._codec = codec
         self._start = start
-        self._load_path = load_path
         self._on_report = on_report
         self._clock_zero = time.monotonic() - time_before_s
         self._num_reports = 0
@@ -106,7 +107,7 @@ class WorkerSession(Session):
         self._barriers: dict[str, int] = {}
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
-        #: A save before its round is reported, and whether the round scores it.
+        #: The save whose round is not reported yet, and whether the checkpoint gets that round's metrics.
         self._unscored: tuple[int, bool] | None = None
         self._ended: AttemptEnded | None = None
         self._is_closed = False
@@ -171,11 +172,14 @@ class WorkerSession(Session):
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
         self._check_live()
         if path is not None:
-            return self._load_path(path, self.world_rank, self.world_size, allow_pickle)
+            folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
+            return load_state(
+                folder, read_manifest(folder), self.world_rank, world_size=self.world_size, allow_pickle=allow_pickle
+            )
         start = self._start if self._num_saves == 0 else self._newest() or self._start
         if start is None:
             return None
-        on_unusable = self._report_unusable_start if start is self._start else _nothing
+        on_unusable = self._report_unusable_start if start is self._start else lambda error: None
         try:
             state, small = start.load(
                 self.world_rank, self.world_size, allow_pickle=allow_pickle, on_unusable=on_unusable
@@ -321,7 +325,3 @@ class WorkerSession(Session):
         self._barriers[what] = index + 1
         with self.progress.waiting:
             return self._link.join_barrier(what, index, payload)
-
-
-def _nothing(error: Exception) -> None:
-    pass

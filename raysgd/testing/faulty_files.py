@@ -73,10 +73,10 @@ class FaultyFiles(Files):
         self._reach = reach
         self._check = check
 
-    def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
         self._reach("write")
         self._check()
-        return self._files.write(name, self._split_first(chunks), atomic=atomic)
+        return self._files.write(name, self._split_first(chunks))
 
     def _split_first(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the same bytes, with the phase ``"half_written"`` in the middle of the first chunk."""

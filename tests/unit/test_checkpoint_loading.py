@@ -98,16 +98,9 @@ def test_checkpoints_are_equal_by_path() -> None:
     assert "iteration=3" in repr(Checkpoint("a", {}, 3))
 
 
-class InMemory:
-    def load(self, rank: int | None, allow_pickle: bool) -> Any:
-        return (rank, allow_pickle)
-
-
-def test_checkpoint_in_memory_is_loaded_from_its_source() -> None:
-    checkpoint = Checkpoint(None, {"a": 1}, 5, source=InMemory())
-    assert checkpoint.path is None and checkpoint.load(True, rank=3) == (3, True)
-    with pytest.raises(CheckpointError, match="neither a path nor"):
-        Checkpoint(None).load()
+def test_checkpoint_in_memory_is_not_loaded_outside_train_func() -> None:
+    with pytest.raises(CheckpointError, match="in memory only"):
+        Checkpoint(None, {"a": 1}, 5).load()
 
 
 def test_missing_checkpoint_is_not_found(tmp_path: Path) -> None:
@@ -228,7 +221,6 @@ def test_user_files_on_object_storage_are_downloaded(source: Path) -> None:
     directory.write_bytes("a0001-r00001/model.bin", b"mudel")
     with pytest.raises(CheckpointCorruptError, match=r"r00001/model\.bin"):
         load_state(directory, manifest, 1, allow_pickle=False)
-    assert os.listdir(load_state(directory, manifest, 1, allow_pickle=False, verify=False)) == ["model.bin"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "link", "linked folder"])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from raysgd.checkpoint.codecs.tree import decode_small, encode_small
-from raysgd.checkpoint.format.parts import load_payload
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
+from support.payloads import load_payload
 
 
 def round_trip(state: Any, *, allow_pickle: bool = False) -> Any:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import strategies as st
 
 from raysgd.checkpoint.retention import RetentionPolicy, metric_value
-from raysgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,3 @@ def test_metrics_are_found_by_name(metrics: dict[str, Any], name: str, value: fl
 @pytest.mark.parametrize(("metrics", "name"), [({}, "a"), ({"a": 1}, "a/b"), ({"a": "1"}, "a"), ({"a": None}, "a")])
 def test_metrics_that_are_not_numbers_are_nan(metrics: dict[str, Any], name: str) -> None:
     assert math.isnan(metric_value(metrics, name))
-
-
-@pytest.mark.parametrize("arguments", [{"num_to_keep": 0}, {"score_order": "best"}])
-def test_settings_are_checked(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        RetentionPolicy(**arguments)

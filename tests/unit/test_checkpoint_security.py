@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.codecs.leaves import StoredLeaf
+from raysgd.checkpoint.codecs.tree import Decoder
 from raysgd.checkpoint.format.manifest import Manifest, seal
-from raysgd.checkpoint.format.parts import LoadedLeaves, decode_tree
+from raysgd.checkpoint.format.parts import parse_tree
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
@@ -221,6 +222,6 @@ JSON = st.recursive(
 @hypothesis.given(node=JSON)
 def test_any_damaged_tree_raises_checkpoint_corrupt_error(node: Any) -> None:
     text = json.dumps({"format": "raysgd-state", "version": 1, "state": {"model": {"w": ["list"]}, "x": node}})
-    leaves = LoadedLeaves({"model.w": StoredLeaf("F32", (2,), np.zeros(8, np.uint8))}.items())
+    leaves = {"model.w": StoredLeaf("F32", (2,), np.zeros(8, np.uint8))}
     with contextlib.suppress(CheckpointCorruptError, UnsafeStateError):
-        decode_tree(text.encode(), leaves, "x.json", allow_pickle=False)
+        Decoder(leaves.__getitem__, "x.json").decode_state(parse_tree(text.encode(), "x.json")["state"])

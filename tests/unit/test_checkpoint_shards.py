@@ -45,7 +45,7 @@ def _register_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(encoder: Any, value: Sharded) -> Any:
         whole_array = value.values
         names = {
-            index: encoder.leaves.add(numpy_codec.leaf_of([*encoder.path, "shard"], whole_array[index.slices()]))
+            index: encoder.add_leaf(numpy_codec.leaf_of([*encoder.path, "shard"], whole_array[index.slices()]))
             for index in value.indices
         }
         return encoder.shards.add(encoder.path, numpy_codec.dtype_to_json(whole_array.dtype), whole_array.shape, names)
@@ -78,6 +78,11 @@ class Moments(NamedTuple):
     mu: Any
 
 
+def make_manifest(world_size: int, **fields: Any) -> Manifest:
+    common: dict[str, Any] = {"number": 1, "attempt": 1, "iteration": 1, "time_total_s": 1.0, "created_s": 1.0}
+    return Manifest(world_size=world_size, all_ranks=True, **common, **fields)
+
+
 def save(root: Any, states: Sequence[Any], *, allow_pickle: bool = False) -> Saved:
     store = CheckpointStore(root if isinstance(root, Storage) else Storage.from_uri(root))
     parts, digests = {}, set()
@@ -85,11 +90,7 @@ def save(root: Any, states: Sequence[Any], *, allow_pickle: bool = False) -> Sav
         snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(len(states)), allow_pickle=allow_pickle)
         parts[rank] = snapshot.write(store.directory(1), part_prefix(1, rank))
         digests.add(snapshot.unsharded_digest())
-    common: dict[str, Any] = {"attempt": 1, "iteration": 1, "time_total_s": 1.0, "created_s": 1.0}
-    is_reshardable = len(digests) == 1 and None not in digests
-    manifest = Manifest(
-        number=1, world_size=len(states), parts=parts, all_ranks=True, is_reshardable=is_reshardable, **common
-    )
+    manifest = make_manifest(len(states), parts=parts, is_reshardable=len(digests) == 1 and None not in digests)
     store.commit(manifest)
     return Saved(store.directory(1), manifest)
 
@@ -126,7 +127,10 @@ def test_parts_in_memory_are_read_like_stored_ones(data: st.DataObject) -> None:
         snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(2))
         payloads.append(snapshot.payload().copy())
     parts = {rank: MemoryPart(lambda payload=payload: payload) for rank, payload in enumerate(payloads)}  # type: ignore[misc]
-    state = load_parts(parts, 0, saved_by=2, world_size=3, is_reshardable=True, where="here", allow_pickle=False)
+    manifest = make_manifest(2, is_reshardable=True)
+    state = load_parts(
+        manifest, parts, 0, world_size=3, where="here", allow_pickle=False, on_unusable=lambda error: None
+    )
     begin, end = sorted((data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))))
     left, right = sorted((data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))))
     assert np.array_equal(state["w"][begin:end, left:right], VALUES[begin:end, left:right])

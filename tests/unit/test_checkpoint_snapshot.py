@@ -11,10 +11,11 @@ import pyarrow.fs
 import pytest
 import torch
 
-from raysgd.checkpoint.format.parts import load_payload, read_part, write_payload
+from raysgd.checkpoint.format.parts import write_payload
 from raysgd.checkpoint.snapshot import Snapshot, StagingPool, take_snapshot
 from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, StorageError, UnsafeStateError
+from support.payloads import load_payload, read_part
 
 STATE = {"model": {"w": torch.arange(5.0), "b": torch.ones(2, dtype=torch.bfloat16)}, "epoch": 3, "raw": b"x" * 2000}
 
@@ -35,15 +36,15 @@ def test_files_are_written_and_read(remote: bool, tmp_path: Path) -> None:
     entries = take().write(storage, "a0001-r00000")
     assert [entry.name for entry in entries] == ["a0001-r00000.safetensors", "a0001-r00000.json"]
     assert [entry.size for entry in entries] == [storage.size(entry.name) for entry in entries]
-    check(read_part(storage, entries, allow_pickle=False))
-    check(read_part(storage, entries[::-1], allow_pickle=False, verify=False))
+    check(read_part(storage, entries))
+    check(read_part(storage, entries[::-1]))
 
 
 def test_state_without_tensors_is_one_file(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path)
     entries = take({"epoch": 3}).write(storage, "p")
     assert [entry.name for entry in entries] == ["p.json"]
-    assert read_part(storage, entries, allow_pickle=False) == {"epoch": 3}
+    assert read_part(storage, entries) == {"epoch": 3}
 
 
 LAYOUTS = {
@@ -103,7 +104,7 @@ def test_state_may_be_any_value(state: Any, tmp_path: Path) -> None:
     snapshot = take(state)
     for loaded in (
         load_payload(snapshot.payload()),
-        read_part(storage, snapshot.write(storage, "p"), allow_pickle=False),
+        read_part(storage, snapshot.write(storage, "p")),
     ):
         assert torch.equal(loaded, state) if isinstance(state, torch.Tensor) else loaded == state
 
@@ -115,7 +116,7 @@ def test_payload_alone_can_be_loaded_and_written(tmp_path: Path) -> None:
     snapshot.release()
     check(load_payload(payload))
     storage = Storage.from_uri(tmp_path)
-    check(read_part(storage, write_payload(payload, storage, "p"), allow_pickle=False))
+    check(read_part(storage, write_payload(payload, storage, "p")))
 
 
 def test_loaded_tensors_are_copies_of_the_payload() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysgd.checkpoint.snapshot import StagingPool
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError
 
 
 def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -170,9 +170,3 @@ def test_prefault_respects_the_bound_and_skips_small_buffers() -> None:
     small = other.acquire(10 << 20)
     other.prefault(10 << 20)
     assert other.acquire(1).capacity < small.capacity
-
-
-@pytest.mark.parametrize("arguments", [{"num_buffers": 0}, {"max_pending_bytes": 0}])
-def test_settings_are_checked(arguments: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
-        StagingPool(**arguments)

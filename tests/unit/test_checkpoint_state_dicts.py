@@ -13,10 +13,10 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from raysgd.checkpoint.codecs.frameworks import extract_states
-from raysgd.checkpoint.format.parts import load_payload
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import UnsafeStateError
 from support.groups import group_of_one
+from support.payloads import load_payload
 
 OPTIMIZERS = [
     kind

@@ -47,7 +47,7 @@ def commit(store: CheckpointStore, number: int, attempt: int = 1, **changes: Any
         "parts": {0: write_part(store, number, attempt)},
     }
     manifest = Manifest(**(fields | changes))
-    assert store.commit(manifest) == store.path(number)
+    store.commit(manifest)
     return manifest
 
 
@@ -61,13 +61,14 @@ def test_file_names_sort_and_contain_attempt_and_rank() -> None:
 
 
 def test_empty_store_has_no_checkpoints(store: CheckpointStore) -> None:
-    assert store.list() == [] and store.newest().manifest is None and store.sweep_uncommitted() == []
+    assert store.list() == [] and store.newest().manifest is None
+    store.sweep_uncommitted()
     store.delete(3)
 
 
 def test_checkpoint_is_listed_once_committed(store: CheckpointStore) -> None:
     parts = {0: write_part(store, 3)}
-    assert store.numbers() == [3] and store.list() == [] and store.scan().skipped == []
+    assert store.numbers() == [3] and store.list() == [] and store.newest() == (None, [])
     manifest = commit(store, 3, parts=parts)
     assert store.list() == [manifest] == [read_manifest(store.directory(3))]
     assert store.path(3).endswith("checkpoints/checkpoint_000003")
@@ -126,24 +127,22 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(
     assert newest.manifest is not None and newest.manifest.number == 2
     (passed,) = newest.skipped
     assert passed.number == 3 and isinstance(passed.error, CheckpointCorruptError)
-    assert "checkpoint_000003/" in str(passed.error) and passed.path == store.path(3)
+    assert "checkpoint_000003/" in str(passed.error)
 
 
-def test_flipped_bits_are_not_found_without_verification(store: CheckpointStore) -> None:
-    commit(store, 1)
-    damage_bytes(store, 1)
-    assert store.newest(verify=False).manifest is not None
-    assert store.newest().manifest is None
-    truncate(store, 1)
-    assert store.newest(verify=False).manifest is None
-
-
-def test_scan_lists_damaged_manifests(store: CheckpointStore) -> None:
+def test_checkpoints_with_damaged_manifests_are_not_listed(store: CheckpointStore) -> None:
     commit(store, 1)
     commit(store, 2)
     damage_manifest(store, 1)
-    scan = store.scan()
-    assert numbers(scan.manifests) == [2] and [problem.number for problem in scan.skipped] == [1]
+    assert numbers(store.list()) == [2]
+
+
+def test_size_of_manifest_is_bounded(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(store, 1)
+    monkeypatch.setattr("raysgd.checkpoint.store.MAX_MANIFEST_BYTES", 100)
+    for read in (lambda: store.read(1), lambda: read_manifest(store.directory(1))):
+        with pytest.raises(CheckpointCorruptError, match="allowed 100 bytes"):
+            read()
 
 
 def test_unreadable_storage_raises_instead_of_starting_over(local: CheckpointStore) -> None:
@@ -197,7 +196,8 @@ def test_half_deleted_checkpoint_is_not_listed(local: CheckpointStore, monkeypat
         with pytest.raises(StorageError):
             local.delete(1)
     assert local.list() == [] and local.newest().manifest is None
-    assert local.sweep_uncommitted() == [1]
+    local.sweep_uncommitted()
+    assert local.numbers() == []
 
 
 def test_user_files_are_deleted_with_their_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_uncommitted_folders_are_swept(store: CheckpointStore) -> None:
     for number in (2, 3, 4):
         write_part(store, number)
     store.storage.child("checkpoint_000005").write_bytes("thesis.docx", b"not ours")
-    assert store.sweep_uncommitted(keep={4}) == [2, 3]
-    assert store.numbers() == [1, 4, 5]
+    store.sweep_uncommitted()
+    assert store.numbers() == [1, 5]
 
 
 def test_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_link_in_place_of_a_checkpoint_is_not_followed(local: CheckpointStore, t
     newest = local.newest()
     assert newest.manifest is not None and newest.manifest.number == 1
     assert "symbolic link" in str(newest.skipped[0].error)
-    assert local.sweep_uncommitted() == []
+    local.sweep_uncommitted()
     with pytest.raises(CheckpointCorruptError, match="symbolic link"):
         local.delete(2)
     assert (outside / "manifest.json").exists()

@@ -75,7 +75,6 @@ def session(
         link=None,  # type: ignore[arg-type]
         codec=Codec(same, same),
         start=start,
-        load_path=lambda *_: None,
         time_before_s=0.0,
         seed=None,
         deterministic=False,

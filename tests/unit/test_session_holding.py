@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.checkpoint.format.parts import load_payload
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.session import saving as holding
 from raysgd.session.events import HoldFailed, PartHeld, PartSafe, WorkerEvent
 from raysgd.session.saving import CheckpointWriter
+from support.payloads import load_payload
 
 
 class Saver:

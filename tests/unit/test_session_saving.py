@@ -77,8 +77,8 @@ def test_unreadable_source_raises(tmp_path: Path, source: Path, monkeypatch: pyt
 def test_each_try_and_each_piece_written_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, calls = LocalFiles.write, []
 
-    def fail_once(files: LocalFiles, name: str, chunks: Iterable[bytes], *, atomic: bool) -> tuple[int, int]:
-        size = write(files, name, chunks, atomic=atomic)
+    def fail_once(files: LocalFiles, name: str, chunks: Iterable[bytes]) -> tuple[int, int]:
+        size = write(files, name, chunks)
         calls.append(name)
         if len(calls) == 1:
             raise OSError(5, "Input/output error")

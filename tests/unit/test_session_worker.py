@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._util.json import decode
-from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, SessionError
+from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, ReshardError, SessionError
 from raysgd.session.events import Reports, Saved, Scored, StartUnusable, WorkerEvent
 from raysgd.session.gates import StopGate
+from raysgd.session.local import LocalSession
 from raysgd.session.rank_state import capture_generators
 from support.sessions import FakeStart, Worker
 
@@ -290,10 +292,14 @@ def test_attempt_that_ends_during_a_load_gets_no_state() -> None:
         worker.session.load_checkpoint(None, allow_pickle=False)
 
 
-def test_load_with_a_path_gives_the_state_there() -> None:
+def test_load_with_a_path_gives_the_state_there(tmp_path: Path) -> None:
+    alone = LocalSession(tmp_path)
+    for all_ranks in (False, True):
+        alone.save_checkpoint({"a": 1}, files=False, metrics=None, all_ranks=all_ranks, allow_pickle=False)
     worker = Worker(rank=1, start=FakeStart("start"))
-    assert worker.session.load_checkpoint("/somewhere", allow_pickle=True) == "loaded"
-    assert worker.loaded == [("/somewhere", 1, 2, True)]
+    assert worker.session.load_checkpoint(tmp_path / "checkpoint_000001", allow_pickle=False) == {"a": 1}
+    with pytest.raises(ReshardError, match="was saved with all_ranks=True by 1 ranks and cannot be split over 2"):
+        worker.session.load_checkpoint(tmp_path / "checkpoint_000002", allow_pickle=False)
 
 
 class OnDevice:

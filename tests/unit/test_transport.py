@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raysgd import transport as endpoint
 from raysgd import transport as listener
-from raysgd.transport import MAX_MESSAGE_BYTES, Endpoint, connect, pack, read_message, receive_message, write_message
+from raysgd.transport import MAX_MESSAGE_BYTES, Endpoint, connect, pack, read_message, receive_message
 from support.listening import Loop, listening, loop_in_thread
 from support.poll import until
 
@@ -23,9 +23,9 @@ HELLO = {"kind": "echo", "name": "a"}
 
 async def echo(hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Send the hello, then each message back, until an end is asked for."""
-    write_message(writer, hello)
+    writer.write(pack(hello))
     while (message := await read_message(reader)) != "end":
-        write_message(writer, message)
+        writer.write(pack(message))
         await writer.drain()
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from raysgd.checkpoint.codecs.leaves import Leaf
+from raysgd.checkpoint.codecs.leaves import Json, Leaf
 from raysgd.checkpoint.codecs.numpy import dtype_to_json, encode_array_like, leaf_of
 from raysgd.checkpoint.codecs.shards import ShardIndex, index_from_slices
 from raysgd.errors import CheckpointError
-
-Json: TypeAlias = Any
 
 
 def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
@@ -51,7 +49,7 @@ def _encode_shards(encoder: Any, array: Any) -> Json:
             if shard.device.platform != "cpu":
                 shard.data.copy_to_host_async()  # start all copies before waiting for the first
             leaves[index_from_slices(shard.index, array.shape)] = leaf_of([*encoder.path, "shard"], shard.data)
-    names = {index: encoder.leaves.add(leaf) for index, leaf in leaves.items()}
+    names = {index: encoder.add_leaf(leaf) for index, leaf in leaves.items()}
     return encoder.shards.add(encoder.path, dtype_to_json(np.dtype(array.dtype)), array.shape, names)
 
 

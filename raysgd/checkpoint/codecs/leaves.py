@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,18 +76,10 @@ def _fill_bytes(data: bytes, area: ByteArray) -> None:
     area.data[:] = data
 
 
-class LeafWriter(Protocol):
-    """Where an `Encoder` puts its leaves."""
-
-    def add(self, leaf: Leaf) -> Json:
-        """Take a leaf and return the JSON by which the tree refers to it."""
-
-
-class LeafReader(Protocol):
-    """Where a `Decoder` gets its leaves."""
-
-    def get(self, reference: Json) -> StoredLeaf:
-        """Return the leaf of a reference; KeyError, TypeError or ValueError if there is none."""
+#: Takes a leaf, and returns the JSON by which the tree refers to it.
+AddLeaf: TypeAlias = Callable[[Leaf], Json]
+#: Returns the leaf of such a reference; KeyError, TypeError or ValueError if there is none.
+GetLeaf: TypeAlias = Callable[[Json], StoredLeaf]
 
 
 class LeafList:

@@ -10,15 +10,13 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from raysgd._util.text import with_article
-from raysgd.checkpoint.codecs.leaves import ByteArray, Leaf
+from raysgd.checkpoint.codecs.leaves import ByteArray, Json, Leaf
 from raysgd.errors import CheckpointError
-
-Json: TypeAlias = Any
 
 # dtype name -> safetensors name of the same dtype.
 _SAME = {
@@ -41,13 +39,9 @@ _ML_DTYPES = {
     **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"), "U8"),
     **dict.fromkeys(("int1", "int2", "int4", "uint1", "uint2", "uint4"), "U8"),
 }
-_BIT_GENERATORS: tuple[Any, ...] = (
-    np.random.PCG64,
-    np.random.PCG64DXSM,
-    np.random.MT19937,
-    np.random.Philox,
-    np.random.SFC64,
-)
+_BIT_GENERATORS: dict[str, Any] = {
+    name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+}
 _MAX_POOL = 1024  # NumPy's own has 4 words
 _ARRAY_LIBRARIES = ("jax", "jaxlib", "tensorflow")
 
@@ -78,7 +72,7 @@ def _encode_array(encoder: Any, array: Any) -> Json:
         )
     address = array.__array_interface__["data"][0]
     key = ("numpy", address, array.dtype.str, array.dtype.name, array.shape, array.strides) if array.nbytes else None
-    return ["np.array", encoder.leaves.add(leaf_of(encoder.path, array, key)), description, list(array.shape)]
+    return ["np.array", encoder.add_leaf(leaf_of(encoder.path, array, key)), description, list(array.shape)]
 
 
 def leaf_of(path: Sequence[Any], array: Any, key: Hashable = None) -> Leaf:
@@ -105,7 +99,7 @@ def _fill(array: Any, area: ByteArray) -> None:
 def _decode_array(decoder: Any, node: Json) -> Any:
     _, reference, description, shape = node
     dtype = dtype_from_json(description)
-    leaf = decoder.leaves.get(reference)
+    leaf = decoder.get_leaf(reference)
     expected = _stored_dtype(dtype) or "U8"
     if leaf.dtype != expected or math.prod(shape) * dtype.itemsize != leaf.data.nbytes:
         raise ValueError(f"{leaf.data.nbytes} bytes of {leaf.dtype} do not fill an array of shape {shape} and {dtype}")
@@ -144,15 +138,13 @@ def encode_array_like(encoder: Any, value: Any) -> Json:
 
 def _encode_dtype(encoder: Any, value: Any) -> Json:
     name = dtype_to_json(value)
-    return (
-        ["np.dtype", name]
-        if name is not None
-        else encoder.unsafe(value, f"is the dtype {value}, which only pickle can hold")
-    )
+    if name is None:
+        return encoder.unsafe(value, f"is the dtype {value}, which only pickle can hold")
+    return ["np.dtype", name]
 
 
 def _encode_bit_generator(encoder: Any, value: Any) -> Json:
-    if type(value) not in _BIT_GENERATORS:
+    if type(value) not in _BIT_GENERATORS.values():
         return encoder.unsafe(
             value, f"is {with_article(type(value).__name__)}, which only pickle can hold: save its .state"
         )
@@ -163,11 +155,10 @@ def _encode_bit_generator(encoder: Any, value: Any) -> Json:
 
 def _decode_bit_generator(decoder: Any, node: Json) -> Any:
     _, name, state_node, seed_node = node
-    kind = {kind.__name__: kind for kind in _BIT_GENERATORS}[name]
     state, seed = _checked_positions(decoder.decode(state_node)), decoder.decode(seed_node)
     if seed and seed["pool_size"] > _MAX_POOL:
         raise ValueError(f"a seed pool of {seed['pool_size']} words")
-    generator = kind(np.random.SeedSequence(**seed) if seed else 0)
+    generator = _BIT_GENERATORS[name](np.random.SeedSequence(**seed) if seed else 0)
     generator.state = state
     return generator
 

@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+from raysgd.checkpoint.codecs.leaves import Json
 from raysgd.errors import CheckpointCorruptError
-
-Json: TypeAlias = Any
 
 #: Key of the table in a part's JSON, and the tag of a sharded array in its tree.
 SHARDS_KEY = "shards"

@@ -18,14 +18,12 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from raysgd.checkpoint.codecs.leaves import ByteArray, Leaf
+from raysgd.checkpoint.codecs.leaves import ByteArray, Json, Leaf
 from raysgd.errors import CheckpointError
-
-Json: TypeAlias = Any
 
 # torch dtype -> (safetensors dtype, number of those per element). Types that the format lacks are stored as bytes or pairs.
 _DTYPES = {
@@ -105,7 +103,7 @@ def _encode_dense(encoder: Any, tensor: Any) -> Json:
         raise CheckpointError(f"{encoder.where()} has dtype {dtype}, which a checkpoint cannot hold; convert it")
     stored, lanes = _DTYPES[dtype]
     shape = list(tensor.shape)
-    reference = encoder.leaves.add(_leaf(encoder, tensor, stored, shape if lanes == 1 else [*shape, lanes]))
+    reference = encoder.add_leaf(_leaf(encoder, tensor, stored, shape if lanes == 1 else [*shape, lanes]))
     kind = "parameter" if isinstance(tensor, torch().nn.Parameter) else "tensor"
     return [f"torch.{kind}", reference, dtype, shape, _keeps_grad(tensor)]
 
@@ -141,7 +139,7 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 def _decode_dense(decoder: Any, node: Json) -> Any:
     _, reference, dtype, shape, requires_grad = node
     stored, lanes = _DTYPES[dtype]
-    leaf = decoder.leaves.get(reference)
+    leaf = decoder.get_leaf(reference)
     expected = tuple(shape) if lanes == 1 else (*shape, lanes)
     if leaf.dtype != stored or leaf.shape != expected:
         raise ValueError(f"{leaf.dtype} of shape {leaf.shape} does not store {dtype} of shape {shape}")

@@ -1,7 +1,8 @@
 """The tree of a state as JSON: containers and scalars, with references to the leaves that are stored next to it.
 
-A node is a JSON scalar, an object (a dict whose keys are all strings) or a list ``[tag, ...]``. Encoders and decoders are
-found in closed tables by exact type and by tag: a subclass (an enum, say) has meaning that its base would lose.
+A node is a JSON scalar, an object (a dict whose keys are all strings) or a list ``[tag, ...]``. Encoders are found by exact
+type, decoders by tag, in tables that are complete. A subclass, such as an enum, is not encoded as its base class, which would
+lose its meaning.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.frameworks import extract_state, find_decoder, find_encoder, synchronize
-from raysgd.checkpoint.codecs.leaves import ITEM_BYTES, Leaf, LeafReader, LeafWriter, StoredLeaf
+from raysgd.checkpoint.codecs.leaves import ITEM_BYTES, AddLeaf, GetLeaf, Json, Leaf, StoredLeaf
 from raysgd.checkpoint.codecs.shards import SHARDS_KEY, ShardWriter
 from raysgd.errors import CheckpointCorruptError, CheckpointError, UnsafeStateError
-
-Json: TypeAlias = Any
 
 MAX_DEPTH = 200
 MAX_VALUES = 50_000_000
@@ -45,19 +44,17 @@ class Encoder:
 
     Attributes:
         path: The keys from the root to the current value.
-        leaves: Takes what is too large for JSON.
+        add_leaf: Takes what is too large for JSON.
         shards: Takes arrays that are distributed over ranks; None where one rank saves for all.
-        num_pickled: Number of values that only pickle could hold.
     """
 
     def __init__(
-        self, leaves: LeafWriter, *, allow_pickle: bool = False, root: str = "state", shards: ShardWriter | None = None
+        self, add_leaf: AddLeaf, *, allow_pickle: bool = False, root: str = "state", shards: ShardWriter | None = None
     ) -> None:
         self.path: list[Any] = []
         self._root = root
-        self.leaves = leaves
+        self.add_leaf = add_leaf
         self.shards = shards
-        self.num_pickled = 0
         self._allow_pickle = allow_pickle
         self._numbers: dict[int, int] = {}  # id of a finished mutable value -> its number
         self._num_shared = 0
@@ -90,7 +87,7 @@ class Encoder:
             inner = extract_state(value)
             if inner is not None:
                 return self._encode_extracted(value, inner)
-            # Pickle would store the whole of each array in it, which no rank may have.
+            # Not pickled where arrays are saved in shards: no rank may have the whole of an array.
             has_named_tuples = not self._allow_pickle or self.shards is not None
             encode = (has_named_tuples and _find_named_tuple_encoder(value)) or _encode_pickled
         return self._encode_by(encode, value)
@@ -113,8 +110,7 @@ class Encoder:
             data = _pickler().dumps(value)
         except Exception as error:
             raise UnsafeStateError(f"{place} {why}, and it does not pickle: {error}", path=place) from error
-        self.num_pickled += 1
-        return ["pickle", self.leaves.add(Leaf.of_bytes(data, self.path))]
+        return ["pickle", self.add_leaf(Leaf.of_bytes(data, self.path))]
 
     def _encode_by(self, encode: Callable[[Encoder, Any], Json], value: Any) -> Json:
         if id(value) in self._open:
@@ -152,13 +148,13 @@ class Decoder:
 
     Attributes:
         path: The keys from the root to the current value.
-        leaves: Gives what is stored next to the JSON.
+        get_leaf: Gives what is stored next to the JSON.
         shards: The arrays that are distributed over ranks, by their places in the state.
     """
 
     def __init__(
         self,
-        leaves: LeafReader,
+        get_leaf: GetLeaf,
         where: str,
         *,
         allow_pickle: bool = False,
@@ -167,7 +163,7 @@ class Decoder:
     ) -> None:
         self.path: list[Any] = []
         self._root = root
-        self.leaves = leaves
+        self.get_leaf = get_leaf
         self.shards = shards
         self._where = where
         self._allow_pickle = allow_pickle
@@ -226,7 +222,7 @@ def encode_small(state: Any, *, what: str = "state") -> Json:
     Raises:
         UnsafeStateError: Only pickle could hold one of its values.
     """
-    return Encoder(InlineLeaves(), root=what).encode_state(state)
+    return Encoder(_add_inline, root=what).encode_state(state)
 
 
 def decode_small(node: Json, *, what: str = "state", where: str = "a manifest") -> Any:
@@ -235,28 +231,27 @@ def decode_small(node: Json, *, what: str = "state", where: str = "a manifest") 
     Raises:
         CheckpointCorruptError: `encode_small` returns no such JSON.
     """
-    return Decoder(InlineLeaves(), where, root=what).decode_state(node)
+    return Decoder(_get_inline, where, root=what).decode_state(node)
 
 
-class InlineLeaves:
-    """Leaves inside the JSON; a `LeafWriter` and a `LeafReader`. Imports NumPy only for states that have leaves."""
+def _add_inline(leaf: Leaf) -> Json:
+    """Make a reference that contains the leaf itself."""
+    import numpy as np  # only here: most small states have no leaves
 
-    def add(self, leaf: Leaf) -> Json:
-        import numpy as np
+    area = np.empty(leaf.num_bytes, np.uint8)
+    leaf.fill(leaf.source, area)
+    synchronize([leaf])
+    return ["inline", leaf.dtype, list(leaf.shape), base64.b64encode(area.tobytes()).decode()]
 
-        area = np.empty(leaf.num_bytes, np.uint8)
-        leaf.fill(leaf.source, area)
-        synchronize([leaf])
-        return ["inline", leaf.dtype, list(leaf.shape), base64.b64encode(area.tobytes()).decode()]
 
-    def get(self, reference: Json) -> StoredLeaf:
-        import numpy as np
+def _get_inline(reference: Json) -> StoredLeaf:
+    import numpy as np
 
-        _, dtype, shape, text = reference
-        data = bytearray(base64.b64decode(text, validate=True))  # writable
-        if math.prod(shape) * ITEM_BYTES[dtype] != len(data):
-            raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
-        return StoredLeaf(dtype, tuple(shape), np.frombuffer(data, np.uint8))
+    _, dtype, shape, text = reference
+    data = bytearray(base64.b64decode(text, validate=True))  # writable
+    if math.prod(shape) * ITEM_BYTES[dtype] != len(data):
+        raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
+    return StoredLeaf(dtype, tuple(shape), np.frombuffer(data, np.uint8))
 
 
 def is_state(value: Any) -> bool:
@@ -282,12 +277,14 @@ def _encode_pickled(encoder: Encoder, value: Any) -> Json:
 
 def _refuse_pickle(decoder: Decoder, node: Json) -> Any:
     place = decoder.where()
-    text = f"{place} was saved by pickle, which can run code when loaded; pass allow_pickle=True if you trust whoever saved it"
+    text = (
+        f"{place} was saved by pickle, which can run code when loaded; pass allow_pickle=True if you trust its source"
+    )
     raise UnsafeStateError(text, path=place)
 
 
 def _decode_pickle(decoder: Decoder, node: Json) -> Any:
-    data = decoder.leaves.get(node[1]).data.tobytes()
+    data = decoder.get_leaf(node[1]).data.tobytes()
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -332,7 +329,7 @@ def encode_str(value: str) -> Json:
 
 def _encode_bytes(encoder: Encoder, value: bytes) -> Json:
     if len(value) > _INLINE_BYTES:
-        return ["bytes.leaf", encoder.leaves.add(Leaf.of_bytes(value, encoder.path))]
+        return ["bytes.leaf", encoder.add_leaf(Leaf.of_bytes(value, encoder.path))]
     return ["bytes", base64.b64encode(value).decode()]
 
 
@@ -350,10 +347,6 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _decode_int(decoder: Decoder, node: Json) -> int:
-    return int(node[1], 16)
 
 
 def _decode_bytearray(decoder: Decoder, node: Json) -> bytearray:
@@ -412,10 +405,11 @@ def _encode_key(encoder: Encoder, key: Any) -> Json:
     return node
 
 
-def encode_sequence(encoder: Encoder, values: Iterable[Any], *head: Json) -> Json:
+def encode_each(encoder: Encoder, items: Iterable[tuple[Any, Any]], *head: Json) -> Json:
+    """Encode values, given with their keys in the path, as ``[*head, value, value, ...]``."""
     node = list(head)
-    for index, value in enumerate(values):
-        encoder.path.append(index)
+    for key, value in items:
+        encoder.path.append(key)
         node.append(encoder.encode(value))
         encoder.path.pop()
     return node
@@ -436,10 +430,10 @@ def decode_items(decoder: Decoder, node: Json) -> Iterator[tuple[Any, Any]]:
         yield key, value
 
 
-def decode_sequence(decoder: Decoder, nodes: list[Json]) -> list[Any]:
+def decode_each(decoder: Decoder, items: Iterable[tuple[Any, Json]]) -> list[Any]:
     values = []
-    for index, node in enumerate(nodes):
-        decoder.path.append(index)
+    for key, node in items:
+        decoder.path.append(key)
         values.append(decoder.decode(node))
         decoder.path.pop()
     return values
@@ -482,12 +476,6 @@ def _decode_state_dict(decoder: Decoder, node: Json) -> Any:
     return state
 
 
-def _decode_counter(decoder: Decoder, node: Json) -> Any:
-    counter: collections.Counter[Any] = collections.Counter()
-    counter.update(dict(decode_items(decoder, node[1])))
-    return counter
-
-
 # -- named tuples ----------------------------------------------------------------------------------
 
 
@@ -501,23 +489,14 @@ def _find_named_tuple_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
 
 
 def _encode_named_tuple(encoder: Any, value: Any) -> Json:
-    node = ["named", type(value).__name__, list(value._fields)]
-    for name, item in zip(value._fields, value, strict=True):
-        encoder.path.append(name)
-        node.append(encoder.encode(item))
-        encoder.path.pop()
-    return node
+    fields = value._fields
+    return encode_each(encoder, zip(fields, value, strict=True), "named", type(value).__name__, list(fields))
 
 
 def _decode_named_tuple(decoder: Any, node: Json) -> Any:
     _, name, fields, *items = node
     kind = _make_named_tuple(name, tuple(fields))
-    values = []
-    for field, item in zip(fields, items, strict=True):
-        decoder.path.append(field)
-        values.append(decoder.decode(item))
-        decoder.path.pop()
-    return kind(*values)
+    return kind(*decode_each(decoder, zip(fields, items, strict=True)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -559,19 +538,19 @@ SCALARS: dict[type, Callable[[Any], Json]] = {
 
 ENCODERS: dict[type, Callable[[Any, Any], Json]] = {
     dict: _encode_dict,
-    list: lambda e, v: encode_sequence(e, v, "list"),
-    tuple: lambda e, v: encode_sequence(e, v, "tuple"),
-    set: lambda e, v: encode_sequence(e, v, "set"),
-    frozenset: lambda e, v: encode_sequence(e, v, "frozenset"),
-    collections.deque: lambda e, v: encode_sequence(e, v, "deque", v.maxlen),
+    list: lambda e, v: encode_each(e, enumerate(v), "list"),
+    tuple: lambda e, v: encode_each(e, enumerate(v), "tuple"),
+    set: lambda e, v: encode_each(e, enumerate(v), "set"),
+    frozenset: lambda e, v: encode_each(e, enumerate(v), "frozenset"),
+    collections.deque: lambda e, v: encode_each(e, enumerate(v), "deque", v.maxlen),
     collections.OrderedDict: _encode_ordered,
     collections.Counter: lambda e, v: ["counter", encode_items(e, v)],
     collections.defaultdict: _encode_defaultdict,
     bytes: _encode_bytes,
     bytearray: lambda e, v: ["bytearray", e.encode(bytes(v))],
     complex: lambda e, v: ["complex", encode_float(v.real), encode_float(v.imag)],
-    slice: lambda e, v: encode_sequence(e, (v.start, v.stop, v.step), "slice"),
-    range: lambda e, v: encode_sequence(e, (v.start, v.stop, v.step), "range"),
+    slice: lambda e, v: encode_each(e, enumerate((v.start, v.stop, v.step)), "slice"),
+    range: lambda e, v: encode_each(e, enumerate((v.start, v.stop, v.step)), "range"),
     datetime.datetime: _encode_datetime,
     datetime.date: lambda e, v: ["date", v.isoformat()],
     datetime.timedelta: lambda e, v: ["timedelta", v.days, v.seconds, v.microseconds],
@@ -581,24 +560,24 @@ ENCODERS: dict[type, Callable[[Any, Any], Json]] = {
 
 DECODERS: dict[Any, Callable[[Any, Any], Any]] = {
     "dict": _decode_dict,
-    "list": lambda d, n: decode_sequence(d, n[1:]),
-    "tuple": lambda d, n: tuple(decode_sequence(d, n[1:])),
-    "set": lambda d, n: set(decode_sequence(d, n[1:])),
-    "frozenset": lambda d, n: frozenset(decode_sequence(d, n[1:])),
-    "deque": lambda d, n: collections.deque(decode_sequence(d, n[2:]), n[1]),
+    "list": lambda d, n: decode_each(d, enumerate(n[1:])),
+    "tuple": lambda d, n: tuple(decode_each(d, enumerate(n[1:]))),
+    "set": lambda d, n: set(decode_each(d, enumerate(n[1:]))),
+    "frozenset": lambda d, n: frozenset(decode_each(d, enumerate(n[1:]))),
+    "deque": lambda d, n: collections.deque(decode_each(d, enumerate(n[2:])), n[1]),
     "odict": lambda d, n: collections.OrderedDict(decode_items(d, n[1])),
     "state_dict": _decode_state_dict,
-    "counter": _decode_counter,
+    "counter": lambda d, n: collections.Counter(dict(decode_items(d, n[1]))),
     "defaultdict": lambda d, n: collections.defaultdict(_FACTORIES[n[1]], decode_items(d, n[2])),
     "bytes": lambda d, n: _decode_base64(n[1]),
-    "bytes.leaf": lambda d, n: d.leaves.get(n[1]).data.tobytes(),
+    "bytes.leaf": lambda d, n: d.get_leaf(n[1]).data.tobytes(),
     "bytearray": _decode_bytearray,
-    "int": _decode_int,
+    "int": lambda d, n: int(n[1], 16),
     "float": lambda d, n: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[n[1]],
     "complex": lambda d, n: complex(d.decode(n[1]), d.decode(n[2])),
     "str": lambda d, n: _decode_base64(n[1]).decode("utf-8", "surrogatepass"),
-    "slice": lambda d, n: slice(*decode_sequence(d, n[1:])),
-    "range": lambda d, n: range(*decode_sequence(d, n[1:])),
+    "slice": lambda d, n: slice(*decode_each(d, enumerate(n[1:]))),
+    "range": lambda d, n: range(*decode_each(d, enumerate(n[1:]))),
     "datetime": lambda d, n: datetime.datetime.fromisoformat(n[1]).replace(fold=n[2]),
     "date": lambda d, n: datetime.date.fromisoformat(n[1]),
     "timedelta": lambda d, n: datetime.timedelta(n[1], n[2], n[3]),

@@ -1,4 +1,4 @@
-"""Parses JSON from files that may be damaged or hostile: bounded size and depth, no duplicate names, no NaN literals."""
+"""Parses JSON from files that may be damaged or hostile: bounded depth, no duplicate names, no NaN literals."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 from raysgd.errors import CheckpointCorruptError
 
 
-def parse_json(data: bytes, where: str, *, max_bytes: int | None = None, max_depth: int | None = None) -> Any:
+def parse_json(data: bytes, where: str, *, max_depth: int | None = None) -> Any:
     """Parse ``data``.
 
     Args:
         data: UTF-8 text.
         where: The file's path, for messages.
-        max_bytes: Its largest allowed size.
         max_depth: How deeply lists and objects may nest, for callers that walk the value by recursion.
 
     Raises:
         CheckpointCorruptError: It is not valid JSON within these bounds.
     """
-    if max_bytes is not None and len(data) > max_bytes:
-        raise CheckpointCorruptError(f"{where} has {len(data):,} bytes; at most {max_bytes:,} are read")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError as error:  # the C scanner counts its own depth, so it raises and does not crash

@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 
 from raysgd.checkpoint.codecs.tree import decode_small, encode_small
 from raysgd.checkpoint.format.json import parse_json
-from raysgd.checkpoint.storage.files import CHUNK_BYTES, Checksum
+from raysgd.checkpoint.storage.files import Checksum, chunks_of
 from raysgd.checkpoint.storage.names import FileEntry, check_name, check_relative_path
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, ReshardError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 256 << 20  # larger files are not read
 _FORMAT = "raysgd-checkpoint"
 _MAX_JSON_DEPTH = 500  # a state of 200 levels takes two of these each, at most
 _MAX_INT = 1 << 63
@@ -73,11 +73,6 @@ class Manifest:
         if len(set(names)) != len(names) or MANIFEST_NAME in names:
             raise CheckpointError("a manifest lists a file twice, or itself")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all its files."""
-        return sum(entry.size for entries in self.parts.values() for entry in entries)
-
     def to_json(self) -> bytes:
         """Make the content of ``manifest.json``.
 
@@ -86,9 +81,7 @@ class Manifest:
         """
         document = {"format": _FORMAT, **{key: getattr(self, name) for name, key in _KEYS.items()}}
         document["metrics"] = encode_small(self.metrics, what="metrics")
-        document["parts"] = {
-            str(rank): [dataclasses.asdict(entry) for entry in part] for rank, part in self.parts.items()
-        }
+        document["parts"] = {str(rank): [entry._asdict() for entry in part] for rank, part in self.parts.items()}
         document["rank_states"] = {str(rank): state for rank, state in self.rank_states.items()}
         try:
             data = seal(document)
@@ -108,7 +101,7 @@ class Manifest:
         Raises:
             CheckpointCorruptError: Anything in it is wrong; the message begins with ``where``.
         """
-        document = parse_json(data, where, max_bytes=MAX_MANIFEST_BYTES, max_depth=_MAX_JSON_DEPTH)
+        document = parse_json(data, where, max_depth=_MAX_JSON_DEPTH)
         if isinstance(document, dict):
             document = {**_ADDED, **document}
         _check_document(document, data, where)
@@ -125,7 +118,7 @@ class Manifest:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Format a manifest's JSON, one field per line, and end it with a checksum of all before, as no other file has one."""
+    """Format a manifest's JSON, one field per line. The last field is a checksum of all others: no other file lists one."""
     lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in document.items()]
     head = ("{\n" + ",\n".join(lines)).encode()
     return head + _SEAL % zlib.crc32(head)
@@ -231,8 +224,8 @@ def verify_entries(directory: Storage, entries: Iterable[FileEntry], *, checksum
     """Check some files of a checkpoint; see `verify_files`."""
     for entry in entries:
         check_size(directory, entry)
-        if checksums:
-            _check_crc32(directory, entry)
+        if checksums and directory.read_with(entry.name, _crc32) != entry.crc32:
+            raise mismatch(directory, entry)
 
 
 def check_size(directory: Storage, entry: FileEntry) -> None:
@@ -250,30 +243,26 @@ def mismatch(directory: Storage, entry: FileEntry) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{directory.path_of(entry.name)} does not match its checksum in the manifest")
 
 
-def _check_crc32(directory: Storage, entry: FileEntry) -> None:
-    if directory.read_with(entry.name, _crc32) != entry.crc32:
-        raise mismatch(directory, entry)
-
-
 def _crc32(stream: BinaryIO) -> int:
     with Checksum() as checksum:
-        while chunk := stream.read(CHUNK_BYTES):
+        for chunk in chunks_of(stream):
             checksum.update(chunk)
         return checksum.result()
 
 
 def missing_part_error(
-    where: str, ranks: Iterable[int], rank: int, saved_by: int, world_size: int | None
+    where: str, manifest: Manifest, ranks: Iterable[int], rank: int, world_size: int | None
 ) -> ReshardError:
     """Make the error for a rank whose part is missing.
 
     Args:
         where: The checkpoint.
+        manifest: Its manifest.
         ranks: Ranks that have parts in it.
         rank: The rank that loads.
-        saved_by: Number of ranks that saved it.
         world_size: Number of ranks that load. None: one process that asked for this rank's part.
     """
+    saved_by = manifest.world_size
     if world_size in (None, saved_by):
         return ReshardError(f"{where} has no part of rank {rank}; it has those of ranks {sorted(ranks)}.")
     return ReshardError(

@@ -1,7 +1,7 @@
 """One rank's part of a checkpoint: a tensors file (safetensors) and a tree file (JSON), on storage or in memory.
 
 In memory a part is a payload: an array of bytes with both files and a footer that says where they end. A part is read as a
-whole (`read_part`, `load_payload`), or some of its tensors or stretches of them (`StoredPart`, `MemoryPart`).
+whole (`PartReader.load`), or some of its tensors or stretches of them.
 
 Each tensor is read into memory of its own. Views on one large buffer would keep that buffer alive until the last of its
 tensors is freed. At an odd address some BLAS kernels sum in another order, and a resumed run would not be bit-identical.
@@ -17,14 +17,14 @@ import json
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, final
 
 import numpy as np
 
-from raysgd.checkpoint.codecs.leaves import ByteArray, LeafReader, StoredLeaf
+from raysgd.checkpoint.codecs.leaves import ByteArray, StoredLeaf
 from raysgd.checkpoint.codecs.shards import SHARDS_KEY, ArrayShards, read_table
-from raysgd.checkpoint.codecs.tree import NO_SHARDS, Decoder
+from raysgd.checkpoint.codecs.tree import Decoder
 from raysgd.checkpoint.format.json import parse_json
 from raysgd.checkpoint.format.manifest import check_size, mismatch, verify_entries
 from raysgd.checkpoint.format.safetensors import LENGTH_BYTES, TensorSpec, decode_header, header_length
@@ -48,12 +48,12 @@ _SMALL_BYTES = 1 << 20  # tensors below this are read many at a time
 # -- the tree file -------------------------------------------------------------------------------------
 
 
-def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> tuple[bytes, int]:
+def encode_tree(node: Any, shards: Mapping[str, Any]) -> tuple[bytes, int]:
     """Make the content of the tree file.
 
     Args:
-        node: Of the state.
-        shards: The table of shards.
+        node: The JSON of the state.
+        shards: The table of shards; empty if the part has none.
 
     Returns:
         The content, and the offset at which the table of shards begins (its end if there is no table).
@@ -62,18 +62,6 @@ def encode_tree(node: Any, shards: Mapping[str, Any] = NO_SHARDS) -> tuple[bytes
     if not shards:
         return document, len(document)
     return b'%b,"%b":%b}' % (document[:-1], SHARDS_KEY.encode(), _dumps(shards)), len(document) - 1
-
-
-def decode_tree(text: bytes, leaves: LeafReader, where: str, *, allow_pickle: bool) -> Any:
-    """Decode the state in a tree file.
-
-    Args:
-        text: Content of the file.
-        leaves: The tensors that it refers to.
-        where: What to call the file in messages.
-        allow_pickle: Allow pickled leaves.
-    """
-    return Decoder(leaves, where, allow_pickle=allow_pickle).decode_state(parse_tree(text, where)["state"])
 
 
 def parse_tree(text: bytes, where: str) -> dict[str, Any]:
@@ -91,14 +79,6 @@ def parse_tree(text: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def _read_tree(directory: Storage, entry: FileEntry, *, verify: bool) -> bytes:
-    check_size(directory, entry)
-    text = directory.read_bytes(entry.name, entry.size)
-    if len(text) != entry.size or (verify and zlib.crc32(text) != entry.crc32):
-        raise mismatch(directory, entry)
-    return text
-
-
 def _dumps(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
@@ -106,41 +86,33 @@ def _dumps(document: Any) -> bytes:
 # -- the tensors file ----------------------------------------------------------------------------------
 
 
-@final
-class LoadedLeaves:
-    """Tensors by name, as a `LeafReader`."""
-
-    def __init__(self, leaves: Iterable[tuple[str, StoredLeaf]] = ()) -> None:
-        self._leaves = dict(leaves)
-
-    def get(self, reference: Any) -> StoredLeaf:
-        return self._leaves[reference]
-
-
-def read_leaves(directory: Storage, entry: FileEntry, *, verify: bool) -> LoadedLeaves:
+def read_leaves(directory: Storage, entry: FileEntry) -> dict[str, StoredLeaf]:
     """Read all tensors of a file on storage, once and straight to where they stay.
 
     Raises:
-        CheckpointCorruptError: Its size, structure or (with ``verify``) checksum is wrong.
+        CheckpointCorruptError: Its size, structure or checksum is wrong.
     """
     check_size(directory, entry)
 
-    def read(stream: BinaryIO) -> LoadedLeaves:
+    def read(stream: BinaryIO) -> dict[str, StoredLeaf]:
         with Checksum() as checksum:
-            reader = _Reader(stream, checksum, directory.path_of(entry.name))
+            reader = _Reader(stream, directory.path_of(entry.name), checksum)
             specs = reader.read_specs(entry.size)
-            leaves = LoadedLeaves(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
-            if verify and checksum.result() != entry.crc32:
+            leaves = dict(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
+            if checksum.result() != entry.crc32:
                 raise mismatch(directory, entry)
             return leaves
 
     return directory.read_with(entry.name, read)
 
 
-def copy_leaves(file: ByteArray, where: str) -> LoadedLeaves:
+def copy_leaves(file: ByteArray, where: str) -> dict[str, StoredLeaf]:
     """Copy all tensors out of a file that is in memory."""
-    specs = _specs_in_memory(file, where).values()
-    return LoadedLeaves((spec.name, _stored_leaf(spec, _aligned_copy(file[spec.begin : spec.end]))) for spec in specs)
+    specs = _specs_in_memory(file, where)
+    return {
+        name: StoredLeaf(spec.dtype, spec.shape, _aligned_copy(file[spec.begin : spec.end]))
+        for name, spec in specs.items()
+    }
 
 
 def aligned_empty(num_bytes: int) -> ByteArray:
@@ -156,27 +128,9 @@ def _aligned_copy(data: ByteArray) -> ByteArray:
     return copy
 
 
-def _specs_on_storage(directory: Storage, entry: FileEntry) -> dict[str, TensorSpec]:
-    check_size(directory, entry)
-    where = directory.path_of(entry.name)
-    specs = directory.read_with(entry.name, lambda stream: _Reader(stream, None, where).read_specs(entry.size))
-    return {spec.name: spec for spec in specs}
-
-
 def _specs_in_memory(file: ByteArray, where: str) -> dict[str, TensorSpec]:
     specs = decode_header(file[: LENGTH_BYTES + header_length(file.data, file.size, where)].tobytes(), file.size, where)
     return {spec.name: spec for spec in specs}
-
-
-def _read_stretch(directory: Storage, name: str, begin: int, area: ByteArray) -> None:
-    """Fill ``area`` with the bytes of a file from ``begin`` on."""
-    where = directory.path_of(name)
-
-    def read(stream: BinaryIO) -> None:
-        stream.seek(begin)
-        _Reader(stream, None, where).read_into(area)
-
-    directory.read_with(name, read)
 
 
 def _group(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
@@ -198,9 +152,9 @@ def _group(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 class _Reader:
     """Reads a stream from its current position, and updates the checksum if there is one."""
 
-    def __init__(self, stream: BinaryIO, checksum: Checksum | None, where: str) -> None:
-        self._where = where
+    def __init__(self, stream: BinaryIO, where: str, checksum: Checksum | None = None) -> None:
         self._stream = stream
+        self._where = where
         self._checksum = checksum
 
     def read_specs(self, file_bytes: int) -> list[TensorSpec]:
@@ -215,7 +169,7 @@ class _Reader:
         block = self._read(specs[-1].end - start)
         for spec in specs:
             data = block if len(specs) == 1 else _aligned_copy(block[spec.begin - start : spec.end - start])
-            yield spec.name, _stored_leaf(spec, data)
+            yield spec.name, StoredLeaf(spec.dtype, spec.shape, data)
 
     def read_into(self, area: ByteArray) -> None:
         """Fill an area with the next bytes."""
@@ -232,10 +186,6 @@ class _Reader:
         area = aligned_empty(num_bytes)
         self.read_into(area)
         return area
-
-
-def _stored_leaf(spec: TensorSpec, data: ByteArray) -> StoredLeaf:
-    return StoredLeaf(spec.dtype, spec.shape, data)
 
 
 # -- payloads ------------------------------------------------------------------------------------------
@@ -257,20 +207,7 @@ def write_payload(payload: ByteArray, storage: Storage, prefix: str) -> list[Fil
     tensors, tree = _split_payload(payload)
     files = [(prefix + TENSORS_SUFFIX, tensors)] if tensors.size else []
     files.append((prefix + TREE_SUFFIX, tree))
-    return [FileEntry(name, *storage.write_chunks(name, _chunks_of(data))) for name, data in files]
-
-
-def load_payload(payload: Any, allow_pickle: bool = False) -> Any:
-    """Load the state in a payload.
-
-    Args:
-        payload: uint8 array, or bytes; tensors are copied out of it.
-        allow_pickle: Allow pickled leaves.
-    """
-    data = np.frombuffer(payload, np.uint8) if not isinstance(payload, np.ndarray) else payload
-    tensors, tree = _split_payload(data)
-    leaves = copy_leaves(tensors, IN_MEMORY) if tensors.size else LoadedLeaves()
-    return decode_tree(tree.tobytes(), leaves, IN_MEMORY, allow_pickle=allow_pickle)
+    return [FileEntry(name, *storage.write_chunks(name, functools.partial(_chunks, data))) for name, data in files]
 
 
 def _split_payload(payload: ByteArray) -> tuple[ByteArray, ByteArray]:
@@ -283,36 +220,12 @@ def _split_payload(payload: ByteArray) -> tuple[ByteArray, ByteArray]:
     return payload[:num_tensor_bytes], payload[num_tensor_bytes : num_tensor_bytes + num_tree_bytes]
 
 
-def _chunks_of(data: ByteArray) -> Any:
-    view = data.data
-
-    def chunks() -> Iterator[memoryview]:
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
-
-    return chunks
+def _chunks(data: ByteArray) -> Iterator[memoryview]:
+    for start in range(0, data.size, CHUNK_BYTES):
+        yield data.data[start : start + CHUNK_BYTES]
 
 
 # -- parts ---------------------------------------------------------------------------------------------
-
-
-def read_part(directory: Storage, entries: Sequence[FileEntry], *, allow_pickle: bool, verify: bool = True) -> Any:
-    """Read the state in the files of one part.
-
-    Args:
-        directory: The checkpoint's folder.
-        entries: The part's files, as the manifest lists them.
-        allow_pickle: Allow pickled leaves.
-        verify: Compare checksums; sizes are always compared.
-
-    Raises:
-        CheckpointCorruptError: A file is missing, or differs from the manifest or from its own header.
-        UnsafeStateError: It holds pickles, and ``allow_pickle`` is False.
-    """
-    tree, tensors = _split_entries(directory, entries)
-    text = _read_tree(directory, tree, verify=verify)
-    leaves = LoadedLeaves() if tensors is None else read_leaves(directory, tensors, verify=verify)
-    return decode_tree(text, leaves, directory.path_of(tree.name), allow_pickle=allow_pickle)
 
 
 def _split_entries(directory: Storage, entries: Sequence[FileEntry]) -> tuple[FileEntry, FileEntry | None]:
@@ -329,6 +242,9 @@ def _split_entries(directory: Storage, entries: Sequence[FileEntry]) -> tuple[Fi
 class PartReader(abc.ABC):
     """Reads a part, or some of its tensors. Nothing is read before it is asked for. Thread-safe.
 
+    What can be wrong with a part raises CheckpointCorruptError: a file is missing, or differs from the manifest or from its
+    own header.
+
     Attributes:
         where: What to call the part in messages.
     """
@@ -336,22 +252,30 @@ class PartReader(abc.ABC):
     where: str
 
     @abc.abstractmethod
-    def load(self, *, allow_pickle: bool) -> Any:
-        """Load the state of a part without array shards."""
-
-    @abc.abstractmethod
     def read(self, name: str, skip: int, area: ByteArray) -> None:
-        """Fill ``area`` with the bytes of a tensor from ``skip`` on.
-
-        Raises:
-            CheckpointCorruptError: The part has no such bytes.
-        """
+        """Fill ``area`` with the bytes of a tensor from ``skip`` on."""
 
     @abc.abstractmethod
     def _tree_text(self) -> bytes: ...
 
     @abc.abstractmethod
     def _tensor_specs(self) -> dict[str, TensorSpec]: ...
+
+    @abc.abstractmethod
+    def _all_leaves(self) -> dict[str, StoredLeaf]: ...
+
+    def load(self, *, allow_pickle: bool) -> Any:
+        """Load the state of a part without array shards.
+
+        Raises:
+            UnsafeStateError: It holds pickles, and ``allow_pickle`` is False.
+        """
+        return self.decode(self._all_leaves(), {}, allow_pickle=allow_pickle)
+
+    def decode(self, leaves: Mapping[str, StoredLeaf], arrays: Mapping[str, Any], *, allow_pickle: bool) -> Any:
+        """Decode the state of a part whose leaves, and arrays in shards, have been read."""
+        decoder = Decoder(leaves.__getitem__, self.where, allow_pickle=allow_pickle, shards=arrays)
+        return decoder.decode_state(self.state)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -374,9 +298,12 @@ class PartReader(abc.ABC):
         shards = {name for array in self.shards.values() for _, name in array.shards}
         return [name for name in self.specs if name not in shards]
 
-    def leaves(self, names: Iterable[str]) -> LoadedLeaves:
-        """Read some of its tensors, each into memory of its own."""
-        return LoadedLeaves((name, self._leaf(self.specs[name])) for name in names)
+    def leaf(self, name: str) -> StoredLeaf:
+        """Read one of its tensors."""
+        spec = self.specs[name]
+        data = aligned_empty(spec.end - spec.begin)
+        self.read(name, 0, data)
+        return StoredLeaf(spec.dtype, spec.shape, data)
 
     @functools.cached_property
     def _document(self) -> dict[str, Any]:
@@ -389,48 +316,56 @@ class PartReader(abc.ABC):
             raise CheckpointCorruptError(f"{self.where} names the tensor {name!r}, which is missing or too small")
         return spec.begin + skip
 
-    def _leaf(self, spec: TensorSpec) -> StoredLeaf:
-        data = aligned_empty(spec.end - spec.begin)
-        self.read(spec.name, 0, data)
-        return _stored_leaf(spec, data)
-
 
 @final
 class StoredPart(PartReader):
-    """A part on storage. Before its first tensor is used, the whole tensors file is compared with its checksum.
+    """A part on storage. Before one of its tensors is read, the whole tensors file is compared with its checksum.
 
     Args:
         directory: The checkpoint's folder.
-        entries: The part's files.
-        verify: Compare checksums; sizes are always compared.
+        entries: The part's files, as the manifest lists them.
     """
 
-    def __init__(self, directory: Storage, entries: Sequence[FileEntry], *, verify: bool) -> None:
+    def __init__(self, directory: Storage, entries: Sequence[FileEntry]) -> None:
         self._directory = directory
-        self._entries = entries
-        self._verify = verify
         self._tree, self._tensors = _split_entries(directory, entries)
         self._lock = threading.Lock()
-        self._is_verified = not verify
+        self._is_verified = False
         self.where = directory.path_of(self._tree.name)
-
-    def load(self, *, allow_pickle: bool) -> Any:
-        return read_part(self._directory, self._entries, allow_pickle=allow_pickle, verify=self._verify)
 
     def read(self, name: str, skip: int, area: ByteArray) -> None:
         begin = self._begin(name, skip, area.size)
-        assert self._tensors is not None  # as it has a tensor
+        tensors = self._tensors
+        assert tensors is not None  # as it has a tensor
         with self._lock:
             if not self._is_verified:
-                verify_entries(self._directory, [self._tensors], checksums=True)
+                verify_entries(self._directory, [tensors], checksums=True)
                 self._is_verified = True
-        _read_stretch(self._directory, self._tensors.name, begin, area)
+
+        def read(stream: BinaryIO) -> None:
+            stream.seek(begin)
+            _Reader(stream, self._directory.path_of(tensors.name)).read_into(area)
+
+        self._directory.read_with(tensors.name, read)
 
     def _tree_text(self) -> bytes:
-        return _read_tree(self._directory, self._tree, verify=self._verify)
+        check_size(self._directory, self._tree)
+        text = self._directory.read_bytes(self._tree.name, self._tree.size)
+        if zlib.crc32(text) != self._tree.crc32:
+            raise mismatch(self._directory, self._tree)
+        return text
 
     def _tensor_specs(self) -> dict[str, TensorSpec]:
-        return {} if self._tensors is None else _specs_on_storage(self._directory, self._tensors)
+        tensors = self._tensors
+        if tensors is None:
+            return {}
+        check_size(self._directory, tensors)
+        where = self._directory.path_of(tensors.name)
+        specs = self._directory.read_with(tensors.name, lambda stream: _Reader(stream, where).read_specs(tensors.size))
+        return {spec.name: spec for spec in specs}
+
+    def _all_leaves(self) -> dict[str, StoredLeaf]:
+        return {} if self._tensors is None else read_leaves(self._directory, self._tensors)
 
 
 @final
@@ -446,17 +381,20 @@ class MemoryPart(PartReader):
     def __init__(self, get: Callable[[], ByteArray]) -> None:
         self._get = get
 
-    def load(self, *, allow_pickle: bool) -> Any:
-        return load_payload(self._get(), allow_pickle=allow_pickle)
-
     def read(self, name: str, skip: int, area: ByteArray) -> None:
         begin = self._begin(name, skip, area.size)
-        tensors, _ = _split_payload(self._get())
-        area[:] = tensors[begin : begin + area.size]
+        area[:] = self._tensors()[begin : begin + area.size]
 
     def _tree_text(self) -> bytes:
-        return bytes(_split_payload(self._get())[1].tobytes())
+        return _split_payload(self._get())[1].tobytes()
 
     def _tensor_specs(self) -> dict[str, TensorSpec]:
-        tensors, _ = _split_payload(self._get())
+        tensors = self._tensors()
         return _specs_in_memory(tensors, IN_MEMORY) if tensors.size else {}
+
+    def _all_leaves(self) -> dict[str, StoredLeaf]:
+        tensors = self._tensors()
+        return copy_leaves(tensors, IN_MEMORY) if tensors.size else {}
+
+    def _tensors(self) -> ByteArray:
+        return _split_payload(self._get())[0]

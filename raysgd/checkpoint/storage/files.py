@@ -18,10 +18,8 @@ import shutil
 import stat
 import threading
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, BinaryIO, TypeAlias, cast, final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast, final
 
 from raysgd.errors import CheckpointCorruptError
 
@@ -31,6 +29,12 @@ CHUNK_BYTES = 8 << 20
 _INLINE_BYTES = 1 << 20  # below this a thread costs more than it saves
 _MAX_AHEAD = 4  # chunks by which the checksum may lag behind the writer
 TEMPORARY_PREFIX = ".tmp-"
+
+
+def chunks_of(stream: BinaryIO) -> Iterator[bytes]:
+    """Read a stream to its end. An unbuffered stream may give shorter chunks."""
+    while chunk := stream.read(CHUNK_BYTES):
+        yield chunk
 
 
 class Checksum:
@@ -49,9 +53,7 @@ class Checksum:
     def __enter__(self) -> Checksum:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
 
     def update(self, chunk: Chunk) -> None:
@@ -59,6 +61,16 @@ class Checksum:
             self._crc32 = zlib.crc32(chunk, self._crc32)
         else:
             self._chunks.put(chunk)
+
+    def pass_on(self, chunks: Iterable[Chunk], write: Callable[[memoryview], object]) -> int:
+        """Give all chunks to ``write``, and return their total size."""
+        size = 0
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            self.update(view)
+            write(view)
+            size += len(view)
+        return size
 
     def result(self) -> int:
         """Return the crc32 of all chunks so far; waits for the second thread."""
@@ -85,14 +97,8 @@ class Checksum:
             self._thread = None
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """A file or folder that exists.
-
-    Attributes:
-        size: Bytes of a file; 0 for a folder.
-        is_folder: Whether it is a folder.
-    """
+class FileInfo(NamedTuple):
+    """A file or folder that exists: its size in bytes, which is 0 for a folder."""
 
     size: int
     is_folder: bool
@@ -109,11 +115,11 @@ class Files(abc.ABC):
     root: str
 
     @abc.abstractmethod
-    def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
         """Write or replace a file and return its size and crc32.
 
-        When it returns, the bytes are as durable as the file system can make them. With ``atomic`` a reader sees the old
-        file or the new one, never a part of it. Missing folders are made.
+        When it returns, the bytes are as durable as the file system can make them. A reader sees the old file or the new
+        one, never a part of it. Missing folders are made.
         """
 
     @abc.abstractmethod
@@ -148,20 +154,18 @@ class LocalFiles(Files):
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
         path = self._path(name)
         folder = os.path.dirname(path)
         _make_dirs(folder)
         # Write to a temporary name and rename: a process that is cut off must not truncate a file that another finished.
-        target = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}") if atomic else path
+        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
         try:
-            written = _write_file(target, chunks, exclusive=atomic)
-            if atomic:
-                os.replace(target, path)
+            written = _write_file(temporary, chunks)
+            os.replace(temporary, path)
         except BaseException:  # also AttemptEnded: remove the temporary file
-            if atomic:
-                with contextlib.suppress(OSError):
-                    os.unlink(target)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
             raise
         _sync_folder(folder)
         return written
@@ -217,26 +221,20 @@ class LocalFiles(Files):
         return os.path.join(path, last) if last else path
 
 
-def _write_file(path: str, chunks: Iterable[Chunk], *, exclusive: bool) -> tuple[int, int]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if exclusive else os.O_TRUNC)
-    descriptor = os.open(path, flags, 0o666)
+def _write_file(path: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def write(view: memoryview) -> None:
+        while len(view):  # a write may be short: a full disk, a signal, the 2 GiB limit
+            view = view[os.write(descriptor, view) :]
+
     try:
         with Checksum() as checksum:
-            size = 0
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
-                checksum.update(view)
-                _write_all(descriptor, view)
-                size += len(view)
-            os.fsync(descriptor)
+            size = checksum.pass_on(chunks, write)
+            os.fsync(descriptor)  # while the second thread finishes the checksum
             return size, checksum.result()
     finally:
         os.close(descriptor)
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while len(view):  # a write may be short: a full disk, a signal, the 2 GiB limit
-        view = view[os.write(descriptor, view) :]
 
 
 def _make_dirs(path: str) -> None:
@@ -299,16 +297,9 @@ class ArrowFiles(Files):
         self._fs = fs
         self.root = root.rstrip("/")
 
-    def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
         with self._open_output(name) as stream, Checksum() as checksum:
-            size = 0
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
-                checksum.update(view)
-                stream.write(view)
-                size += len(view)
-            crc32 = checksum.result()
-        return size, crc32
+            return checksum.pass_on(chunks, stream.write), checksum.result()
 
     def open_input(self, name: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open_input_file(self._path(name)))

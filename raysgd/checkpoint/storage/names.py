@@ -7,8 +7,7 @@ separators must never get that far. Pure; runs in every process.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd.errors import ConfigError
 
@@ -18,8 +17,7 @@ _MAX_COMPONENT_BYTES = 255
 _MAX_PATH_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """One file of a checkpoint as its manifest lists it.
 
     Attributes:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, final
 
 from raysgd.checkpoint.storage.files import (
-    CHUNK_BYTES,
     ArrowFiles,
     Checksum,
     Chunk,
+    FileInfo,
     Files,
     LocalFiles,
     arrow_fs,
+    chunks_of,
     local_root,
 )
 from raysgd.checkpoint.storage.names import FileEntry, check_name, check_relative_path
@@ -39,36 +40,29 @@ from raysgd.errors import (
 T = TypeVar("T")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # Errors that waiting does not cure: a full or read-only disk, missing permissions, a path of the wrong kind.
-_PERMANENT = frozenset(
+_PERMANENT = {
     getattr(errno, name)
     for name in (
         "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM ENOENT ENOTDIR EISDIR EEXIST ENOTEMPTY ENAMETOOLONG ELOOP EINVAL EXDEV"
     ).split()
-    if hasattr(errno, name)
-)
+}
+
+#: Seconds of the wait after the first failure. Each further wait is twice as long, up to the maximum.
+_FIRST_DELAY_S = 0.1
+_MAX_DELAY_S = 5.0
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How often an operation is tried that fails for a transient reason, with exponentially growing waits between.
+    """How often an operation is tried that fails for a transient reason.
 
     Attributes:
         tries: Calls in all, including the first.
-        delay_s: Wait after the first failure.
-        factor: Factor by which each further wait grows.
-        max_delay_s: The longest wait.
         sleep: Waits that many seconds; tests replace it.
     """
 
     tries: int = 5
-    delay_s: float = 0.1
-    factor: float = 2.0
-    max_delay_s: float = 5.0
     sleep: Callable[[float], object] = time.sleep
-
-    def __post_init__(self) -> None:
-        if self.tries < 1 or self.delay_s < 0 or self.max_delay_s < 0 or self.factor < 1:
-            raise ConfigError(f"{self} is not allowed: give tries >= 1, waits >= 0 and factor >= 1.")
 
     def run(self, operation: str, path: str, function: Callable[[], T]) -> T:
         """Call ``function`` until it succeeds.
@@ -82,7 +76,7 @@ class Retry:
             CheckpointNotFoundError: ``path`` does not exist.
             StorageError: It failed for a permanent reason, or in all tries.
         """
-        delay_s = self.delay_s
+        delay_s = _FIRST_DELAY_S
         for attempt in range(1, self.tries + 1):
             try:
                 return function()
@@ -93,8 +87,8 @@ class Retry:
             except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
                 if attempt == self.tries or not is_transient(error):
                     raise _storage_error(operation, path, attempt, error) from error
-            self.sleep(min(delay_s, self.max_delay_s))
-            delay_s *= self.factor
+            self.sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
         raise AssertionError("unreachable: the last try returns or raises")
 
 
@@ -199,29 +193,42 @@ class Storage:
 
     # -- files -------------------------------------------------------------------------------------------
 
-    def write_bytes(self, name: str, data: Chunk, *, atomic: bool = True) -> tuple[int, int]:
-        """Write a file durably and return its size and crc32. With ``atomic`` readers see the old or the new file."""
-        return self.write_chunks(name, lambda: (data,), atomic=atomic)
+    def write_bytes(self, name: str, data: Chunk) -> tuple[int, int]:
+        """Write a file durably, and return its size and crc32. A reader sees the old file or the new one."""
+        return self.write_chunks(name, lambda: (data,))
 
-    def write_chunks(self, name: str, chunks: Callable[[], Iterable[Chunk]], *, atomic: bool = True) -> tuple[int, int]:
-        """Stream a file to storage and return its size and crc32.
+    def write_chunks(self, name: str, chunks: Callable[[], Iterable[Chunk]]) -> tuple[int, int]:
+        """Write a file from chunks; otherwise like `write_bytes`.
 
         Args:
             name: The file's name.
             chunks: Returns the chunks from the start; called again for each retry. A chunk must not change during the call.
-            atomic: As for `write_bytes`.
         """
-        return self._run(
-            "write", name, lambda path: self._files.write(path, self._with_progress(chunks()), atomic=atomic)
-        )
+        return self._run("write", name, lambda name: self._files.write(name, self._with_progress(chunks())))
 
     def read_bytes(self, name: str, max_bytes: int | None = None) -> bytes:
         """Read a file; CheckpointCorruptError if it is larger than ``max_bytes``."""
-        return self._run("read", name, lambda path: self._read(path, max_bytes))
+
+        def read(stream: BinaryIO) -> bytes:
+            parts: list[bytes] = []
+            size = 0
+            for part in chunks_of(stream):
+                parts.append(part)
+                size += len(part)
+                if max_bytes is not None and size > max_bytes:
+                    raise CheckpointCorruptError(f"{self.path_of(name)} is larger than the allowed {max_bytes:,} bytes")
+            return b"".join(parts)
+
+        return self.read_with(name, read)
 
     def read_with(self, name: str, function: Callable[[BinaryIO], T]) -> T:
         """Call ``function`` with the opened file and return its result; it is called again after a transient failure."""
-        return self._run("read", name, lambda path: self._read_with(path, function))
+
+        def read(name: str) -> T:
+            with self._files.open_input(name) as stream:
+                return function(stream)
+
+        return self._run("read", name, read)
 
     def open_input(self, name: str) -> BinaryIO:
         """Open a file for reading; the caller closes it."""
@@ -229,15 +236,15 @@ class Storage:
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder of that name exists; without a name, whether this folder does."""
-        return self._run("look for", name, self._files.info) is not None
+        return self._info(name) is not None
 
-    def is_folder(self, name: str = "") -> bool:
-        found = self._run("look for", name, self._files.info)
+    def is_folder(self, name: str) -> bool:
+        found = self._info(name)
         return found is not None and found.is_folder
 
     def size(self, name: str) -> int:
         """Return the bytes of a file; CheckpointNotFoundError if it does not exist."""
-        found = self._run("look for", name, self._files.info)
+        found = self._info(name)
         if found is None or found.is_folder:
             raise CheckpointNotFoundError(f"there is no file {self.path_of(name)}")
         return found.size
@@ -257,24 +264,19 @@ class Storage:
         """Make this folder. Writing a file makes it too; this is for callers that want to fail early."""
         self._run("make", "", self._files.make_dirs)
 
-    def delete_tree(self, name: str, marker: str) -> bool:
+    def delete_tree(self, name: str, marker: str) -> None:
         """Delete a folder directly below this one if raysgd made it. Symbolic links are never followed.
 
         Args:
             name: One component.
             marker: Regular expression; raysgd made the folder if it is empty or if one of its names matches fully.
-
-        Returns:
-            Whether it was deleted.
         """
         check_name(name, "folder")
         if not self.is_folder(name):
-            return False
+            return
         names = self.list_names(name)
-        if names and not any(re.fullmatch(marker, found) for found in names):
-            return False
-        self._run("delete", name, self._files.delete_dir)
-        return True
+        if not names or any(re.fullmatch(marker, found) for found in names):
+            self._run("delete", name, self._files.delete_dir)
 
     def put_path(self, local_path: str | os.PathLike[str], name: str) -> list[FileEntry]:
         """Copy a local file, or all files of a local folder, to the folder ``name`` here.
@@ -298,20 +300,17 @@ class Storage:
             raise CheckpointError(f"save_checkpoint(files=True): the folder {source} holds no files")
         return [self._put_file(path, f"{name}/{check_relative_path(relative, 'file')}") for relative, path in found]
 
-    def fetch_tree(
-        self, entries: Sequence[FileEntry], local_dir: str | os.PathLike[str], *, verify: bool = True
-    ) -> None:
+    def fetch_tree(self, entries: Sequence[FileEntry], local_dir: str) -> None:
         """Copy files to a local folder under their relative names.
 
         Raises:
-            CheckpointCorruptError: A file does not have the listed size or (with ``verify``) checksum.
+            CheckpointCorruptError: A file does not have the listed size or checksum.
         """
         for entry in entries:
             check_relative_path(entry.name, "file")
-            target = os.path.join(os.fspath(local_dir), entry.name)
+            target = os.path.join(local_dir, entry.name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            size, crc32 = self.read_with(entry.name, functools.partial(_copy_to, target))
-            if size != entry.size or (verify and crc32 != entry.crc32):
+            if self.read_with(entry.name, functools.partial(_copy_to, target)) != (entry.size, entry.crc32):
                 raise CheckpointCorruptError(f"{self.path_of(entry.name)} does not match its manifest (size or crc32)")
 
     # -- private -----------------------------------------------------------------------------------------
@@ -321,22 +320,14 @@ class Storage:
             check_relative_path(name, "file")
         return self._retry.run(operation, self.path_of(name), lambda: function(name))
 
+    def _info(self, name: str) -> FileInfo | None:
+        return self._run("look for", name, self._files.info)
+
     def _with_progress(self, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
         if self._on_chunk is None:
             return chunks
         self._on_chunk()
         return _report_chunks(chunks, self._on_chunk)
-
-    def _read(self, name: str, max_bytes: int | None) -> bytes:
-        with self._files.open_input(name) as stream:
-            data = _read_all(stream, None if max_bytes is None else max_bytes + 1)
-        if max_bytes is not None and len(data) > max_bytes:
-            raise CheckpointCorruptError(f"{self.path_of(name)} is larger than the allowed {max_bytes:,} bytes")
-        return data
-
-    def _read_with(self, name: str, function: Callable[[BinaryIO], T]) -> T:
-        with self._files.open_input(name) as stream:
-            return function(stream)
 
     def _put_file(self, path: str, name: str) -> FileEntry:
         size, crc32 = self.write_chunks(name, lambda: read_chunks(path))
@@ -346,21 +337,7 @@ class Storage:
 def read_chunks(path: str) -> Iterator[bytes]:
     """Read a local file in chunks. Each is a buffer of its own, since the checksum thread lags behind."""
     with open(path, "rb", buffering=0) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield chunk
-
-
-def _read_all(stream: BinaryIO, limit: int | None) -> bytes:
-    """Read a stream to its end, or its first ``limit`` bytes; an unbuffered read may return less than asked for."""
-    parts: list[bytes] = []
-    left = limit
-    while left is None or left > 0:
-        part = stream.read(CHUNK_BYTES if left is None else min(left, CHUNK_BYTES))
-        if not part:
-            break
-        parts.append(part)
-        left = None if left is None else left - len(part)
-    return b"".join(parts)
+        yield from chunks_of(stream)
 
 
 def _report_chunks(chunks: Iterable[Chunk], on_chunk: Callable[[], None]) -> Iterator[Chunk]:
@@ -387,10 +364,5 @@ def _raise(error: OSError) -> None:
 
 
 def _copy_to(target: str, stream: BinaryIO) -> tuple[int, int]:
-    size = 0
     with open(target, "wb") as out, Checksum() as checksum:
-        while chunk := stream.read(CHUNK_BYTES):
-            checksum.update(chunk)
-            out.write(chunk)
-            size += len(chunk)
-        return size, checksum.result()
+        return checksum.pass_on(chunks_of(stream), out.write), checksum.result()

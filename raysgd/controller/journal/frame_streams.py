@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from raysgd.controller.frames import Frame
 from raysgd.controller.requests import RunNotGiven
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back
-from raysgd.transport import Endpoint, connect, receive_message, write_message
+from raysgd.transport import Endpoint, connect, pack, receive_message
 
 #: Kind of the connection in its hello.
 KIND = "frames"
@@ -38,7 +38,7 @@ class FrameServer:
 
     async def handle(self, hello: dict[str, Any], _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for batch in self._read(str(hello["run"]), int(hello["seq"])):
-            write_message(writer, batch)
+            writer.write(pack(batch))
             await writer.drain()
 
 

@@ -51,9 +51,7 @@ class RunFiles:
         """
         frames_so_far, last_seq = self.journal.reopen()
         numbers = self.store.numbers()
-        return build_previous_state(
-            frames_so_far, last_seq, self.store.scan().manifests, max(numbers, default=0)
-        ).up_to(last)
+        return build_previous_state(frames_so_far, last_seq, self.store.list(), max(numbers, default=0)).up_to(last)
 
     def start(self) -> None:
         """Start to flush the journal regularly."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller import commands as c
 from raysgd.session import events as e
 
@@ -34,7 +35,7 @@ def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = N
 
 def part(call: int = 0, *files: str, consumed: int | None = None) -> e.PartSafe:
     """Return the event that the part of save ``call`` is on storage. ``consumed``: the rank's rows of its dataset so far."""
-    entries = tuple((name, 10, 1) for name in files)
+    entries = tuple(FileEntry(name, 10, 1) for name in files)
     if consumed is None:
         return e.PartSafe(call, entries)
     return e.PartSafe(call, entries, {"data": {"train": {"epoch": 2, "consumed": consumed, "num_rows": 100}}})

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayError
 
 from raysgd.backends.base import Backend, Member
-from raysgd.checkpoint.checkpoint import Checkpoint, load_state
-from raysgd.checkpoint.format.parts import MemoryPart, load_payload
+from raysgd.checkpoint.checkpoint import load_state
+from raysgd.checkpoint.format.parts import MemoryPart
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
@@ -59,20 +59,16 @@ class FromMemory:
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        manifest, parts = self.held.manifest, self.held.parts
-        if manifest.all_ranks:
-            state = load_parts(
-                {rank: MemoryPart(partial(self._get, part)) for rank, part in parts.items()},
-                rank,
-                saved_by=manifest.world_size,
-                is_reshardable=manifest.is_reshardable,
-                world_size=world_size,
-                where=f"checkpoint {manifest.number}",
-                allow_pickle=allow_pickle,
-                on_unusable=on_unusable,
-            )
-        else:
-            state = load_payload(self._get(parts[min(parts)]), allow_pickle=allow_pickle)
+        manifest = self.held.manifest
+        state = load_parts(
+            manifest,
+            {rank: MemoryPart(partial(self._get, part)) for rank, part in self.held.parts.items()},
+            rank,
+            world_size=world_size,
+            where=f"checkpoint {manifest.number}",
+            allow_pickle=allow_pickle,
+            on_unusable=on_unusable,
+        )
         return state, rank_state.inherit(manifest.rank_states, rank, is_same_size=manifest.world_size == world_size)
 
     def _get(self, part: Any) -> Any:
@@ -135,7 +131,6 @@ class AttemptBuilder:
             link=ControllerLink(self._controller, task.run_id, order.attempt, member.rank),
             codec=Codec(dumps, loads),
             start=_starting_point(run, order),
-            load_path=_load_path,
             time_before_s=order.time_before_s,
             seed=task.seed,
             deterministic=task.deterministic,
@@ -201,11 +196,6 @@ def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromChec
     if order.checkpoint is not None:
         return FromCheckpoint(order.checkpoint)
     return None if run.task.initial_state is None else FromState(resolve(run.task.initial_state))
-
-
-def _load_path(path: Any, rank: int, world_size: int, allow_pickle: bool) -> Any:
-    folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
-    return load_state(folder, read_manifest(folder), rank, allow_pickle=allow_pickle, world_size=world_size)
 
 
 def identity_of(member: Member) -> Identity:
