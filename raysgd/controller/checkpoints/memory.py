@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.store import part_prefix
 from raysgd.session.events import PartHeld, Saved, WorkerEvent
 from raysgd.workers.orders import HeldCheckpoint
+
+if TYPE_CHECKING:
+    from raysgd.workers.group.checkpoint_memory import ClusterMemory
 
 #: Seconds for announced parts to arrive after the end of a worker's event stream.
 SETTLE_S = 5.0
@@ -25,15 +28,6 @@ REACH_S = 3.0
 #: The same for a checkpoint that is not on storage: Ray may ask a lost node first, and another one 10 s later.
 REACH_UNSTORED_S = 15.0
 REACH_BYTES_PER_S = 50e6
-
-
-class Memory(Protocol):
-    """The workers' side: `raysgd.workers.group.checkpoint_memory.ClusterMemory`, or a fake."""
-
-    def payloads(self, rank: int, attempt: int) -> AsyncIterator[Any]: ...
-    async def reach(self, needed: Callable[[int], Mapping[int, Any]], *, timeout_s: float) -> bool: ...
-    async def store(self, rank: int, part: Any, folder: str, prefix: str) -> list[FileEntry]: ...
-    def copy(self, parts: Mapping[int, Any]) -> None: ...
 
 
 class _RankParts:
@@ -56,7 +50,7 @@ class MemoryCheckpoints:
     """
 
     def __init__(
-        self, memory: Memory, uri_of: Callable[[int], str], feed: Callable[[int, int, WorkerEvent], None]
+        self, memory: ClusterMemory, uri_of: Callable[[int], str], feed: Callable[[int, int, WorkerEvent], None]
     ) -> None:
         self._memory = memory
         self._uri_of = uri_of

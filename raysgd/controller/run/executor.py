@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
@@ -23,8 +23,7 @@ from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
-from raysgd.controller.run.watch import Watches
-from raysgd.controller.run.worker_group import WorkerGroupProtocol
+from raysgd.controller.run.watch import Watch
 from raysgd.controller.run_plan import AttemptRecord, RunPlan
 from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
 from raysgd.data.plan import NO_DATASETS
@@ -34,29 +33,8 @@ from raysgd.session import events as e
 from raysgd.workers.liveness.deaths import was_sigterm
 from raysgd.workers.orders import AttemptOrder, RunOrder
 
-
-class ReturnValues:
-    """The return values of one attempt."""
-
-    def __init__(self) -> None:
-        self._by_rank: dict[int, Any] = {}
-
-    def clear(self) -> None:
-        """Drop the values of an attempt that did not succeed."""
-        self._by_rank.clear()
-
-    def returned(self, rank: int, event: e.Returned) -> None:
-        """Store the value of a rank that has returned, unless it is large and follows."""
-        if event.value is not None:
-            self._by_rank[rank] = event.value
-
-    def add_large(self, rank: int, value: Any) -> None:
-        """Store a large value."""
-        self._by_rank[rank] = value
-
-    def first(self, count: int) -> list[Any]:
-        """Return the values of the first ranks; None for a rank without a value."""
-        return [self._by_rank.get(rank) for rank in range(count)]
+if TYPE_CHECKING:
+    from raysgd.workers.group.group import WorkerGroup
 
 
 class Run:
@@ -74,7 +52,7 @@ class Run:
         self,
         request: RunRequest,
         info: RunInfo,
-        group: WorkerGroupProtocol,
+        group: WorkerGroup,
         storage: Storage,
         *,
         failure: FailureConfig,
@@ -113,11 +91,11 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watches = Watches(group, failure, storage.child("flight_recorder"), self._feed, self._record_event)
+        self._watch: Watch | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._paused = asyncio.Event()
-        self._values = ReturnValues()
+        self._values: dict[int, Any] = {}  # what train_func returned in the attempt, by rank
         self._held = MemoryCheckpoints(
             group.memory, self._files.uri_of, lambda *given: self._feed(c.EventReceived(*given))
         )
@@ -203,7 +181,7 @@ class Run:
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"
             )
-        return self._values.first(1 if first_only else self._size or 0)
+        return [self._values.get(rank) for rank in range(1 if first_only else self._size or 0)]
 
     async def join_barrier(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
         if attempt != self._attempt:
@@ -268,7 +246,7 @@ class Run:
             case c.ReleaseWorkers():
                 if self._preparing is not None:
                     self._preparing.cancel()
-                self._watches.end()
+                self._end_watch()
                 self._group.release()
             case c.LeaveGroup():
                 self._leaving = self._spawn(self._group.leave())
@@ -292,7 +270,7 @@ class Run:
                 self._files.flush_if_local()  # before readers get the outcome: they read the files next
             case c.CloseRun():
                 self._files.delete(self._loads.end())
-                self._watches.end()
+                self._end_watch()
                 self._held.close()
                 if self._preparing is not None:
                     self._preparing.cancel()
@@ -348,7 +326,7 @@ class Run:
         self._loads = CheckpointReads(command.first_number)
         self._held.begin_attempt(command.attempt, command.first_number, command.held)
         self._begins(AttemptRecord(self._request.run_id, command.attempt, self._group.size, command.iterations_before))
-        self._watches.begin(command.attempt)
+        self._start_watch(command.attempt)
         run = RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint)
         shared = self._share(run)
         for rank in range(self._group.size):
@@ -365,6 +343,16 @@ class Run:
             )
             self._spawn(self._follow(rank, shared, attempt_order))
 
+    def _start_watch(self, attempt: int) -> None:
+        self._end_watch()
+        records = self._files.storage.child("flight_recorder").child(f"attempt_{attempt}").uri
+        self._watch = Watch(self._group, self._failure, records, attempt, self._feed, self._record_event)
+        self._watch.start()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
         """Read a worker's stream to its end."""
         attempt = attempt_order.attempt
@@ -378,11 +366,12 @@ class Run:
                             continue
                         if isinstance(event, e.Returned):
                             self._barriers.left(rank)
-                            self._values.returned(rank, event)
+                            if event.value is not None:
+                                self._values[rank] = event.value
                         if not self._held.intercept(rank, attempt, event):
                             self._feed(c.EventReceived(rank, attempt, event))
-                else:
-                    self._values.add_large(rank, item)
+                else:  # a large value comes as a reference of its own
+                    self._values[rank] = item
         except Exception as error:
             died = str(error)
         if died is None:
@@ -440,7 +429,7 @@ def _message(outcome: Any) -> str:
     return str(outcome.message)
 
 
-def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroupProtocol) -> dict[str, Any]:
+def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:
     """Return the content of ``run.json``, secrets included."""
     found = [group.info(rank) for rank in range(group.size)]
     workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]
