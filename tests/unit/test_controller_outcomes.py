@@ -305,7 +305,7 @@ def test_next_attempt_waits_for_commit_in_flight() -> None:
     run.commit()
     assert run.machine.state == Preparing(2, serial=2)
     run.ready()
-    assert run.entries[1].checkpoint == uri_of(1)
+    assert run.entries[1].start.uri == uri_of(1)
 
 
 @pytest.mark.parametrize("ending", ["error", "cancel"])
@@ -390,7 +390,7 @@ def test_readers_are_notified_of_deleted_checkpoints() -> None:
     assert [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT_DELETED)] == [1]
     kill(run)
     run.ready()
-    assert run.entries[1].checkpoint == uri_of(2)
+    assert run.entries[1].start.uri == uri_of(2)
 
 
 def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
@@ -403,7 +403,7 @@ def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
     assert [frame.data["metrics"] for frame in run.emitted(frames.CHECKPOINT_SCORED)] == [{"loss": 0.5}]
     kill(run)
     run.ready()
-    assert run.entries[1].iterations_before == 1
+    assert run.entries[1].start.iteration == 1
 
 
 def test_score_that_arrives_during_commit_is_kept() -> None:

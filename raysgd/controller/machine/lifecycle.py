@@ -135,7 +135,7 @@ class RunLifecycle:
         data = {"attempt": attempt, "world_size": world_size, **start.counters()}
         self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=data))
         self._emit(c.RecordEvent("attempt_start", {**data, **start.place()}))
-        self._emit(c.StartAttempt(attempt, start.uri, first_number, start.iteration, start.time_total_s, start.held))
+        self._emit(c.StartAttempt(attempt, start, first_number))
 
     # -- Ending ---------------------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ class RunMachine:
             self._on_all_ranks_left(running)
 
     def _on_all_ranks_left(self, running: Running) -> None:
-        self._emit(c.LeaveGroup(running.attempt))
+        self._emit(c.LeaveGroup())
         is_stopping = self._lifecycle.is_stopping
         if self._preemption.why and self._preemption.saw_stop and not is_stopping:
             self._lifecycle.regroup(running, self._preemption.why)

@@ -321,25 +321,25 @@ class Run:
         return info.node
 
     def _enter(self, command: c.StartAttempt) -> None:
+        attempt, start, size = command.attempt, command.start, self._group.size
         self._values.clear()
         self._files.delete(self._loads.end())
         self._loads = CheckpointReads(command.first_number)
-        self._held.begin_attempt(command.attempt, command.first_number, command.held)
-        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._group.size, command.iterations_before))
-        self._start_watch(command.attempt)
-        run = RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint)
-        shared = self._share(run)
-        for rank in range(self._group.size):
+        self._held.begin_attempt(attempt, command.first_number, start.held)
+        self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        self._start_watch(attempt)
+        shared = self._share(RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint))
+        for rank in range(size):
             attempt_order = AttemptOrder(
-                attempt=command.attempt,
+                attempt=attempt,
                 member=self._group.member(rank, self._rendezvous),
-                checkpoint=command.checkpoint,
-                held=self._held.for_rank(command.held, rank),
+                checkpoint=start.uri,
+                held=self._held.for_rank(start.held, rank),
                 first_number=command.first_number,
                 previous_size=self._previous_size,
-                iterations_before=command.iterations_before,
-                time_before_s=command.time_before_s,
-                flush_interval_s=stream_interval_s(self._group.size),
+                iterations_before=start.iteration,
+                time_before_s=start.time_total_s,
+                flush_interval_s=stream_interval_s(size),
             )
             self._spawn(self._follow(rank, shared, attempt_order))
 
