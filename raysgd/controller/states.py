@@ -41,8 +41,8 @@ class Running:
         attempt: Its number. A group that fails before any rank entered train_func does not use up the number.
         serial: The number of the group. Each try to form a group has a number of its own.
         iterations_before: Rounds before this attempt.
+        nodes: The node of each rank.
         active: Ranks whose event stream has not ended.
-        num_ranks: Ranks at the beginning of the attempt.
         stopped: Ranks that left without returning, after a stop was requested.
         is_entered: Whether any rank has entered train_func.
     """
@@ -50,15 +50,15 @@ class Running:
     attempt: int
     serial: int
     iterations_before: int
+    nodes: tuple[str, ...]
     active: set[int]
-    num_ranks: int
     stopped: set[int] = field(default_factory=set)
     is_entered: bool = False
 
     @property
     def has_all_ranks(self) -> bool:
         """Whether no rank has left."""
-        return not self.stopped and self.num_ranks == len(self.active)
+        return not self.stopped and len(self.active) == len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Ending:
 
     Attributes:
         preset: The outcome, if it does not depend on the errors of the ranks.
-        errors: What each rank raised, in the order of arrival.
-        arrived_at: When each error arrived.
+        errors: What each rank raised, in the order of arrival, because the clocks of two machines may differ.
+        arrived_at: When each error arrived, by the clock that deaths are noticed by.
         deaths: The processes that died, without those in ``killed``.
         killed: Ranks whose processes the controller killed.
         is_decided: The next attempt or a pause follows; only active ranks and pending writes are waited for.

@@ -12,7 +12,7 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
 from raysgd.controller.machine.regrouping import Growth, Pause, Preemption, SavePoint
-from raysgd.controller.policies.failure import AttemptErrors, Failure, FailurePolicy, GiveUp, find_cause
+from raysgd.controller.policies.failure import Failure, FailurePolicy, find_cause
 from raysgd.controller.run_plan import PreviousState, RunPlan
 from raysgd.controller.states import (
     Closed,
@@ -67,17 +67,11 @@ class RunLifecycle:
         self._plan = plan
         self._clock = clock
         self._emit = emit
-        self._nodes: tuple[str, ...] = ()
         self._is_published = False
 
     @property
     def is_stopping(self) -> bool:
         return self.stop_reason is not None
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The node of each rank in the current or last group."""
-        return self._nodes
 
     def attempt_if_current(self, attempt: int) -> Running | None:
         """Return attempt number ``attempt`` if it is the current one and not over."""
@@ -127,9 +121,8 @@ class RunLifecycle:
         """The group is ready: call train_func on all ranks."""
         assert isinstance(self.state, Preparing)
         attempt, world_size = self.state.attempt, len(nodes)
-        self._nodes = nodes
         start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
-        self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
+        self.state = Running(attempt, self.state.serial, start.iteration, nodes, set(range(world_size)))
         self.growth.on_group_formed(self.state, num_joining)
         self.pause.request_save_point(self.state)
         data = {"attempt": attempt, "world_size": world_size, **start.counters()}
@@ -171,14 +164,12 @@ class RunLifecycle:
         """
         assert isinstance(self.state, Ending)
         ending = self.state
-        cause = ending.preset or find_cause(
-            AttemptErrors(ending.errors, ending.arrived_at, ending.deaths, self._nodes, is_complete)
-        )
+        cause = ending.preset or find_cause(ending, is_complete=is_complete)
         if cause is None:
             self._emit(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
             return
         if isinstance(cause, Outcome):
-            self._close_after(ending, cause)
+            self.close(cause)
         else:
             self.retry_or_give_up(cause, ending.running.attempt)
         if ending.is_grace_over:
@@ -186,38 +177,31 @@ class RunLifecycle:
 
     def retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         """Decide what follows a failure: another attempt, or the end of the run."""
-        ending = self.state if isinstance(self.state, Ending) else None
         is_excused = self.preemption.excuses(failure, attempt)
-        give_up = None if is_excused else self._count_failure(failure)
-        if give_up is not None:
-            message = f"{give_up.why}. {self.checkpoints.last_checkpoint}"
+        why_over = None if is_excused else self._count_failure(failure)
+        if why_over is not None:
+            message = f"{why_over}. {self.checkpoints.last_checkpoint}"
             num_failures = self.failures.num_failures
-            outcome = Outcome(
-                "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
+            self.close(
+                Outcome(
+                    "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
+                )
             )
         elif self.is_stopping:
-            outcome = self.stopped_outcome()
-        elif ending is not None:
-            ending.is_decided = True
-            return
+            self.close(self.stopped_outcome())
+        elif isinstance(self.state, Ending):
+            self.state.is_decided = True
         else:
             self._prepare_again()
-            return
-        if ending is not None:
-            self._close_after(ending, outcome)
-        else:
-            self.close(outcome)
 
-    def _count_failure(self, failure: Failure) -> GiveUp | None:
-        decision = self.failures.decide(failure)
-        give_up = decision if isinstance(decision, GiveUp) else None
-        if isinstance(decision, GiveUp):
-            action = "give up"
-        else:
-            action = "stop" if self.is_stopping else f"retry {decision.number}"
+    def _count_failure(self, failure: Failure) -> str | None:
+        """Count and record a failure; returns why the run must end, or None."""
+        why_over = self.failures.decide(failure)
+        retry = "stop" if self.is_stopping else f"retry {self.failures.num_failures}"
+        action = retry if why_over is None else "give up"
         data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
         self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
-        return give_up
+        return why_over
 
     def regroup(self, running: Running, why: str) -> None:
         """End the attempt for another group; this counts as no failure."""
@@ -277,20 +261,15 @@ class RunLifecycle:
     def stopped_outcome(self) -> Outcome:
         return Outcome("stopped", message=self.stop_reason or "")
 
-    def close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
-        """End the run with this outcome. ``running``: the attempt that ranks have not left yet."""
-        self.state = Closing(outcome, running, set(killed or ()))
-        if outcome.kind == "error":  # published at once; cleaned up after
+    def close(self, outcome: Outcome) -> None:
+        """End the run with this outcome. Ranks may still have to leave the current attempt."""
+        killed: set[int] = set()
+        if isinstance(self.state, Ending):
+            self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            killed = self.state.killed
+        self.state = Closing(outcome, running_of(self.state), killed)
+        if outcome.kind == "error":  # the user gets it at once; cleaning up follows
             self._publish(outcome)
-
-    def _close_after(self, ending: Ending, outcome: Outcome) -> None:
-        self._emit_attempt_end(ending.running.attempt, ending.running.iterations_before)
-        self.close(outcome, ending.running, ending.killed)
-
-    def close_decided(self, outcome: Outcome) -> None:
-        """End the run instead of starting the next attempt that was decided on."""
-        assert isinstance(self.state, Ending) and self.state.is_decided
-        self._close_after(self.state, outcome)
 
     def _publish(self, outcome: Outcome) -> None:
         if not self._is_published:

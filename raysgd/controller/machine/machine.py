@@ -68,7 +68,7 @@ class RunMachine:
         running = running_of(self.state)
         return {
             "state": name_of(self.state),
-            "world_size": 0 if running is None or isinstance(self.state, Closing) else running.num_ranks,
+            "world_size": 0 if running is None or isinstance(self.state, Closing) else len(running.nodes),
             "iteration": self._checkpoints.newest_iteration(),
             "num_failures": self._lifecycle.failures.num_failures,
             "checkpoint": self._checkpoints.newest_uri,
@@ -219,7 +219,7 @@ class RunMachine:
             return
         self._emit(c.EmitFrame(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
         is_stopped = is_stopping or running.stopped
-        self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"), running)
+        self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"))
 
     def _on_worker_hung(self, given: c.WorkerHung) -> None:
         running = self._lifecycle.attempt_if_current(given.attempt)
@@ -241,7 +241,7 @@ class RunMachine:
 
     def _on_preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
         running = self._lifecycle.attempt_if_current(attempt)
-        if running is None or not self._preemption.add(running, ranks, self._lifecycle.nodes, why):
+        if running is None or not self._preemption.add(running, ranks, why):
             return
         self._growth.on_worker_lost()
         if (undisturbed := self._lifecycle.undisturbed_attempt()) is not None:
@@ -307,7 +307,7 @@ class RunMachine:
             self._note_stop(given.why)
             self._emit(c.RequestStop(state.attempt))
         elif isinstance(state, Ending) and state.is_decided:
-            self._lifecycle.close_decided(outcome)
+            self._lifecycle.close(outcome)  # instead of the next attempt
         elif isinstance(state, Ending) and state.preset is None:
             if given.cancel:
                 state.preset = outcome  # an error that is about to arrive no longer matters

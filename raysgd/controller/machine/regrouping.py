@@ -174,11 +174,12 @@ class Growth:
 
     def on_group_formed(self, running: Running, num_joining: int) -> None:
         """A group has formed, without ``num_joining`` workers that became ready in the meantime."""
-        if self._size is not None and running.num_ranks > self._size:
+        size = len(running.nodes)
+        if self._size is not None and size > self._size:
             self._policy.on_grown(self._clock())
         else:
             self._policy.on_taken_in()
-        self._size = running.num_ranks
+        self._size = size
         if num_joining:
             self.on_worker_ready(running)
 
@@ -239,11 +240,11 @@ class Preemption:
         self.why: str | None = None
         self.saw_stop = False
 
-    def add(self, running: Running, ranks: Collection[int], nodes: tuple[str, ...], why: str) -> bool:
+    def add(self, running: Running, ranks: Collection[int], why: str) -> bool:
         """Note that these ranks are preempted; returns whether any of them is new."""
         new = sorted(set(ranks) - self._ranks)
         for rank in new:
-            data = {"attempt": running.attempt, "rank": rank, "node": nodes[rank], "why": why}
+            data = {"attempt": running.attempt, "rank": rank, "node": running.nodes[rank], "why": why}
             self._emit(RecordEvent("preemption", data))
             self.why = self.why or f"rank {rank} is preempted: {why}"
         self._ranks.update(new)
