@@ -170,11 +170,11 @@ class RunPlan:
     Attributes:
         start: Where the first attempt starts.
         reduce: How a checkpoint's metrics are computed from those of all ranks.
-        past: What an earlier controller process left; None: the run begins.
+        previous: What an earlier controller process left; None: the run begins.
     """
 
     failure: FailureConfig
     checkpoint: CheckpointConfig
     start: Start = field(default_factory=Start)
     reduce: Mapping[str, str] = field(default_factory=dict)
-    past: PreviousState | None = None
+    previous: PreviousState | None = None

@@ -37,34 +37,26 @@ class MemoryTier:
 
     Args:
         on_in_memory: Called with the number of each checkpoint that is complete in memory.
+
+    Attributes:
+        index: The complete checkpoints; their manifests are as they would be on storage, without files.
+        pending: The saves of the current attempt.
     """
 
     def __init__(self, emit: Emit, on_in_memory: Callable[[int], None]) -> None:
         self._emit = emit
         self._on_in_memory = on_in_memory
-        self._index = CheckpointIndex(Start(), RetentionPolicy(1))
-        self._pending = PendingCheckpoints.none()
-
-    @property
-    def newest(self) -> Manifest | None:
-        """The manifest as it would be on storage, without files."""
-        return self._index.newest
+        self.index = CheckpointIndex(Start(), RetentionPolicy(1))
+        self.pending = PendingCheckpoints.none()
 
     def begin_attempt(self, pending: PendingCheckpoints) -> None:
         """Collect the parts of the new attempt in ``pending``."""
-        self._index.forget_scores()
-        self._pending = pending
-
-    def drop(self, number: int) -> None:
-        """Forget a checkpoint that is no longer in memory."""
-        self._index.drop(number)
-
-    def on_reports(self, rank: int, count: int) -> None:
-        self._pending.on_reports(rank, count)
+        self.index.forget_scores()
+        self.pending = pending
 
     def on_returned(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that it broke, or None."""
-        problem = self._pending.on_returned(rank)
+        problem = self.pending.on_returned(rank)
         self._keep_complete()
         return problem
 
@@ -72,38 +64,34 @@ class MemoryTier:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None
         if isinstance(event, Saved):
-            problem = self._pending.on_saved(rank, event)
+            problem = self.pending.on_saved(rank, event)
         elif isinstance(event, PartHeld):
             part = PartSafe(event.call, (), event.rank_state, event.unsharded_digest)
-            problem = self._pending.on_part_safe(rank, part)
+            problem = self.pending.on_part_safe(rank, part)
         elif isinstance(event, PartSafe):
             if rank != 0 and not event.files:  # this rank gives no state; a part with files is on storage alone
-                problem = self._pending.on_part_safe(rank, event)
+                problem = self.pending.on_part_safe(rank, event)
         elif isinstance(event, HoldFailed):
-            self._pending.on_part_failed(event.call)
+            self.pending.on_part_failed(event.call)
         else:
-            self._pending.on_scored(rank, event)
+            self.pending.on_scored(rank, event)
         self._keep_complete()
         return problem
-
-    def discard(self, call: int) -> None:
-        """Forget the checkpoint of this call: it consists of files, which are on storage alone."""
-        self._pending.discard(call)
 
     def end_attempt(self) -> None:
         """Stop waiting for the reports of ranks that are gone."""
         self._apply_scores(is_over=True)
 
     def _keep_complete(self) -> None:
-        for manifest in self._pending.pop_complete():
-            self._index.add(manifest)
+        for manifest in self.pending.pop_complete():
+            self.index.add(manifest)
             self._emit(KeepInMemory(manifest.number))
             self._on_in_memory(manifest.number)
         self._apply_scores(is_over=False)
 
     def _apply_scores(self, *, is_over: bool) -> None:
-        for score in self._pending.pop_scores(is_over=is_over):
-            self._index.score(*score)
+        for score in self.pending.pop_scores(is_over=is_over):
+            self.index.score(*score)
 
 
 class CheckpointCoordinator:
@@ -161,7 +149,7 @@ class CheckpointCoordinator:
     @property
     def newest_in_memory(self) -> Manifest | None:
         """The newest checkpoint in memory, if the next attempt would start from it."""
-        held = None if self._memory is None else self._memory.newest
+        held = None if self._memory is None else self._memory.index.newest
         return held if held is not None and held.number >= (self.newest_number or 0) else None
 
     @property
@@ -193,11 +181,11 @@ class CheckpointCoordinator:
 
     # -- attempts -------------------------------------------------------------------------------------------------
 
-    def restore(self, past: PreviousState) -> None:
+    def restore(self, previous: PreviousState) -> None:
         """Take over the checkpoints of an earlier controller process; readers learn of those they may not know."""
-        self._last_number = max(self._last_number, past.last_number)
-        for manifest in past.manifests:
-            if manifest.number in past.known:
+        self._last_number = max(self._last_number, previous.last_number)
+        for manifest in previous.manifests:
+            if manifest.number in previous.known:
                 self._delete(manifest.attempt, self._index.add(manifest)[1])
             else:
                 self.on_committed(manifest)
@@ -237,7 +225,7 @@ class CheckpointCoordinator:
         """
         number = self._started_from.number
         if self._started_from.held is not None and self._memory is not None:
-            self._memory.drop(number)
+            self._memory.index.drop(number)
         elif self._index.has_older_than(number):
             self._index.drop(number)
         else:
@@ -269,7 +257,7 @@ class CheckpointCoordinator:
         """A rank has made ``count`` reports in the attempt so far."""
         self._pending.on_reports(rank, count)
         if self._memory is not None:
-            self._memory.on_reports(rank, count)
+            self._memory.pending.on_reports(rank, count)
 
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
@@ -310,8 +298,8 @@ class CheckpointCoordinator:
         self._apply_scores(self._pending.pop_scores())
         for manifest in complete:
             self._commit(self._index.scored(manifest))
-            if manifest.is_files and self._memory is not None:
-                self._memory.discard(manifest.number - self._first_number)
+            if manifest.is_files and self._memory is not None:  # files are on storage alone
+                self._memory.pending.discard(manifest.number - self._first_number)
 
     # -- storage and memory ---------------------------------------------------------------------------------------
 
@@ -341,7 +329,7 @@ class CheckpointCoordinator:
             message = f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}"
             self._emit(RecordEvent("warning", {"message": message}))
         elif self._memory is not None:
-            self._memory.drop(given.number)
+            self._memory.index.drop(given.number)
             message = f"checkpoint {given.number} is no longer in the cluster's memory"
             self._emit(RecordEvent("warning", {"message": message}))
 

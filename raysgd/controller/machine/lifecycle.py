@@ -87,30 +87,32 @@ class RunLifecycle:
 
     def begin(self) -> None:
         """Begin the run, or resume it from what an earlier controller process left."""
-        if self._plan.past is None:
+        if self._plan.previous is None:
             self._emit(c.PrepareGroup(1))
         else:
-            self._resume_after_restart(self._plan.past)
+            self._resume_after_restart(self._plan.previous)
 
-    def _resume_after_restart(self, past: PreviousState) -> None:
+    def _resume_after_restart(self, previous: PreviousState) -> None:
         """The death of the controller's process ended all workers: a failure, unless the run had nothing more to do."""
-        self._emit(c.RecordEvent("controller_restart", {"attempt": past.attempt}))
-        self.failures.restore(past.failures)
-        self.checkpoints.restore(past)
-        if past.is_open:
-            self._emit_attempt_end(past.attempt, past.iterations_before)
-        self.state = Preparing(past.attempt + 1)
-        if past.kind is not None:
+        self._emit(c.RecordEvent("controller_restart", {"attempt": previous.attempt}))
+        self.failures.restore(previous.failures)
+        self.checkpoints.restore(previous)
+        if previous.is_open:
+            self._emit_attempt_end(previous.attempt, previous.iterations_before)
+        self.state = Preparing(previous.attempt + 1)
+        if previous.kind is not None:
             self._is_published = True
-            self.close(Outcome(past.kind))
-        elif past.why_cancelled is not None:
-            self.close(Outcome("cancelled", message=past.why_cancelled))
-        elif past.why_stopped is not None:
-            self.close(Outcome("stopped", message=past.why_stopped))
-        elif past.is_paused:
-            self.state = Paused(past.attempt + 1, 1)
+            self.close(Outcome(previous.kind))
+        elif previous.why_cancelled is not None:
+            self.close(Outcome("cancelled", message=previous.why_cancelled))
+        elif previous.why_stopped is not None:
+            self.close(Outcome("stopped", message=previous.why_stopped))
+        elif previous.is_paused:
+            self.state = Paused(previous.attempt + 1, 1)
         else:
-            self.retry_or_give_up(Failure((), "the controller's process died, and all workers with it"), past.attempt)
+            self.retry_or_give_up(
+                Failure((), "the controller's process died, and all workers with it"), previous.attempt
+            )
 
     def prepare(self) -> None:
         """Request workers for the next attempt."""

@@ -72,7 +72,7 @@ class FailurePolicy:
             limit = "FailureConfig(max_failures=0) allows none"
         else:
             limit = f"failure {self.num_failures} of the run; FailureConfig(max_failures={self._max_failures}) allows no more"
-        raised = next((past.raised for past in reversed(self._failures) if past.raised), "")
+        raised = next((each.raised for each in reversed(self._failures) if each.raised), "")
         exception = f". The last exception of train_func that came with a failure was {raised}" if raised else ""
         return f"{failure.what} ({limit}){exception}"
 
