@@ -12,13 +12,14 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysgd.controller.class_api import Instances
 from raysgd.controller.journal import frame_streams as downlink
-from raysgd.controller.journal.frame_streams import FrameServer
+from raysgd.controller.journal.frame_streams import serve_frames
 from raysgd.controller.kv_store import (
     RunRecord,
     data_holder_name,
@@ -83,8 +84,9 @@ class TrainerActor:
         self._turn = asyncio.Lock()
         self._instances = Instances(self._group, settings.failure.abort_grace_s)
         self._host: Any = None
-        frame_server = FrameServer(self.stream)
-        self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
+        self._listener = Listener(
+            {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
+        )
         self._opening: asyncio.Future[Endpoint | None] | None = None
         self._no_listener = ""
 

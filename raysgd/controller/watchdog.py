@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-#: Seconds before a TrainerActor that is being started again is asked again.
+#: Seconds between two calls to a TrainerActor that is being restarted.
 ASK_AGAIN_S = 0.1
 
 
-def end_with(controller: Any) -> None:
-    """End this actor when the TrainerActor is gone for good; a restart is waited for.
+def end_with(controller: Any, before: Callable[[], None] = lambda: None) -> None:
+    """End this actor when the TrainerActor is gone for good. A restart of the TrainerActor is waited for.
 
     Args:
         controller: Handle of the TrainerActor.
+        before: Called when the TrainerActor is gone, before this actor ends.
     """
     me = ray.get_runtime_context().current_actor
-    threading.Thread(target=_wait, args=(controller, me), name="raysgd-watchdog", daemon=True).start()
 
+    def wait() -> None:
+        ask(controller, "wait_for_end")  # it never answers, so the call ends with the TrainerActor
+        before()
+        ray.kill(me)
 
-def _wait(controller: Any, me: Any) -> None:
-    ask(controller, "wait_for_end")  # which has no answer
-    ray.kill(me)
+    threading.Thread(target=wait, name="raysgd-watchdog", daemon=True).start()
 
 
 def ask(controller: Any, method: str, *args: Any) -> None:
@@ -43,7 +46,7 @@ def ask(controller: Any, method: str, *args: Any) -> None:
 
 def comes_back(controller: Any) -> bool:
     """Wait for a TrainerActor that did not answer; returns whether it answers again, maybe after a restart."""
-    while ray.is_initialized():  # a call would start Ray again
+    while ray.is_initialized():  # otherwise the call below would start Ray again
         try:
             ray.get(controller.endpoint.remote())
             return True

@@ -108,8 +108,8 @@ class RunFuzz(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3), luck=st.integers(0, 7))
     def workers_are_ready(self, size: int = 1, luck: int = 1) -> None:
         self.num_answered = self.num_prepared
-        if not luck and self.run.machine.coordinator.newest_in_memory is not None:
-            self.run.feed(c.MemoryCopyLost(self.run.machine.coordinator.newest_in_memory.number))
+        if not luck and self.run.machine.checkpoints.newest_in_memory is not None:
+            self.run.feed(c.MemoryCopyLost(self.run.machine.checkpoints.newest_in_memory.number))
             self.held = None
         if self.is_elastic:
             self.run.num_ranks = size

@@ -322,7 +322,7 @@ def test_run_waits_for_commit_in_flight_before_closing(ending: str) -> None:
     assert isinstance(run.machine.state, Closing)
     run.commit()
     assert run.is_closed
-    assert run.machine.coordinator.newest_number == 1
+    assert run.machine.checkpoints.newest_number == 1
 
 
 def test_failed_commit_ends_the_run() -> None:
@@ -366,7 +366,7 @@ def test_on_write_error_warn_continues_training_without_the_checkpoint() -> None
     run.commit()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert run.machine.coordinator.newest_number == 3
+    assert run.machine.checkpoints.newest_number == 3
 
 
 def test_failed_write_does_not_replace_user_exception() -> None:

@@ -8,6 +8,7 @@ costs nothing and loses nothing.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -181,25 +182,19 @@ class FrameLog:
         first_in_memory = self._first_in_memory
         if seq < first_in_memory:
             return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
-        batch: list[Frame] = []
-        size = 0
-        for index in range(seq - first_in_memory, len(self._recent)):
-            frame = self._recent[index]
-            batch.append(frame)
-            size += frame.size_bytes
-            if size >= ITEM_BYTES:
-                break
-        return batch
+        return _take_batch(map(self._recent.__getitem__, range(seq - first_in_memory, len(self._recent))))
 
     def _from_journal(self, seq: int, before: int) -> list[Frame]:
-        batch: list[Frame] = []
-        size = 0
         kept = [frame for frame in self._kept if seq <= frame.seq < before]
-        for frame in self._journal.frames_from(seq, before):
-            while kept and kept[0].seq < frame.seq:
-                batch.append(kept.pop(0))
-            batch.append(frame)
-            size += frame.size_bytes
-            if size >= ITEM_BYTES:
-                return batch
-        return batch + kept
+        return _take_batch(heapq.merge(kept, self._journal.frames_from(seq, before), key=lambda frame: frame.seq))
+
+
+def _take_batch(found: Iterable[Frame]) -> list[Frame]:
+    """Return the first frames, up to `ITEM_BYTES`."""
+    batch, size = [], 0
+    for frame in found:
+        batch.append(frame)
+        size += frame.size_bytes
+        if size >= ITEM_BYTES:
+            break
+    return batch

@@ -165,13 +165,11 @@ class Journal:
         names = self._storage.list_names()
         if self._storage.is_local and _LONE_EVENTS in names:
             _cut_torn_line(Path(self._storage.uri) / _LONE_EVENTS)
-        lines = [line for name in filter(_EVENTS_FILE.fullmatch, names) for line in self._lines(name)]
-        events = sorted(map(event_frame, lines), key=lambda frame: frame.seq)
+        found = [self._storage.read_bytes(name) for name in filter(_EVENTS_FILE.fullmatch, names)]
+        events = [event_frame(line) for data in found for line in _whole_lines(data)]
+        events.sort(key=lambda frame: frame.seq)
         self._events.reopen()
         return events, max(self._metrics.reopen(), events[-1].seq if events else -1)
-
-    def _lines(self, name: str) -> list[bytes]:
-        return _whole_lines(self._storage.read_bytes(name))
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``. Blocks."""
@@ -200,7 +198,7 @@ class Journal:
             if first >= before or (not is_last and segments[index + 1][0] <= seq):
                 continue
             data = self._storage.read_bytes(name)
-            for line in data[: data.rfind(b"\n") + 1].splitlines():  # a flush may be writing the last one
+            for line in _whole_lines(data):  # a flush may be writing the last one
                 frame = report_frame(line)
                 if seq <= frame.seq < before:
                     yield frame
@@ -246,8 +244,9 @@ def stored_frames(storage: Storage) -> list[Frame]:
 
 def _last_seq(data: bytes, first: int) -> int:
     """Return the number of the last complete line; ``first`` if there is none."""
-    found = [match for match in map(_SEQ.match, _whole_lines(data)[-1:]) if match]
-    return int(found[0][1]) if found else first
+    lines = _whole_lines(data)
+    match = _SEQ.match(lines[-1]) if lines else None
+    return first if match is None else int(match[1])
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
 from raysgd.controller.machine.lifecycle import RunLifecycle
 from raysgd.controller.policies.failure import Failure
 from raysgd.controller.run_plan import RunPlan
@@ -37,12 +36,15 @@ class RunMachine:
     Args:
         uri_of: Returns the folder of a checkpoint, by its number.
         clock: Returns seconds since the epoch.
+
+    Attributes:
+        checkpoints: The checkpoints of the run.
     """
 
     def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
         self._commands: list[c.Command] = []
         self._lifecycle = RunLifecycle(plan, uri_of=uri_of, clock=clock, emit=self._emit)
-        self._checkpoints = self._lifecycle.checkpoints
+        self.checkpoints = self._lifecycle.checkpoints
         self._save_point = self._lifecycle.save_point
         self._growth = self._lifecycle.growth
         self._preemption = self._lifecycle.preemption
@@ -55,10 +57,6 @@ class RunMachine:
         return self._lifecycle.state
 
     @property
-    def coordinator(self) -> CheckpointCoordinator:
-        return self._checkpoints
-
-    @property
     def is_pause_requested(self) -> bool:
         """Whether a pause was requested and has not begun yet."""
         return self._pause.is_requested
@@ -69,9 +67,9 @@ class RunMachine:
         return {
             "state": name_of(self.state),
             "world_size": 0 if running is None or isinstance(self.state, Closing) else len(running.nodes),
-            "iteration": self._checkpoints.newest_iteration(),
+            "iteration": self.checkpoints.newest_iteration(),
             "num_failures": self._lifecycle.failures.num_failures,
-            "checkpoint": self._checkpoints.newest_uri,
+            "checkpoint": self.checkpoints.newest_uri,
         }
 
     def begin(self) -> list[c.Command]:
@@ -90,7 +88,7 @@ class RunMachine:
                 self._on_event(given)
             case c.ReportsReceived():
                 if self.accepts(given.attempt):
-                    self._checkpoints.on_reports(given.rank, given.num_reports)
+                    self.checkpoints.on_reports(given.rank, given.num_reports)
             case c.StreamEnded():
                 self._on_stream_ended(given)
             case c.GroupReady():
@@ -105,12 +103,12 @@ class RunMachine:
             case c.NodeDraining():
                 self._on_preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.CheckpointCommitted():
-                self._checkpoints.on_committed(given.manifest)
+                self.checkpoints.on_committed(given.manifest)
                 self._save_point.on_committed(given.manifest.number)
             case c.CommitFailed():
-                self._on_write_failed(given.number, self._checkpoints.on_commit_failed(given.number, given.error))
+                self._on_write_failed(given.number, self.checkpoints.on_commit_failed(given.number, given.error))
             case c.MemoryCopyLost() | c.MemoryCopyStored() | c.MemoryCopyNotStored():
-                self._checkpoints.on_memory_copy(given)
+                self.checkpoints.on_memory_copy(given)
             case c.StopRequested():
                 self._on_stop_requested(given)
             case c.PauseRequested():
@@ -139,14 +137,14 @@ class RunMachine:
             return  # of an older attempt: refused
         match event:
             case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
-                self._end_if_misused(running, self._checkpoints.on_event(rank, event))
+                self._end_if_misused(running, self.checkpoints.on_event(rank, event))
             case e.PartFailed():
-                number = self._checkpoints.number_of(event.call)
-                self._on_write_failed(number, self._checkpoints.on_part_failed(event))
+                number = self.checkpoints.number_of(event.call)
+                self._on_write_failed(number, self.checkpoints.on_part_failed(event))
             case e.StartUnusable():
                 self._on_start_unusable(running, event)
             case e.AtSavePoint():
-                self._save_point.on_reached(rank, self._checkpoints.number_of(event.call))
+                self._save_point.on_reached(rank, self.checkpoints.number_of(event.call))
             case e.Returned():
                 self._preemption.saw_stop |= event.saw_stop
                 self._on_left(running, rank, has_returned=True)
@@ -174,7 +172,7 @@ class RunMachine:
         self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
         if has_returned:
             self._save_point.cancel()  # too late: what this rank has done would be done again
-            self._end_if_misused(running, self._checkpoints.on_returned(rank))
+            self._end_if_misused(running, self.checkpoints.on_returned(rank))
             return
         running.stopped.add(rank)
         if len(running.stopped) == 1:  # the others may wait for it in a collective
@@ -194,7 +192,7 @@ class RunMachine:
         """Start again from the checkpoint before. This may come after another rank's error, which it explains."""
         state = self.state
         is_open = isinstance(state, Ending) and not state.is_decided and state.preset is None
-        if (is_open or isinstance(state, Running)) and (why := self._checkpoints.skip_start(event.error)):
+        if (is_open or isinstance(state, Running)) and (why := self.checkpoints.skip_start(event.error)):
             self._lifecycle.regroup(running, why)
 
     def _on_stream_ended(self, given: c.StreamEnded) -> None:
@@ -279,7 +277,7 @@ class RunMachine:
         if timer == "grow":
             undisturbed = self._lifecycle.undisturbed_attempt()
             if not (self._preemption.request_save_point(undisturbed) or self._pause.request_save_point(undisturbed)):
-                self._growth.on_timeout(undisturbed, self._checkpoints.is_bound_to_size)
+                self._growth.on_timeout(undisturbed, self.checkpoints.is_bound_to_size)
         elif timer == "preemption" and isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._lifecycle.regroup(running, self._preemption.why or "")
         elif timer == "save_point":
@@ -319,7 +317,7 @@ class RunMachine:
         self._emit(c.RecordEvent("stop", {"why": why}))
 
     def _on_pause_requested(self) -> None:
-        if isinstance(self.state, Preparing) and not self._checkpoints.has_unstored:
+        if isinstance(self.state, Preparing) and not self.checkpoints.has_unstored:
             self._lifecycle.pause_now(self.state)
         elif isinstance(self.state, Preparing):  # a checkpoint in memory alone is written once the workers are ready
             self._pause.is_requested = True

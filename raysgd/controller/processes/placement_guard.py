@@ -8,13 +8,12 @@ there is such a group.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysgd.controller.watchdog import ask
+from raysgd.controller.watchdog import end_with
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import remove_placement_groups
 
@@ -28,8 +27,7 @@ class PlacementGuard:
     """
 
     def __init__(self, name: str, controller: Any) -> None:
-        me = ray.get_runtime_context().current_actor
-        threading.Thread(target=_guard, args=(name, controller, me), name="raysgd-guard", daemon=True).start()
+        end_with(controller, lambda: remove_placement_groups(name))
 
 
 def start_guard(name: str, controller: Any) -> None:
@@ -48,9 +46,3 @@ def start_guard(name: str, controller: Any) -> None:
         lifetime="detached",
         get_if_exists=True,
     ).remote(name, controller)
-
-
-def _guard(name: str, controller: Any, me: Any) -> None:
-    ask(controller, "wait_for_end")  # which has no answer
-    remove_placement_groups(name)
-    ray.kill(me)

@@ -192,7 +192,7 @@ class Run:
         """Return the URI of the newest committed checkpoint, the same for all ranks of an attempt; see `CheckpointReads`."""
         if attempt != self._attempt:
             return None
-        number = self._loads.newest_for(index, num_saves, self._machine.coordinator.newest_number)
+        number = self._loads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
         return None if number is None else self._files.uri_of(number)
 
     # -- in -------------------------------------------------------------------------------------------------------
@@ -284,9 +284,9 @@ class Run:
                 self._record_event(c.RecordEvent("warning", {"message": line}))
             await self._group.check_storage(self._files.storage)
             self._rendezvous = await self._group.open_rendezvous()
-            coordinator = self._machine.coordinator
-            while (held := coordinator.newest_in_memory) and not await self._held.is_reachable(
-                held, is_unstored=coordinator.has_unstored
+            checkpoints = self._machine.checkpoints
+            while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
+                held, is_unstored=checkpoints.has_unstored
             ):
                 self._feed(c.MemoryCopyLost(held.number))
         except WorkerDiedError as error:
