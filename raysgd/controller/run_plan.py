@@ -34,14 +34,6 @@ class Start:
     def is_checkpoint(self) -> bool:
         return self.uri is not None or self.held is not None
 
-    def counters(self) -> dict[str, Any]:
-        """Return the iterations and the training time before the attempt."""
-        return {"iterations_before": self.iteration, "time_before_s": self.time_total_s}
-
-    def place(self) -> dict[str, Any]:
-        """Return the checkpoint's URI on storage and its number in memory."""
-        return {"checkpoint": self.uri, "memory": None if self.held is None else self.number}
-
 
 #: Distance between the last frame number in the journal and the first one after a restart. A reader may have seen frames that
 #: were never written, and asks for the frames after those.
@@ -157,10 +149,8 @@ def build_previous_state(
     )
 
 
-def _failure(data: dict[str, object]) -> Failure:
-    ranks, nodes = data.get("ranks", []), data.get("nodes", [])
-    assert isinstance(ranks, list) and isinstance(nodes, list)
-    return Failure(tuple(ranks), str(data.get("error", "")), tuple(nodes), str(data.get("raised", "")))
+def _failure(data: dict[str, Any]) -> Failure:
+    return Failure(tuple(data["ranks"]), data["error"], tuple(data["nodes"]), data.get("raised", ""))
 
 
 @dataclass(frozen=True)

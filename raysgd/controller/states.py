@@ -136,7 +136,6 @@ class Closing:
 
     outcome: Outcome
     running: Running | None = None
-    killed: set[int] = field(default_factory=set)
 
 
 @dataclass

@@ -170,7 +170,7 @@ def test_failed_write_is_not_a_mismatch_when_ranks_return() -> None:
     pending = pending_checkpoints()
     save(pending, 0)
     save(pending, 1, ranks=(0,))
-    pending.on_part_failed(1)
+    pending.drop(1)
     save(pending, 1, ranks=(1,))
     assert pending.on_returned(0) is None and pending.on_returned(1) is None
     assert numbers(pending) == [1]
@@ -179,7 +179,7 @@ def test_failed_write_is_not_a_mismatch_when_ranks_return() -> None:
 def test_failed_part_makes_no_checkpoint() -> None:
     pending = pending_checkpoints()
     save(pending, ranks=(1,))
-    assert pending.on_part_failed(0) == 1
+    assert pending.drop(0) == 1
     assert pending.on_saved(0, saved()) is None  # the failed write arrives before the call
     save(pending, 1, reports=2)
     assert numbers(pending) == [2]
@@ -188,7 +188,7 @@ def test_failed_part_makes_no_checkpoint() -> None:
 def test_failed_save_call_stays_failed_after_ranks_return() -> None:
     pending = pending_checkpoints(3)
     pending.on_saved(1, saved())
-    pending.on_part_failed(0)
+    pending.drop(0)
     pending.on_returned(1)
     save(pending, ranks=(0, 2))
     assert numbers(pending) == []

@@ -63,18 +63,15 @@ class MemoryTier:
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None
-        if isinstance(event, Saved):
-            problem = self.pending.on_saved(rank, event)
+        if isinstance(event, HoldFailed):
+            self.pending.drop(event.call)
         elif isinstance(event, PartHeld):
             part = PartSafe(event.call, (), event.rank_state, event.unsharded_digest)
-            problem = self.pending.on_part_safe(rank, part)
-        elif isinstance(event, PartSafe):
-            if rank != 0 and not event.files:  # this rank gives no state; a part with files is on storage alone
-                problem = self.pending.on_part_safe(rank, event)
-        elif isinstance(event, HoldFailed):
-            self.pending.on_part_failed(event.call)
-        else:
-            self.pending.on_scored(rank, event)
+            problem = self.pending.on_event(rank, part)
+        elif not isinstance(event, PartSafe) or (
+            rank != 0 and not event.files
+        ):  # a part with files is on storage alone
+            problem = self.pending.on_event(rank, event)
         self._keep_complete()
         return problem
 
@@ -262,19 +259,16 @@ class CheckpointCoordinator:
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None if self._memory is None else self._memory.on_event(rank, event)
+        if not isinstance(event, (PartHeld, HoldFailed)):
+            problem = self._pending.on_event(rank, event) or problem
         if isinstance(event, Saved):
-            problem = self._pending.on_saved(rank, event) or problem
             self._announce(event)
-        elif isinstance(event, PartSafe):
-            problem = self._pending.on_part_safe(rank, event) or problem
-        elif isinstance(event, Scored):
-            self._pending.on_scored(rank, event)
         self._commit_complete()
         return problem
 
     def on_part_failed(self, event: PartFailed) -> str:
         """A part could not be written; returns the message for the user."""
-        return self.on_commit_failed(self._pending.on_part_failed(event.call), event.error)
+        return self.on_commit_failed(self._pending.drop(event.call), event.error)
 
     def on_returned(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that it broke, or None."""
@@ -299,7 +293,7 @@ class CheckpointCoordinator:
         for manifest in complete:
             self._commit(self._index.scored(manifest))
             if manifest.is_files and self._memory is not None:  # files are on storage alone
-                self._memory.pending.discard(manifest.number - self._first_number)
+                self._memory.pending.drop(manifest.number - self._first_number)
 
     # -- storage and memory ---------------------------------------------------------------------------------------
 

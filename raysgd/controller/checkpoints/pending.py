@@ -67,7 +67,7 @@ class PendingCheckpoints:
         self._reduce = reduce
         self._is_resumed = is_resumed
         self._refused_from: int | None = None  # this call and all later ones
-        self._failed: set[int] = set()  # calls that could not be written
+        self._dropped: set[int] = set()  # calls
         self._pending: dict[int, _Pending] = {}
         self._num_calls = [0] * world_size
         self._num_reports = [0] * world_size
@@ -85,6 +85,15 @@ class PendingCheckpoints:
     def on_reports(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
         self._num_reports[rank] = count
+
+    def on_event(self, rank: int, event: Saved | PartSafe | Scored) -> str | None:
+        """Take an event of a rank; returns the rule that the ranks broke, or None."""
+        if isinstance(event, Saved):
+            return self.on_saved(rank, event)
+        if isinstance(event, PartSafe):
+            return self.on_part_safe(rank, event)
+        self.on_scored(rank, event)
+        return None
 
     def on_saved(self, rank: int, event: Saved) -> str | None:
         """``rank`` made a call; returns the rule that it broke, or None."""
@@ -106,15 +115,11 @@ class PendingCheckpoints:
             return str(error)
         return None
 
-    def on_part_failed(self, call: int) -> int:
-        """A part could not be written, so the checkpoint is dropped; returns the checkpoint's number."""
+    def drop(self, call: int) -> int:
+        """Make no checkpoint of this call; returns the number that the checkpoint would have had."""
         self._pending.pop(call, None)
-        self._failed.add(call)
+        self._dropped.add(call)
         return self._first_number + call
-
-    def discard(self, call: int) -> None:
-        """Make no checkpoint of this call."""
-        self._pending.pop(call, None)
 
     def on_returned(self, rank: int) -> str | None:
         """``rank`` has returned; returns the rule that is broken if calls still need this rank, or None."""
@@ -123,8 +128,8 @@ class PendingCheckpoints:
 
     def pop_complete(self) -> list[Manifest]:
         """Return the checkpoints that have become complete, oldest first; each is returned once."""
-        # For a call that failed on one rank, other ranks may still send events.
-        pending = [(call, save) for call, save in sorted(self._pending.items()) if call not in self._failed]
+        # Other ranks may still send events of a call that was dropped.
+        pending = [(call, save) for call, save in sorted(self._pending.items()) if call not in self._dropped]
         if self._refused_from is not None:
             pending = [(call, save) for call, save in pending if call < self._refused_from]
         ready = [call for call, save in pending if self._is_complete(save)]
@@ -217,7 +222,7 @@ class PendingCheckpoints:
 
     def _find_missing_state(self) -> str | None:
         for call, pending in sorted(self._pending.items()):
-            if not pending.calls or call in self._failed:
+            if not pending.calls or call in self._dropped:
                 continue
             missing = sorted((self._givers(pending) & self._returned) - set(pending.calls))
             if missing:

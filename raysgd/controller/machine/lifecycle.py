@@ -126,10 +126,16 @@ class RunLifecycle:
         start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
         self.state = Running(attempt, self.state.serial, start.iteration, nodes, set(range(world_size)))
         self.growth.on_group_formed(self.state, num_joining)
-        self.pause.request_save_point(self.state)
-        data = {"attempt": attempt, "world_size": world_size, **start.counters()}
+        self.save_point.request(self.state, self.pause.why)
+        data = {
+            "attempt": attempt,
+            "world_size": world_size,
+            "iterations_before": start.iteration,
+            "time_before_s": start.time_total_s,
+        }
         self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=data))
-        self._emit(c.RecordEvent("attempt_start", {**data, **start.place()}))
+        place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number}
+        self._emit(c.RecordEvent("attempt_start", {**data, **place}))
         self._emit(c.StartAttempt(attempt, start, first_number))
 
     # -- Ending ---------------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class RunLifecycle:
         if not running.active:
             return
         ranks = tuple(sorted(running.active))
-        if isinstance(self.state, (Ending, Closing)):
+        if isinstance(self.state, Ending):
             self.state.killed |= running.active
         message = f"killed ranks {list(ranks)}: they did not leave their attempt in time"
         self._emit(c.RecordEvent("warning", {"message": message}))
@@ -265,11 +271,9 @@ class RunLifecycle:
 
     def close(self, outcome: Outcome) -> None:
         """End the run with this outcome. Ranks may still have to leave the current attempt."""
-        killed: set[int] = set()
         if isinstance(self.state, Ending):
             self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
-            killed = self.state.killed
-        self.state = Closing(outcome, running_of(self.state), killed)
+        self.state = Closing(outcome, running_of(self.state))
         if outcome.kind == "error":  # the user gets it at once; cleaning up follows
             self._publish(outcome)
 

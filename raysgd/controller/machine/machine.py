@@ -276,7 +276,9 @@ class RunMachine:
         is_undecided = isinstance(state, Ending) and not state.is_decided
         if timer == "grow":
             undisturbed = self._lifecycle.undisturbed_attempt()
-            if not (self._preemption.request_save_point(undisturbed) or self._pause.request_save_point(undisturbed)):
+            if why := self._preemption.why or self._pause.why:
+                self._save_point.request(undisturbed, why)
+            else:
                 self._growth.on_timeout(undisturbed, self.checkpoints.is_bound_to_size)
         elif timer == "preemption" and isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._lifecycle.regroup(running, self._preemption.why or "")

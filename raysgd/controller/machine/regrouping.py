@@ -66,8 +66,10 @@ class SavePoint:
         self._failed: set[int] = set()
         self._is_late = False
 
-    def request(self, running: Running, why: str) -> None:
-        """Make the ranks of the attempt agree on a save."""
+    def request(self, running: Running | None, why: str | None) -> None:
+        """Make the ranks agree on a save. Nothing happens if they have agreed already, or without an attempt or a reason."""
+        if running is None or why is None or self.why is not None:
+            return
         self.reset()
         self.why, self._attempt, self._serial = why, running.attempt, running.serial
         self._emit(AgreeOnSavePoint(running.attempt))
@@ -255,15 +257,9 @@ class Preemption:
         if not self._is_stop_requested:
             self._is_stop_requested = True
             self._emit(RequestStop(running.attempt, ends_reports=False))
-            self.request_save_point(running)
+            self._save_point.request(running, self.why)
         delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
         self._emit(SetTimer("preemption", running.serial, delay_s))
-
-    def request_save_point(self, running: Running | None) -> bool:
-        """Request a save point if a rank is preempted and none is agreed on; returns whether a rank is preempted."""
-        if running is not None and self.why is not None and self._save_point.why is None:
-            self._save_point.request(running, self.why)
-        return self.why is not None
 
     def explains(self, ranks: Collection[int]) -> bool:
         """Return whether all of these ranks are preempted."""
@@ -295,16 +291,15 @@ class Pause:
         self._save_point = save_point
         self.is_requested = False
 
+    @property
+    def why(self) -> str | None:
+        """The reason to leave an attempt; None while no pause is requested."""
+        return _PAUSE_REASON if self.is_requested else None
+
     def request(self, running: Running | None) -> None:
         """Pause after the next save. ``running``: the attempt, if it can be left."""
         self.is_requested = True
-        self.request_save_point(running)
-
-    def request_save_point(self, running: Running | None) -> bool:
-        """Request a save point if a pause is requested and none is agreed on; returns whether a pause is requested."""
-        if self.is_requested and running is not None and self._save_point.why is None:
-            self._save_point.request(running, _PAUSE_REASON)
-        return self.is_requested
+        self._save_point.request(running, _PAUSE_REASON)
 
     def withdraw(self, running: Running | None) -> None:
         """Do not pause; ranks that were to leave for the pause alone stay. ``running``: the attempt, if it can be left."""
