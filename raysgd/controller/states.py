@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from raysgd.session.events import Failed
 
-#: Takes the place of the node's name for an error that a callback raised on the controller's side.
+#: Stands for the node if a callback raised the error in the callback host.
 CALLBACK_NODE = "the process of the controller's callbacks"
 
 
@@ -78,8 +78,8 @@ class Outcome:
     Attributes:
         kind: ``"done"``, ``"stopped"`` (ended early on request, a success too), ``"cancelled"`` or ``"error"``.
         failed: The user's exception, for an error that is one.
-        rank: The rank that raised it.
-        node: The node of that rank.
+        rank: The rank that raised it; None: a callback raised it.
+        node: The node of that rank, or `CALLBACK_NODE`.
         followed: ``(rank, summary)`` of the errors that followed from it.
         error_type: The name in `raysgd.errors`, for an error that raysgd raises itself.
         message: The text of that error, or why the run was stopped or cancelled.
@@ -96,6 +96,13 @@ class Outcome:
     message: str = ""
     ranks: tuple[int, ...] = ()
     failures: int = 0
+
+    def describe(self) -> str:
+        """Return one line about the end, for the run's events."""
+        if self.failed is None:
+            return self.message
+        place = self.node if self.rank is None else f"rank {self.rank}"
+        return f"{place}: {self.failed.summary}"
 
 
 @dataclass

@@ -54,7 +54,8 @@ def _user_error(data: dict[str, Any]) -> BaseException:
                 return error
         except Exception as problem:  # its module may be missing here, or its __init__ may take other arguments
             reason = f"could not be rebuilt here: {type(problem).__name__}: {problem}"
+    place = f"on rank {data['rank']}" if data["rank"] is not None else f"in {data['node']}"
     return errors.TrainFuncError(
-        f"{data['summary']} (raised on rank {data['rank']}; its type {data['type_name']} {reason})",
+        f"{data['summary']} (raised {place}; its type {data['type_name']} {reason})",
         type_name=data["type_name"],
     )

@@ -265,7 +265,7 @@ class Run:
             case c.PublishOutcome():
                 self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
                 self._record_event(
-                    c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)})
+                    c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": command.outcome.describe()})
                 )
                 self._files.flush_if_local()  # before readers get the outcome: they read the files next
             case c.CloseRun():
@@ -421,12 +421,6 @@ class Run:
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _message(outcome: Any) -> str:
-    if outcome.failed is not None:
-        return f"rank {outcome.rank}: {outcome.failed.summary}"
-    return str(outcome.message)
 
 
 def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:
