@@ -127,7 +127,7 @@ class CheckpointCoordinator:
         self._started_from = plan.start
         self._pending = PendingCheckpoints.none()
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -176,7 +176,7 @@ class CheckpointCoordinator:
         """Return the number of the checkpoint that the ``call``-th saves of the attempt make."""
         return self._first_number + call
 
-    # -- attempts -------------------------------------------------------------------------------------------------
+    # -- attempts -----------------------------------------------------------------------------------------------------
 
     def restore(self, previous: PreviousState) -> None:
         """Take over the checkpoints of an earlier controller process; readers learn of those they may not know."""
@@ -248,7 +248,7 @@ class CheckpointCoordinator:
         uri = start.uri if start.number == held.number else None
         return Start(uri, held.iteration, held.time_total_s, held.number, held)
 
-    # -- events of ranks ------------------------------------------------------------------------------------------
+    # -- events of ranks ----------------------------------------------------------------------------------------------
 
     def on_reports(self, rank: int, count: int) -> None:
         """A rank has made ``count`` reports in the attempt so far."""
@@ -295,7 +295,7 @@ class CheckpointCoordinator:
             if manifest.is_files and self._memory is not None:  # files are on storage alone
                 self._memory.pending.drop(manifest.number - self._first_number)
 
-    # -- storage and memory ---------------------------------------------------------------------------------------
+    # -- storage and memory -------------------------------------------------------------------------------------------
 
     def store_held(self) -> bool:
         """Write the newest checkpoint from memory to storage, once, if it is not there.

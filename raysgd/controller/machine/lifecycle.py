@@ -83,7 +83,7 @@ class RunLifecycle:
         is_undisturbed = isinstance(self.state, Running) and self.state.has_all_ranks and not self.is_stopping
         return running_of(self.state) if is_undisturbed else None
 
-    # -- Preparing ------------------------------------------------------------------------------------------------
+    # -- Preparing ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin the run, or resume it from what an earlier controller process left."""
@@ -138,7 +138,7 @@ class RunLifecycle:
         self._emit(c.RecordEvent("attempt_start", {**data, **place}))
         self._emit(c.StartAttempt(attempt, start, first_number))
 
-    # -- Ending ---------------------------------------------------------------------------------------------------
+    # -- Ending -------------------------------------------------------------------------------------------------------
 
     def end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
         """Make all ranks leave the attempt. ``preset``: the outcome, if it does not depend on the errors of the ranks."""
@@ -248,7 +248,7 @@ class RunLifecycle:
         keep = self.checkpoints.end_attempt(iterations_before)
         self._emit(c.EmitFrame(frames.ATTEMPT_END, attempt, data={"keep_rounds": keep}))
 
-    # -- Paused ---------------------------------------------------------------------------------------------------
+    # -- Paused -------------------------------------------------------------------------------------------------------
 
     def pause_now(self, before: Preparing) -> None:
         """Release the workers until the run is resumed."""
@@ -264,7 +264,7 @@ class RunLifecycle:
             self.state = Preparing(self.state.attempt, self.state.serial + 1)
             self.prepare()
 
-    # -- Closing --------------------------------------------------------------------------------------------------
+    # -- Closing ------------------------------------------------------------------------------------------------------
 
     def stopped_outcome(self) -> Outcome:
         return Outcome("stopped", message=self.stop_reason or "")
@@ -282,7 +282,7 @@ class RunLifecycle:
             self._is_published = True
             self._emit(c.PublishOutcome(outcome))
 
-    # -- after every input ----------------------------------------------------------------------------------------
+    # -- after every input --------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Leave Ending or Closing when no rank is active and no write is pending; leave Running at a due save point."""

@@ -120,7 +120,7 @@ class RunMachine:
                 self._on_timer(given)
         return self._advance()
 
-    # -- workers --------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_group_failed(self, given: c.GroupFailed) -> None:
         if not isinstance(self.state, Preparing):
@@ -245,7 +245,7 @@ class RunMachine:
         if (undisturbed := self._lifecycle.undisturbed_attempt()) is not None:
             self._preemption.ask_to_leave(undisturbed, within_s)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _end_if_misused(self, running: Running, problem: str | None) -> None:
         """End the run with an error if ``save_checkpoint`` was called against its rules."""
@@ -263,7 +263,7 @@ class RunMachine:
         elif isinstance(self.state, Closing) and self.state.outcome.kind in ("done", "stopped"):
             self.state.outcome = outcome
 
-    # -- timers and users' requests -------------------------------------------------------------------------------
+    # -- timers and users' requests -----------------------------------------------------------------------------------
 
     def _on_timer(self, given: c.TimerFired) -> None:
         state, timer = self.state, given.timer
@@ -326,7 +326,7 @@ class RunMachine:
         elif isinstance(self.state, (Running, Ending)):  # if the attempt cannot be left, the run ends with it
             self._pause.request(self._lifecycle.undisturbed_attempt())
 
-    # -- commands -------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     def _emit(self, command: c.Command) -> None:
         self._commands.append(command)

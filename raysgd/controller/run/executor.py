@@ -44,8 +44,11 @@ class Run:
         storage: The run's folder.
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
-        last_attempt: The last attempt that this process began.
+        last_attempt: The last attempt of the earlier process.
         begins: Records an attempt before any rank enters it.
+
+    Attributes:
+        before_close: Awaited before the last frame; returns the error of a callback that failed after training, or None.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Run:
         plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
-        self._barriers.end()  # workers of an earlier process of the controller may still ask
+        self._barriers.end()  # workers of an earlier controller process may still call it
         self._loads = CheckpointReads()
         self._rendezvous = ""
         self._attempt = previous.attempt if previous is not None else 0
@@ -116,7 +119,7 @@ class Run:
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
         self._files.stop_flushing()
-        # It stays readable until the next run; its data is to be freed now.
+        # The run stays readable until the next one begins, but its data is released now.
         task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)
         self._request = dataclasses.replace(self._request, task=task)
         if self.before_close is not None:
@@ -130,9 +133,12 @@ class Run:
         self._files.close()
 
     async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
-        """End the run early, in order or at once (``cancel``); returns when that is recorded.
+        """End the run early; returns when that is recorded.
 
-        ``failed`` is the error of a callback that ends the run.
+        Args:
+            why: The reason, for the user.
+            cancel: End all ranks at once.
+            failed: The error of the callback that ends the run.
         """
         self._feed(c.StopRequested(why, cancel, failed))
         if not self.is_closed:
@@ -142,7 +148,7 @@ class Run:
         self._record_event(c.RecordEvent("warning", {"message": message}))
 
     def pause(self) -> None:
-        """Request a pause at the next checkpoint, in which the run holds no workers."""
+        """Pause at the next checkpoint. A paused run holds no workers."""
         self._feed(c.PauseRequested())
 
     async def resume(self) -> None:
@@ -151,7 +157,7 @@ class Run:
         await self._files.flush()
 
     async def wait_paused(self) -> None:
-        """Wait until the run is paused and that is recorded, or it is closed, or the pause was withdrawn."""
+        """Wait until a pause is recorded, the pause is withdrawn, or the run is closed."""
         await self._paused.wait()
         if not self.is_closed:
             await self._files.flush()
@@ -166,15 +172,15 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return the fields of `raysgd.result.RunStatus`."""
-        standing = self._machine.status()
-        standing["iteration"] = max(standing["iteration"], self.log.iteration)
-        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **standing}
+        status = self._machine.status()
+        status["iteration"] = max(status["iteration"], self.log.iteration)
+        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **status}
 
     def values(self, *, first_only: bool) -> list[Any]:
         """Return what train_func returned, by rank: a pickle, a reference to one, or None.
 
         Raises:
-            WorkerError: The process that had the values is gone.
+            WorkerError: An earlier controller process had the values.
         """
         if self._previous is not None and self._previous.kind in ("done", "stopped"):
             raise WorkerError(
@@ -195,10 +201,10 @@ class Run:
         number = self._loads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
         return None if number is None else self._files.uri_of(number)
 
-    # -- in -------------------------------------------------------------------------------------------------------
+    # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _feed(self, given: c.Input) -> None:
-        """Step the machine. An input that arrives while commands are executed is taken after them."""
+        """Step the machine. An input that arrives while commands are executed waits until they are done."""
         self._inputs.append(given)
         if self._is_acting:
             return
@@ -218,7 +224,7 @@ class Run:
         for command in commands:
             self._act(command)
 
-    # -- out ------------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     def _act(self, command: c.Command) -> None:  # noqa: C901  (a dispatch: a line or two a case)
         match command:
@@ -244,8 +250,7 @@ class Run:
             case c.CancelSavePoint():
                 self._spawn(self._group.agreement.call_off_save(command.attempt))
             case c.ReleaseWorkers():
-                if self._preparing is not None:
-                    self._preparing.cancel()
+                self._stop_preparing()
                 self._end_watch()
                 self._group.release()
             case c.LeaveGroup():
@@ -267,21 +272,20 @@ class Run:
                 self._record_event(
                     c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": command.outcome.describe()})
                 )
-                self._files.flush_if_local()  # before readers get the outcome: they read the files next
+                self._files.flush_if_local()  # readers that get the outcome may read the files next
             case c.CloseRun():
                 self._files.delete(self._loads.end())
                 self._end_watch()
                 self._held.close()
-                if self._preparing is not None:
-                    self._preparing.cancel()
+                self._stop_preparing()
                 self._closed.set()
 
     async def _prepare(self, command: c.PrepareGroup) -> None:
-        if self._leaving is not None:  # ranks that returned are still leaving the group they were in
+        if self._leaving is not None:  # ranks that returned may still be leaving the last process group
             await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
-            for line in await self._group.get_ready(keep_size=command.keep_size):
-                self._record_event(c.RecordEvent("warning", {"message": line}))
+            for message in await self._group.get_ready(keep_size=command.keep_size):
+                self.warn(message)
             await self._group.check_storage(self._files.storage)
             self._rendezvous = await self._group.open_rendezvous()
             checkpoints = self._machine.checkpoints
@@ -296,19 +300,23 @@ class Run:
         except RaySGDError as error:
             self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
             return
-        except Exception as error:  # the user must get every error, and not wait for ever
+        except Exception as error:  # an unexpected error must reach the user, who would otherwise wait for ever
             self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
             return
         self._attempt = command.attempt
         self._barriers = Barriers(self._group.size)
         nodes = [self._describe_worker(rank) for rank in range(self._group.size)]
-        if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
+        if not self._is_described:  # run.json lists the first group that was ready, even if no rank entered train_func
             self._is_described = True
             self._spawn(self._files.write_run(describe_run(self._request, self._info, self._group)))
-        self._note_resize(self._group.size)
+        self._record_resize(self._group.size)
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
 
-    def _note_resize(self, size: int) -> None:
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    def _record_resize(self, size: int) -> None:
         if self._size not in (None, size):
             self._record_event(c.RecordEvent("resize", {"old": self._size, "new": size}))
         self._previous_size, self._size = self._size, size
@@ -354,7 +362,7 @@ class Run:
             self._watch.end()
 
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
-        """Read a worker's stream to its end."""
+        """Read a worker's event stream to its end."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
@@ -379,7 +387,7 @@ class Run:
         self._feed(c.StreamEnded(rank, attempt, died))
 
     def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
-        """Add reports to the frames as the worker encoded them; the state machine needs their number only."""
+        """Send reports to readers as the worker encoded them. The state machine gets only their number."""
         if self._machine.accepts(attempt):
             data = {"first": reports.first, "count": reports.count}
             self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
@@ -409,11 +417,11 @@ class Run:
         if failed is not None and has_succeeded(self._machine.state):
             self._act(c.PublishOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
-    def _emit_frame(self, say: c.EmitFrame) -> None:
-        self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))
+    def _emit_frame(self, given: c.EmitFrame) -> None:
+        self.log.append(lambda seq: Frame(seq, given.kind, given.attempt, given.rank, given.data, given.rows))
 
-    def _record_event(self, note: c.RecordEvent) -> None:
-        data = {"kind": note.kind, "timestamp": time.time(), "data": note.data}
+    def _record_event(self, event: c.RecordEvent) -> None:
+        data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
         self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
