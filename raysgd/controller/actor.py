@@ -117,7 +117,8 @@ class TrainerActor:
             self._group.streams.endpoint = await self.endpoint()
             if self._no_listener:  # the warning must follow the run's first events
                 asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
-            is_over = self._record is not None and self._record.run_id == request.run_id and not self._record.is_live
+            record = self._record_of(request.run_id)
+            is_over = record is not None and not record.is_live
             if request.host_callbacks is not None and not is_over:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
@@ -282,10 +283,14 @@ class TrainerActor:
             self._runs[run_id] = asyncio.get_running_loop().create_future()
         return self._runs[run_id]
 
+    def _record_of(self, run_id: str) -> RunRecord | None:
+        """Return the record of a run that an earlier process of this actor began, or None."""
+        return self._record if self._record is not None and self._record.run_id == run_id else None
+
     def _check_to_come(self, run_id: str) -> None:
         """Raise if this restarted process will never execute the run, so that no reader waits for it."""
-        record = self._record
-        if record is None or record.run_id != run_id or (record.is_live and record.request is None):
+        record = self._record_of(run_id)
+        if record is None or (record.is_live and record.request is None):
             raise RunNotGiven("this run is not known any more, because the controller was restarted")
         if record.request is None:
             raise UsageError("this run's results can no longer be read, because the controller was restarted")
@@ -301,9 +306,9 @@ class TrainerActor:
         from raysgd.controller.run.executor import Run
         from raysgd.controller.run.run_files import new_run_folder
 
-        is_resumed = self._record is not None and self._record.run_id == request.run_id
-        if self._record is not None and is_resumed:
-            storage = Storage.from_uri(self._record.run_dir)
+        record = self._record_of(request.run_id)
+        if record is not None:
+            storage = Storage.from_uri(record.run_dir)
         else:
             storage = new_run_folder(Storage.from_uri(request.runs_uri))
             kept = request if settings.alias is not None else None
@@ -324,8 +329,8 @@ class TrainerActor:
             failure=settings.failure,
             checkpoint=settings.checkpoint,
             share=ray.put,
-            is_resumed=is_resumed,
-            last_attempt=get_attempt(settings.name, request.run_id) if is_resumed else None,
+            is_resumed=record is not None,
+            last_attempt=None if record is None else get_attempt(settings.name, request.run_id),
             begins=lambda attempt: put_attempt(settings.name, attempt),
         )
         return run, info

@@ -16,7 +16,7 @@ from raysgd.session.events import Failed, WorkerEvent
 
 
 class Input:
-    """What the state machine is told: one step for each."""
+    """Something that happened: the state machine makes one step for each input."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GroupFailed(Input):
 
     Attributes:
         can_retry: Another try may succeed: workers died while they started.
-        ranks: The ranks of the workers that died, as far as they had one.
+        ranks: The ranks of the workers that died, without those that had no rank yet.
         is_announced: The workers died because they were preempted.
     """
 
@@ -65,7 +65,7 @@ class EventReceived(Input):
 
 @dataclass(frozen=True)
 class ReportsReceived(Input):
-    """A rank has made ``num_reports`` reports in the attempt so far. The reports themselves go to the readers directly."""
+    """A rank has made ``num_reports`` reports in the attempt so far. The executor sends the reports to the readers."""
 
     rank: int
     attempt: int
@@ -182,12 +182,12 @@ class TimerFired(Input):
 
 
 class Command:
-    """What the state machine wants done."""
+    """Something that the executor must do for the state machine."""
 
 
 @dataclass(frozen=True)
 class PrepareGroup(Command):
-    """Start or replace workers until the group is ready; then `GroupReady` or `GroupFailed`.
+    """Start or replace workers until the group is ready; `GroupReady` or `GroupFailed` follows.
 
     Attributes:
         keep_size: Keep the number of workers, because only so many ranks can load the newest checkpoint.
@@ -229,7 +229,7 @@ class KillWorkers(Command):
 
 @dataclass(frozen=True)
 class RequestStop(Command):
-    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not check it leaves at a report."""
+    """Make ``should_stop()`` true on all ranks. ``ends_reports``: ranks that do not check it leave at their next report."""
 
     attempt: int
     ends_reports: bool = True
@@ -261,7 +261,7 @@ class ReleaseWorkers(Command):
 
 @dataclass(frozen=True)
 class CommitCheckpoint(Command):
-    """Write this manifest; then `CheckpointCommitted` or `CommitFailed`. ``amend``: it replaces a committed one, no answer."""
+    """Write this manifest; `CheckpointCommitted` or `CommitFailed` follows, unless it replaces a committed one (``amend``)."""
 
     manifest: Manifest
     amend: bool = False
@@ -283,7 +283,7 @@ class KeepInMemory(Command):
 
 @dataclass(frozen=True)
 class StoreFromMemory(Command):
-    """Write a checkpoint from the cluster's memory to storage; then `MemoryCopyStored` or `MemoryCopyNotStored`."""
+    """Write a checkpoint from the cluster's memory to storage; `MemoryCopyStored` or `MemoryCopyNotStored` follows."""
 
     manifest: Manifest
 
@@ -314,6 +314,11 @@ class RecordEvent(Command):
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
+
+
+def warning(message: str) -> RecordEvent:
+    """Return the command that records a warning for the user."""
+    return RecordEvent("warning", {"message": message})
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a Trainer stores in the cluster's key-value store: its settings, its run, its alias.
 
-Every process of the TrainerActor finds the settings there, also the one that is started after a death. They are not arguments
-of its constructor: Ray imports NumPy, pyarrow and more to pickle a process's first argument. In a cold start the driver would do
-that before it even asks for the TrainerActor's process (doc/design/0010).
+The TrainerActor reads its settings there, also after a restart. They are not arguments of its constructor, because Ray imports
+NumPy, pyarrow and more to pickle the first argument of an actor. In a cold start, the driver would do that before it requests
+the TrainerActor's process (doc/design/0010).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raysgd.data.plan import NO_DATASETS
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.placement.cluster import NAMESPACE
 
-#: Seconds after which settings that have no TrainerActor are nobody's: it is made right after they are laid down.
+#: Settings of this age without a TrainerActor are left over, because the actor is created right after they are stored.
 _ORPHAN_S = 3600.0
-#: Seconds in which it is.
+#: The TrainerActor of settings that are younger may still be starting.
 _ON_ITS_WAY_S = 30.0
 
 
@@ -31,10 +31,10 @@ class RunRecord:
     """The run that a TrainerActor executes, or executed last.
 
     Attributes:
-        run_dir: Its folder.
-        request: What is needed to resume it, without its data, where no driver will send the request again.
-        is_live: It has not been closed.
-        has_data: The data holder has data of it.
+        run_dir: The run's folder.
+        request: The request without its data, if no driver will send it again; None otherwise.
+        is_live: The run is not closed.
+        has_data: The data holder has data of the run.
     """
 
     run_id: str
@@ -73,7 +73,7 @@ def put_run(name: str, record: RunRecord) -> None:
     if record.request is not None:
         task = record.request.task
         state = task.initial_state
-        small = state if isinstance(state, bytes) else None  # the data holder has larger ones
+        small = state if isinstance(state, bytes) else None  # the data holder has larger states
         has_data = bool(task.datasets.sources) or small is not state
         request = replace(record.request, task=replace(task, datasets=NO_DATASETS, initial_state=small))
         record = replace(record, request=request, has_data=has_data)
@@ -102,7 +102,7 @@ def claim_alias(alias: str, name: str) -> str | None:
     key = f"alias/{alias}"
     while internal_kv._internal_kv_put(key, dumps(name), overwrite=False, namespace=NAMESPACE):
         found: str | None = _get(key)
-        if found is not None:  # else it has just been given up
+        if found is not None:  # otherwise the other Trainer has just released the alias
             return found
     return None
 

@@ -1,4 +1,4 @@
-"""What a run is to do, and what an earlier controller process has done of it. Plain data."""
+"""The plan of a run, and its state when an earlier controller process died. Plain data."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Start:
         return self.uri is not None or self.held is not None
 
 
-#: Distance between the last frame number in the journal and the first one after a restart. A reader may have seen frames that
-#: were never written, and asks for the frames after those.
+#: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames
+#: that were never written, and asks for the frames after those.
 SEQ_GAP = 10**9
 
 

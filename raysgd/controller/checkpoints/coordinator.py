@@ -11,25 +11,14 @@ from typing import Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
-from raysgd.controller.commands import (
-    Command,
-    CommitCheckpoint,
-    DeleteCheckpoint,
-    EmitFrame,
-    KeepInMemory,
-    MemoryCopyLost,
-    MemoryCopyNotStored,
-    MemoryCopyStored,
-    RecordEvent,
-    StoreFromMemory,
-)
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
 
-Emit = Callable[[Command], None]
+Emit = Callable[[c.Command], None]
 
 
 class MemoryTier:
@@ -82,7 +71,7 @@ class MemoryTier:
     def _keep_complete(self) -> None:
         for manifest in self.pending.pop_complete():
             self.index.add(manifest)
-            self._emit(KeepInMemory(manifest.number))
+            self._emit(c.KeepInMemory(manifest.number))
             self._on_in_memory(manifest.number)
         self._apply_scores(is_over=False)
 
@@ -228,7 +217,7 @@ class CheckpointCoordinator:
         else:
             return None
         why = f"checkpoint {number} skipped: {error}"
-        self._emit(RecordEvent("warning", {"message": why}))
+        self._emit(c.warning(why))
         return why
 
     def end_attempt(self, iterations_before: int) -> int:
@@ -285,7 +274,7 @@ class CheckpointCoordinator:
         if number > self._last_announced and number % self._stored_every == 0:
             self._last_announced = number
             iteration = self._started_from.iteration + event.reports + bool(self._saves_first)
-            self._emit(EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
+            self._emit(c.EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:
         complete = self._pending.pop_complete()
@@ -308,61 +297,64 @@ class CheckpointCoordinator:
             self._tried.add(held.number)
             self._storing.add(held.number)
             self._index.forget_scores([held.number])  # the copy in memory has its score already
-            self._emit(StoreFromMemory(held))
+            self._emit(c.StoreFromMemory(held))
         return bool(self._storing)
 
-    def on_memory_copy(self, given: MemoryCopyLost | MemoryCopyStored | MemoryCopyNotStored) -> None:
+    def on_memory_copy(self, given: c.MemoryCopyLost | c.MemoryCopyStored | c.MemoryCopyNotStored) -> None:
         """A checkpoint in memory was lost or written to storage."""
-        if isinstance(given, MemoryCopyStored):
+        if isinstance(given, c.MemoryCopyStored):
             self._storing.discard(given.manifest.number)
             self._from_memory.add(given.manifest.number)
             self._commit(given.manifest)
-        elif isinstance(given, MemoryCopyNotStored):
+        elif isinstance(given, c.MemoryCopyNotStored):
             self._storing.discard(given.number)
-            self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": given.number}))
-            message = f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}"
-            self._emit(RecordEvent("warning", {"message": message}))
+            self._report_not_saved(
+                given.number,
+                f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}",
+            )
         elif self._memory is not None:
             self._memory.index.drop(given.number)
-            message = f"checkpoint {given.number} is no longer in the cluster's memory"
-            self._emit(RecordEvent("warning", {"message": message}))
+            self._emit(c.warning(f"checkpoint {given.number} is no longer in the cluster's memory"))
 
     def on_committed(self, manifest: Manifest) -> None:
         """A manifest is on storage."""
         self._in_flight.pop(manifest.number, None)
         shown, to_delete = self._index.add(manifest)
         data = self._describe(shown)
-        self._emit(EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
-        self._emit(RecordEvent("checkpoint", data))
+        self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
+        self._emit(c.RecordEvent("checkpoint", data))
         if shown is not manifest:  # its score arrived while it was being written
-            self._emit(CommitCheckpoint(shown, amend=True))
+            self._emit(c.CommitCheckpoint(shown, amend=True))
         self._delete(shown.attempt, to_delete)
 
     def on_commit_failed(self, number: int, error: str) -> str:
         """A checkpoint could not be written; returns the message for the user."""
         self._in_flight.pop(number, None)
-        self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": number}))
         message = f"checkpoint {number} could not be written: {error}"
-        self._emit(RecordEvent("warning", {"message": message}))
+        self._report_not_saved(number, message)
         return message
+
+    def _report_not_saved(self, number: int, message: str) -> None:
+        self._emit(c.EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": number}))
+        self._emit(c.warning(message))
 
     def _commit(self, manifest: Manifest) -> None:
         self._last_number = max(self._last_number, manifest.number)
         self._in_flight[manifest.number] = manifest
-        self._emit(CommitCheckpoint(manifest))
+        self._emit(c.CommitCheckpoint(manifest))
 
     def _delete(self, attempt: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._emit(EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
-            self._emit(RecordEvent("checkpoint_deleted", {"number": number}))
-            self._emit(DeleteCheckpoint(number))
+            self._emit(c.EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
+            self._emit(c.RecordEvent("checkpoint_deleted", {"number": number}))
+            self._emit(c.DeleteCheckpoint(number))
 
     def _apply_scores(self, scores: Sequence[Score]) -> None:
         for score in scores:
             scored = self._index.score(*score)
             if scored is not None:
-                self._emit(CommitCheckpoint(scored, amend=True))
-                self._emit(EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
+                self._emit(c.CommitCheckpoint(scored, amend=True))
+                self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
 
     def _describe(self, manifest: Manifest) -> dict[str, Any]:
         return {

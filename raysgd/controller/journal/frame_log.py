@@ -1,8 +1,7 @@
 """All frames of a run, for any number of readers, each at its own pace. Runs in the TrainerActor's event loop.
 
-Readers get reports when a round is complete, not for each rank of it: one batch a round, whatever the number of ranks.
-Recent frames are held in memory, older reports only in the journal. So a slow reader, a late one, or one that went away
-costs nothing and loses nothing.
+Readers get reports when a round is complete: one batch for each round, whatever the number of ranks. Recent frames are
+held in memory, older reports only in the journal. So slow, late and disconnected readers cost nothing and lose nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class RoundCount:
         return self._iterations_before + self._whole
 
     def feed(self, frame: Frame) -> bool:
-        """Count the next frame. Returns whether readers should get it at once: every frame but reports of an incomplete round."""
+        """Count the next frame; returns False for reports of an incomplete round, which readers need not get yet."""
         if frame.kind == frames.REPORTS:
             return self._reported(frame)
         if frame.kind == frames.ATTEMPT:
@@ -68,7 +67,7 @@ class RoundCount:
         self._missing = counts.count(self._whole)
 
 
-#: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
+#: CPU seconds that a batch costs the controller, and the share of one core for all batches in one direction.
 _ITEM_COST_S = 0.0002
 _STREAM_SHARE = 0.11
 _MAX_INTERVAL_S = 2.0
@@ -84,9 +83,9 @@ def stream_interval_s(num_streams: int) -> float:
 
 #: Reports held in memory for readers.
 MEMORY_BYTES = 64 << 20
-#: What one item of a reader's stream holds at most.
+#: Maximum size of one batch for a reader.
 ITEM_BYTES = 4 << 20
-#: Items a reader gets at once after a pause.
+#: Batches that a reader may get at once after a pause.
 BURST = 4
 #: Seconds that reports of an incomplete round wait for the others.
 HOLD_S = 0.02
@@ -116,7 +115,7 @@ class FrameLog:
         self._memory_bytes = memory_bytes
         self._recent: deque[Frame] = deque()
         self._recent_bytes = 0
-        self._kept = list(earlier)  # frames other than reports that left memory: few and small
+        self._kept = list(earlier)  # older frames other than reports; they are few and small
         self._next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
         self._rounds = RoundCount()

@@ -27,13 +27,13 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.errors import CheckpointNotFoundError
 
-#: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
+#: A metrics file is closed when it has this size. On object stores, which cannot append, each flush writes the open file again.
 SEGMENT_BYTES = 4 << 20
-#: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
+#: The same for events on object stores. Events are few, and a small file is written again quickly.
 EVENTS_SEGMENT_BYTES = 256 << 10
 
 _LONE_EVENTS = "events.jsonl"
-#: How a line begins, and the bytes it is in.
+#: The beginning of each line, and how many bytes to read for it.
 _SEQ = re.compile(rb'\{"seq":(\d+),')
 _SEQ_BYTES = 32
 _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
@@ -56,8 +56,8 @@ class LogFile:
         self.size_bytes += len(line)
 
     def flush(self) -> None:
-        """Write what was appended. Blocks; called by one thread at a time. What fails is written with the next flush."""
-        for _ in range(len(self._pending)):  # one by one, since another thread appends meanwhile
+        """Write the appended lines. Blocks; called by one thread at a time. After an error, the next flush writes them."""
+        for _ in range(len(self._pending)):  # one by one, because another thread appends meanwhile
             self._unwritten.append(self._pending.popleft())
         if not self._unwritten:
             return
@@ -74,14 +74,14 @@ class LogFile:
             try:
                 while view:
                     view = view[file.write(view) :]
-            except OSError:  # a full disk; all of it is written again
+            except OSError:  # such as a full disk; the next flush writes all of it again
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
 
 
 class SegmentedLog:
-    """Lines in files ``<stem>-NNNN.jsonl``, of which only the last still grows.
+    """Lines in files ``<stem>-NNNN.jsonl``; only the last file grows.
 
     Args:
         segment_bytes: Size at which a file is closed; None: all lines go to one file, ``<stem>.jsonl``.
@@ -143,10 +143,10 @@ class SegmentedLog:
 class Journal:
     """The files of one run.
 
-    What is written is free of secrets; frames are not, since readers need working URIs.
+    Secrets are removed from what is written, but not from frames, because readers need working URIs.
 
     Args:
-        secrets: The user's, to be found in texts; what stands under a secret name or in a URI is known without.
+        secrets: Texts to remove wherever they occur. Values under secret names, and credentials in URIs, are removed anyway.
     """
 
     def __init__(self, storage: Storage, secrets: Set[str] = frozenset()) -> None:
@@ -220,7 +220,7 @@ def report_frame(line: bytes) -> Frame:
 def event_frame(line: bytes) -> Frame:
     """Return the frame of a line of an events file."""
     fields = json.loads(line)
-    if "timestamp" not in fields:  # of events alone; some kinds of events and of frames have the same name
+    if "timestamp" not in fields:  # only events have it; some kinds of events and of other frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
     data = {key: fields[key] for key in ("kind", "timestamp", "data")}
     return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)

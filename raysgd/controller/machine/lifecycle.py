@@ -149,7 +149,7 @@ class RunLifecycle:
         self._emit(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
 
     def add_error(self, rank: int, failed: Failed) -> None:
-        """Note the error of a rank, as long as the cause of the end is not decided."""
+        """Record the error of a rank, unless the cause of the end is decided already."""
         if isinstance(self.state, Ending) and not self.state.is_decided:
             self.state.errors.setdefault(rank, failed)
             self.state.arrived_at.setdefault(rank, self._clock())
@@ -157,7 +157,7 @@ class RunLifecycle:
                 self._emit(c.SetTimer("gather", self.state.running.serial, GATHER_S))
 
     def add_death(self, rank: int, reason: str, *, is_hang: bool) -> None:
-        """Note the death of a process, as long as the cause of the end is not decided."""
+        """Record the death of a process, unless the cause of the end is decided already."""
         if isinstance(self.state, Ending) and not self.state.is_decided and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
             if not self.preemption.explains((rank,)):
@@ -212,7 +212,7 @@ class RunLifecycle:
         return why_over
 
     def regroup(self, running: Running, why: str) -> None:
-        """End the attempt for another group; this counts as no failure."""
+        """End the attempt, so that another group can form. This does not count as a failure."""
         self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why}))
         if isinstance(self.state, Running):
             self.end_attempt(running, why)
@@ -226,8 +226,7 @@ class RunLifecycle:
         ranks = tuple(sorted(running.active))
         if isinstance(self.state, Ending):
             self.state.killed |= running.active
-        message = f"killed ranks {list(ranks)}: they did not leave their attempt in time"
-        self._emit(c.RecordEvent("warning", {"message": message}))
+        self._emit(c.warning(f"killed ranks {list(ranks)}: they did not leave their attempt in time"))
         self._emit(c.KillWorkers(ranks))
 
     def _prepare_again(self) -> None:
@@ -291,12 +290,12 @@ class RunLifecycle:
         if not self.checkpoints.is_idle:
             return
         if isinstance(self.state, Ending) and self.state.is_decided and not self.state.running.active:
-            if self.pause.is_requested and self.checkpoints.store_held():  # the memory goes with the workers
+            if self.pause.is_requested and self.checkpoints.store_held():  # the memory is lost with the workers
                 return
             self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
-            if self.checkpoints.store_held():  # only now: no worker will write it any more
+            if self.checkpoints.store_held():  # not before: a worker might still have written it
                 return
             self._publish(self.state.outcome)
             self.preemption.kill_preempted()

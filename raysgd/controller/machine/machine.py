@@ -134,7 +134,7 @@ class RunMachine:
     def _on_event(self, given: c.EventReceived) -> None:  # noqa: C901  (a dispatch: one line a case)
         running, rank, event = self._lifecycle.attempt_if_current(given.attempt), given.rank, given.event
         if running is None:
-            return  # of an older attempt: refused
+            return  # events of older attempts are refused
         match event:
             case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
                 self._end_if_misused(running, self.checkpoints.on_event(rank, event))
@@ -171,7 +171,7 @@ class RunMachine:
             return
         self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
         if has_returned:
-            self._save_point.cancel()  # too late: what this rank has done would be done again
+            self._save_point.cancel()  # otherwise this rank would repeat all that it did after the save point
             self._end_if_misused(running, self.checkpoints.on_returned(rank))
             return
         running.stopped.add(rank)
@@ -297,14 +297,14 @@ class RunMachine:
         outcome = _outcome_of_stop(given)
         is_new = not (isinstance(state, (Closing, Closed)) or (isinstance(state, Ending) and state.preset is not None))
         if given.cancel and is_new:
-            self._emit(c.RecordEvent("cancel", {"why": given.why}))  # for a controller that is restarted
+            self._emit(c.RecordEvent("cancel", {"why": given.why}))  # a restarted controller reads it
         if isinstance(state, (Preparing, Paused)):
             self._lifecycle.close(outcome)
         elif isinstance(state, Running) and given.cancel:
             self._lifecycle.end_attempt(state, given.why, outcome)
         elif isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._save_point.cancel()
-            self._note_stop(given.why)
+            self._record_stop(given.why)
             self._emit(c.RequestStop(state.attempt))
         elif isinstance(state, Ending) and state.is_decided:
             self._lifecycle.close(outcome)  # instead of the next attempt
@@ -312,9 +312,9 @@ class RunMachine:
             if given.cancel:
                 state.preset = outcome  # an error that is about to arrive no longer matters
             elif not self._lifecycle.is_stopping:
-                self._note_stop(given.why)  # no further attempt; an exception that is about to arrive is still raised
+                self._record_stop(given.why)  # no further attempt; an exception that is about to arrive is still raised
 
-    def _note_stop(self, why: str) -> None:
+    def _record_stop(self, why: str) -> None:
         self._lifecycle.stop_reason = why
         self._emit(c.RecordEvent("stop", {"why": why}))
 

@@ -145,7 +145,7 @@ class Run:
             await self._files.flush()
 
     def warn(self, message: str) -> None:
-        self._record_event(c.RecordEvent("warning", {"message": message}))
+        self._record_event(c.warning(message))
 
     def pause(self) -> None:
         """Pause at the next checkpoint. A paused run holds no workers."""

@@ -150,7 +150,7 @@ class Watch:
         info = self._group.info(straggler.rank)
         node = info.node if info is not None else "a lost node"
         self._record_event(c.RecordEvent("straggler", straggler.to_event(node)))
-        self._record_event(c.RecordEvent("warning", {"message": straggler.describe(node)}))
+        self._record_event(c.warning(straggler.describe(node)))
 
 
 async def watch_drains(drains: DrainMonitor, on_drain: Callable[[tuple[int, ...], float | None], None]) -> None:
