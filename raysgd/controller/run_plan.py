@@ -10,6 +10,7 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies.failure import Failure
+from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
@@ -65,10 +66,9 @@ class PreviousState:
         manifests: The manifests on storage, oldest first.
         last_number: The highest number of a checkpoint folder, complete or not.
         known: The numbers of the checkpoints that readers know.
-        why_stopped: Why a stop was requested; None if it was not.
-        why_cancelled: Why the run was cancelled; None if it was not.
         is_paused: The run was paused.
-        kind: The kind of the outcome; None if the run had not ended.
+        requested: How the run must end because that was requested; None otherwise.
+        published: How the run has ended; None if it has not.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -81,10 +81,9 @@ class PreviousState:
     manifests: tuple[Manifest, ...] = ()
     last_number: int = 0
     known: frozenset[int] = field(default_factory=frozenset)
-    why_stopped: str | None = None
-    why_cancelled: str | None = None
     is_paused: bool = False
-    kind: str | None = None
+    requested: Outcome | None = None
+    published: Outcome | None = None
 
     @property
     def bound_size(self) -> int | None:
@@ -117,19 +116,18 @@ def build_previous_state(
         last_number: The highest number of a checkpoint folder.
     """
     frames_read = tuple(journal)
-    attempt, size, is_open, iterations_before, kind = 0, None, False, 0, None
+    attempt, size, is_open, iterations_before = 0, None, False, 0
     for frame in frames_read:
         if frame.kind == frames.ATTEMPT:
             attempt, size, is_open = frame.attempt, int(frame.data["world_size"]), True
             iterations_before = frame.data["iterations_before"]
         elif frame.kind == frames.ATTEMPT_END:
             is_open = False
-        elif frame.kind == frames.RUN_END:
-            kind = frame.data["kind"]
     events = [(frame.data["kind"], frame.data["data"]) for frame in frames_read if frame.kind == frames.EVENT]
-    stops = [data["why"] for name, data in events if name == "stop"]
-    cancels = [data["why"] for name, data in events if name == "cancel"]
-    pauses = [name == "paused" for name, _ in events if name in ("paused", "resumed")]
+    ends = [Outcome(frame.data["kind"]) for frame in frames_read if frame.kind == frames.RUN_END]
+    cancels = [Outcome("cancelled", message=data["why"]) for name, data in events if name == "cancel"]
+    stops = [Outcome("stopped", message=data["why"]) for name, data in events if name == "stop"]
+    pauses = [name for name, _ in events if name in ("paused", "resumed")]
     checkpoints = (frames.CHECKPOINT, frames.CHECKPOINT_SCORED)
     return PreviousState(
         frames=frames_read,
@@ -142,10 +140,9 @@ def build_previous_state(
         manifests=tuple(manifests),
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
         known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
-        why_stopped=stops[-1] if stops else None,
-        why_cancelled=cancels[-1] if cancels else None,
-        is_paused=bool(pauses) and pauses[-1],
-        kind=kind,
+        is_paused=pauses[-1:] == ["paused"],
+        requested=(cancels or stops or [None])[-1],
+        published=ends[-1] if ends else None,
     )
 
 

@@ -97,6 +97,10 @@ class Outcome:
     ranks: tuple[int, ...] = ()
     failures: int = 0
 
+    @property
+    def is_success(self) -> bool:
+        return self.kind in ("done", "stopped")
+
     def describe(self) -> str:
         """Return one line about the end, for the run's events."""
         if self.failed is None:
@@ -163,7 +167,7 @@ def running_of(state: State) -> Running | None:
 
 def has_succeeded(state: State) -> bool:
     """Return whether the run is over without an error."""
-    return isinstance(state, Closed) and state.outcome.kind in ("done", "stopped")
+    return isinstance(state, Closed) and state.outcome.is_success
 
 
 def name_of(state: State) -> str:

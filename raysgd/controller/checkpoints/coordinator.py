@@ -64,20 +64,17 @@ class MemoryTier:
         self._keep_complete()
         return problem
 
-    def end_attempt(self) -> None:
-        """Stop waiting for the reports of ranks that are gone."""
-        self._apply_scores(is_over=True)
+    def apply_scores(self, *, is_over: bool = False) -> None:
+        """Assign checkpoints to their rounds. ``is_over``: no longer wait for the reports of ranks that are gone."""
+        for score in self.pending.pop_scores(is_over=is_over):
+            self.index.score(*score)
 
     def _keep_complete(self) -> None:
         for manifest in self.pending.pop_complete():
             self.index.add(manifest)
             self._emit(c.KeepInMemory(manifest.number))
             self._on_in_memory(manifest.number)
-        self._apply_scores(is_over=False)
-
-    def _apply_scores(self, *, is_over: bool) -> None:
-        for score in self.pending.pop_scores(is_over=is_over):
-            self.index.score(*score)
+        self.apply_scores()
 
 
 class CheckpointCoordinator:
@@ -116,7 +113,7 @@ class CheckpointCoordinator:
         self._started_from = plan.start
         self._pending = PendingCheckpoints.none()
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -227,7 +224,7 @@ class CheckpointCoordinator:
         """
         self._apply_scores(self._pending.pop_scores(is_over=True))
         if self._memory is not None:
-            self._memory.end_attempt()
+            self._memory.apply_scores(is_over=True)
         return max(0, self.newest_iteration() - iterations_before)
 
     def _find_start(self) -> Start:

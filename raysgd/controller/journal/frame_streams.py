@@ -32,13 +32,7 @@ async def serve_frames(
     _: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    """Serve one connection: the TrainerActor's end.
-
-    Args:
-        read: Yields batches of a run's frames, from a number on.
-        hello: The reader's first message, with the run and the number.
-        writer: The way to the reader.
-    """
+    """Serve one connection. ``read`` yields batches of a run's frames, from a number on; ``hello`` names both."""
     async for batch in read(str(hello["run"]), int(hello["seq"])):
         write_message(writer, batch)
         await writer.drain()

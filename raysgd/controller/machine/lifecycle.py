@@ -36,11 +36,7 @@ EXPLAIN_S = 5.0
 
 
 class RunLifecycle:
-    """One run's state. Each transition sends commands through ``emit``.
-
-    Args:
-        uri_of: Returns the folder of a checkpoint, by its number.
-        clock: Returns seconds since the epoch.
+    """One run's state. Each transition sends commands through ``emit``; other arguments are those of `RunMachine`.
 
     Attributes:
         stop_reason: Why the run was asked to stop; None if it was not.
@@ -100,13 +96,9 @@ class RunLifecycle:
         if previous.is_open:
             self._emit_attempt_end(previous.attempt, previous.iterations_before)
         self.state = Preparing(previous.attempt + 1)
-        if previous.kind is not None:
-            self._is_published = True
-            self.close(Outcome(previous.kind))
-        elif previous.why_cancelled is not None:
-            self.close(Outcome("cancelled", message=previous.why_cancelled))
-        elif previous.why_stopped is not None:
-            self.close(Outcome("stopped", message=previous.why_stopped))
+        self._is_published = previous.published is not None
+        if (outcome := previous.published or previous.requested) is not None:
+            self.close(outcome)
         elif previous.is_paused:
             self.state = Paused(previous.attempt + 1, 1)
         else:

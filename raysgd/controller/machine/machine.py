@@ -36,9 +36,6 @@ class RunMachine:
     Args:
         uri_of: Returns the folder of a checkpoint, by its number.
         clock: Returns seconds since the epoch.
-
-    Attributes:
-        checkpoints: The checkpoints of the run.
     """
 
     def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
@@ -260,7 +257,7 @@ class RunMachine:
         outcome = Outcome("error", error_type="StorageError", message=message)
         if isinstance(self.state, Running):
             self._lifecycle.end_attempt(self.state, message, outcome)
-        elif isinstance(self.state, Closing) and self.state.outcome.kind in ("done", "stopped"):
+        elif isinstance(self.state, Closing) and self.state.outcome.is_success:
             self.state.outcome = outcome
 
     # -- timers and users' requests -----------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ class Run:
         Raises:
             WorkerError: An earlier controller process had the values.
         """
-        if self._previous is not None and self._previous.kind in ("done", "stopped"):
+        published = None if self._previous is None else self._previous.published
+        if published is not None and published.is_success:
             raise WorkerError(
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"

@@ -33,8 +33,6 @@ class Watch:
 
     Args:
         records: URI of the folder for what frameworks know of the ranks' collectives when a rank hangs.
-        feed: Called with each input for the state machine.
-        record_event: Called with each event for the readers.
     """
 
     def __init__(
