@@ -32,7 +32,7 @@ from raysgd.controller.kv_store import (
     put_run,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest
-from raysgd.controller.watchdog import ask
+from raysgd.controller.watchdog import PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
@@ -337,21 +337,11 @@ class TrainerActor:
 
     def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
         if self._host is None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
             # Imported here and not above, so that a cold start does not load the callbacks.
             from raysgd.controller.processes.callback_host import CallbackHost
 
             # On this node, because the callbacks write to the same disk.
-            strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            actor = ray.remote(CallbackHost).options(
-                name=f"{self._settings.name}-callbacks",
-                namespace=NAMESPACE,
-                num_cpus=0,
-                scheduling_strategy=strategy,
-                lifetime="detached",  # it outlives a restart of this actor
-                get_if_exists=True,
-            )
+            actor = prepare_process(CallbackHost, f"{self._settings.name}-callbacks", is_bound_to_node=True)
             self._host = actor.remote(self._me)
         done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
 
@@ -370,9 +360,8 @@ class TrainerActor:
         return wait
 
     def _guard_placements(self) -> None:
-        from raysgd.controller.processes.placement_guard import start_guard  # only trials that grow need it
-
-        start_guard(self._settings.name, self._me)
+        name = self._settings.name
+        prepare_process(PlacementGuard, f"{name}-placement-guard").remote(name, self._me)
 
     def _end_data_holder(self, run_id: str) -> None:
         with contextlib.suppress(ValueError):  # there is no data holder

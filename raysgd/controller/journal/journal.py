@@ -106,16 +106,14 @@ class SegmentedLog:
             (int(match[1]), match[0]) for match in map(pattern.fullmatch, self._storage.list_names()) if match
         )
         self._num_files = found[-1][0] + 1 if found else 0
-        last = -1
-        for position, (_, name) in enumerate(found):
+        for _, name in found:
             first = self._storage.read_with(name, lambda file: _SEQ.match(file.read(_SEQ_BYTES)))
-            if first is None:  # nothing was written to it
-                continue
-            self.segments.append((int(first[1]), name))
-            last = int(first[1])
-            if position == len(found) - 1:
-                last = _last_seq(self._storage.read_bytes(name), last)
-        return last
+            if first is not None:  # otherwise nothing was written to the file
+                self.segments.append((int(first[1]), name))
+        if not self.segments:
+            return -1
+        first_seq, name = self.segments[-1]
+        return _last_seq(self._storage.read_bytes(name), first_seq)
 
     def append(self, seq: int, line: bytes) -> None:
         if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):

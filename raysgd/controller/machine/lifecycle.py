@@ -94,7 +94,7 @@ class RunLifecycle:
         self.failures.restore(previous.failures)
         self.checkpoints.restore(previous)
         if previous.is_open:
-            self._emit_attempt_end(previous.attempt, previous.iterations_before)
+            self._emit_attempt_end(previous)
         self.state = Preparing(previous.attempt + 1)
         self._is_published = previous.published is not None
         if (outcome := previous.published or previous.requested) is not None:
@@ -235,9 +235,9 @@ class RunLifecycle:
         else:
             self.prepare()
 
-    def _emit_attempt_end(self, attempt: int, iterations_before: int) -> None:
-        keep = self.checkpoints.end_attempt(iterations_before)
-        self._emit(c.EmitFrame(frames.ATTEMPT_END, attempt, data={"keep_rounds": keep}))
+    def _emit_attempt_end(self, last: Running | PreviousState) -> None:
+        keep = self.checkpoints.end_attempt(last.iterations_before)
+        self._emit(c.EmitFrame(frames.ATTEMPT_END, last.attempt, data={"keep_rounds": keep}))
 
     # -- Paused -------------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class RunLifecycle:
     def close(self, outcome: Outcome) -> None:
         """End the run with this outcome. Ranks may still have to leave the current attempt."""
         if isinstance(self.state, Ending):
-            self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self._emit_attempt_end(self.state.running)
         self.state = Closing(outcome, running_of(self.state))
         if outcome.kind == "error":  # the user gets it at once; cleaning up follows
             self._publish(outcome)
@@ -284,7 +284,7 @@ class RunLifecycle:
         if isinstance(self.state, Ending) and self.state.is_decided and not self.state.running.active:
             if self.pause.is_requested and self.checkpoints.store_held():  # the memory is lost with the workers
                 return
-            self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self._emit_attempt_end(self.state.running)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
             if self.checkpoints.store_held():  # not before: a worker might still have written it

@@ -123,12 +123,11 @@ def _failure_by_death(ending: Ending) -> Failure:
     nodes = _nodes_of(ranks, ending)
     first = ending.deaths[0]
     reason = first.reason.rstrip(".")
-    if len(ranks) == 1:
-        how = "hung: it" if first.is_hang else "died:"
-        what = f"the worker process of rank {ranks[0]} on {nodes[0]} {how} {reason}"
-    else:
-        how = "hung: the first" if first.is_hang else "died:"
-        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} {how} {reason}"
+    who, which = f"process of rank {ranks[0]}", "it"
+    if len(ranks) > 1:
+        who, which = f"processes of ranks {list(ranks)}", "the first"
+    how = f"hung: {which}" if first.is_hang else "died:"
+    what = f"the worker {who} on {', '.join(nodes)} {how} {reason}"
     raised = [f"{error.summary} (rank {rank})" for rank, error in _own_errors(ending).items()]
     return Failure(ranks, what, nodes, raised[-1] if raised else "")
 

@@ -79,17 +79,16 @@ class Watch:
                     self._ask_all()
                 await asyncio.sleep(tick_s)
                 self._check_suspects()
-                if hangs := self._select_reportable(self._policy.find_hangs(self._loop.time())):
+                hangs = self._policy.find_hangs(self._loop.time())
+                if self._has_reported:  # ranks that leave the attempt make no progress, but are not stuck
+                    hangs = [hang for hang in hangs if hang.kind != "stuck"]
+                if hangs:
                     await self._report(hangs)
                 for straggler in self._stragglers.find_stragglers(self._loop.time()):
                     self._report_straggler(straggler)
         finally:
             for task in (*self._asked.values(), *([self._checking] if self._checking else [])):
                 task.cancel()
-
-    def _select_reportable(self, hangs: list[Hang]) -> list[Hang]:
-        """Return the hangs to report. After the first one, the other ranks only leave the attempt: they make no progress."""
-        return [hang for hang in hangs if hang.kind != "stuck" or not self._has_reported]
 
     async def _report(self, hangs: list[Hang]) -> None:
         timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
