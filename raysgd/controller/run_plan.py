@@ -72,7 +72,7 @@ class PreviousState:
     """
 
     frames: tuple[Frame, ...] = ()
-    next_seq: int = SEQ_GAP
+    next_seq: int = 0
     attempt: int = 0
     is_open: bool = False
     iterations_before: int = 0
@@ -141,7 +141,7 @@ def build_previous_state(
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
         known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
         is_paused=pauses[-1:] == ["paused"],
-        requested=(cancels or stops or [None])[-1],
+        requested=next(reversed(cancels or stops), None),
         published=ends[-1] if ends else None,
     )
 

@@ -36,7 +36,7 @@ class MemoryTier:
         self._emit = emit
         self._on_in_memory = on_in_memory
         self.index = CheckpointIndex(Start(), RetentionPolicy(1))
-        self.pending = PendingCheckpoints.none()
+        self.pending = PendingCheckpoints()
 
     def begin_attempt(self, pending: PendingCheckpoints) -> None:
         """Collect the parts of the new attempt in ``pending``."""
@@ -111,7 +111,7 @@ class CheckpointCoordinator:
         self._attempt = 0
         self._saves_first: bool | None = None
         self._started_from = plan.start
-        self._pending = PendingCheckpoints.none()
+        self._pending = PendingCheckpoints()
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -183,14 +183,7 @@ class CheckpointCoordinator:
         self._last_announced = self._last_number  # a number that no checkpoint was made of is used again
 
         def make_pending() -> PendingCheckpoints:
-            return PendingCheckpoints(
-                attempt,
-                world_size,
-                first_number=self._first_number,
-                iterations_before=start.iteration,
-                reduce=self._reduce,
-                is_resumed=start.is_checkpoint,
-            )
+            return PendingCheckpoints(attempt, world_size, self._first_number, start, self._reduce)
 
         self._attempt, self._started_from, self._saves_first = attempt, start, None
         self._pending = make_pending()

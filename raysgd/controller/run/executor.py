@@ -24,7 +24,7 @@ from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run.watch import Watch
-from raysgd.controller.run_plan import AttemptRecord, RunPlan
+from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
 from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
@@ -73,22 +73,24 @@ class Run:
         self._failure = failure
         self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
         self._begins = begins
-        self._previous = previous = self._files.previous(last_attempt) if is_resumed else None
-        if previous is not None and previous.bound_size is not None:
+        self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
+        if previous.bound_size is not None:
             group.expect(previous.bound_size)
-        earlier, next_seq = ((), 0) if previous is None else (previous.frames, previous.next_seq)
         self.log = FrameLog(
-            self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
+            self._files.journal,
+            min_interval_s=stream_interval_s(1),
+            earlier=previous.frames,
+            next_seq=previous.next_seq,
         )
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous)
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous if is_resumed else None)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
         self._barriers.end()  # workers of an earlier controller process may still call it
         self._loads = CheckpointReads()
         self._rendezvous = ""
-        self._attempt = previous.attempt if previous is not None else 0
+        self._attempt = previous.attempt
         self._is_described = is_resumed and storage.exists("run.json")
-        self._size = previous.size if previous is not None else None
+        self._size = previous.size
         self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
         self._is_acting = False
@@ -110,7 +112,7 @@ class Run:
 
     async def execute(self) -> None:
         """Execute the run; returns when it is closed."""
-        if self._previous is None or not self._previous.frames:
+        if not self._previous.frames:
             self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
@@ -182,8 +184,7 @@ class Run:
         Raises:
             WorkerError: An earlier controller process had the values.
         """
-        published = None if self._previous is None else self._previous.published
-        if published is not None and published.is_success:
+        if self._previous.published is not None and self._previous.published.is_success:
             raise WorkerError(
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"
