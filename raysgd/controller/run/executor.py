@@ -86,7 +86,7 @@ class Run:
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
         self._barriers.end()  # workers of an earlier controller process may still call it
-        self._loads = CheckpointReads()
+        self._reads = CheckpointReads()
         self._rendezvous = ""
         self._attempt = previous.attempt
         self._is_described = is_resumed and storage.exists("run.json")
@@ -200,7 +200,7 @@ class Run:
         """Return the URI of the newest committed checkpoint, the same for all ranks of an attempt; see `CheckpointReads`."""
         if attempt != self._attempt:
             return None
-        number = self._loads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
+        number = self._reads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
         return None if number is None else self._files.uri_of(number)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Run:
             case c.StoreFromMemory():
                 self._spawn(self._store_held(command.manifest))
             case c.DeleteCheckpoint():
-                if self._loads.can_delete(command.number):
+                if self._reads.can_delete(command.number):
                     self._files.delete([command.number])
             case c.PublishOutcome():
                 self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
@@ -276,7 +276,7 @@ class Run:
                 )
                 self._files.flush_if_local()  # readers that get the outcome may read the files next
             case c.CloseRun():
-                self._files.delete(self._loads.end())
+                self._files.delete(self._reads.end())
                 self._end_watch()
                 self._held.close()
                 self._stop_preparing()
@@ -286,33 +286,29 @@ class Run:
         if self._leaving is not None:  # ranks that returned may still be leaving the last process group
             await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
-            for message in await self._group.get_ready(keep_size=command.keep_size):
-                self.warn(message)
-            await self._group.check_storage(self._files.storage)
-            self._rendezvous = await self._group.open_rendezvous()
-            checkpoints = self._machine.checkpoints
-            while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
-                held, is_unstored=checkpoints.has_unstored
-            ):
-                self._feed(c.MemoryCopyLost(held.number))
-        except WorkerDiedError as error:
-            message, announced = str(error), was_sigterm(str(error))
-            self._feed(c.GroupFailed(type(error).__name__, message, True, ranks=error.ranks, is_announced=announced))
-            return
-        except RaySGDError as error:
-            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
-            return
-        except Exception as error:  # an unexpected error must reach the user, who would otherwise wait for ever
-            self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
+            await self._form_group(keep_size=command.keep_size)
+        except Exception as error:
+            self._feed(_group_failed(error))
             return
         self._attempt = command.attempt
         self._barriers = Barriers(self._group.size)
-        nodes = [self._describe_worker(rank) for rank in range(self._group.size)]
+        nodes = [self._record_worker(rank) for rank in range(self._group.size)]
         if not self._is_described:  # run.json lists the first group that was ready, even if no rank entered train_func
             self._is_described = True
             self._spawn(self._files.write_run(describe_run(self._request, self._info, self._group)))
         self._record_resize(self._group.size)
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
+
+    async def _form_group(self, *, keep_size: bool) -> None:
+        for message in await self._group.get_ready(keep_size=keep_size):
+            self.warn(message)
+        await self._group.check_storage(self._files.storage)
+        self._rendezvous = await self._group.open_rendezvous()
+        checkpoints = self._machine.checkpoints
+        while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
+            held, is_unstored=checkpoints.has_unstored
+        ):
+            self._feed(c.MemoryCopyLost(held.number))
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:
@@ -323,7 +319,7 @@ class Run:
             self._record_event(c.RecordEvent("resize", {"old": self._size, "new": size}))
         self._previous_size, self._size = self._size, size
 
-    def _describe_worker(self, rank: int) -> str:
+    def _record_worker(self, rank: int) -> str:
         info = self._group.info(rank)
         assert info is not None
         data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
@@ -333,8 +329,8 @@ class Run:
     def _enter(self, command: c.StartAttempt) -> None:
         attempt, start, size = command.attempt, command.start, self._group.size
         self._values.clear()
-        self._files.delete(self._loads.end())
-        self._loads = CheckpointReads(command.first_number)
+        self._files.delete(self._reads.end())
+        self._reads = CheckpointReads(command.first_number)
         self._held.begin_attempt(attempt, command.first_number, start.held)
         self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
         self._start_watch(attempt)
@@ -411,7 +407,7 @@ class Run:
                 self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
         if not command.amend:
-            self._files.delete(self._loads.on_committed(manifest.number))
+            self._files.delete(self._reads.on_committed(manifest.number))
             self._feed(c.CheckpointCommitted(manifest))
 
     def _publish_late_error(self, failed: e.Failed | None) -> None:
@@ -431,6 +427,16 @@ class Run:
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _group_failed(error: Exception) -> c.GroupFailed:
+    name, message = type(error).__name__, str(error)
+    if isinstance(error, WorkerDiedError):
+        return c.GroupFailed(name, message, can_retry=True, ranks=error.ranks, is_announced=was_sigterm(message))
+    if isinstance(error, RaySGDError):
+        return c.GroupFailed(name, message, can_retry=False)
+    # An unexpected error must reach the user as well, who would otherwise wait for ever.
+    return c.GroupFailed("WorkerError", f"workers could not start: {name}: {message}", can_retry=False)
 
 
 def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:
