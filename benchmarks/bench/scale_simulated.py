@@ -35,7 +35,7 @@ _ROW = '[%r,%r,{"loss":0.123456789,"accuracy":0.987654321,"step":%d}]'
 
 
 class FakeGroup:
-    """Workers that are not there; the seam is `raysgd.controller.run.executor.WorkerGroupProtocol`."""
+    """Stands in for `raysgd.workers.group.group.WorkerGroup`, without processes."""
 
     def __init__(self, num_workers: int, num_reports: int) -> None:
         self.size = num_workers

@@ -1,5 +1,5 @@
-"""The control plane: one TrainerActor per Trainer, which decides by pure policies and acts in one place.
+"""The controller: one TrainerActor per Trainer, which decides by pure policies and acts in one place.
 
-`machine` (with `states`, `commits`, `failure_policy`) is pure: events in, commands out, stepped in tests without Ray.
-`run` executes its commands; `actor` is what Ray sees. Never imports a framework, never opens a user's pickle.
+`machine`, `policies` and `checkpoints` decide: inputs in, commands out, stepped in tests without Ray. `run` executes the
+commands, and `actor` is the Ray actor. The controller imports no framework and opens no pickle of the user.
 """

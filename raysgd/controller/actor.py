@@ -1,6 +1,6 @@
-"""The TrainerActor: what Ray sees of the control plane. One per Trainer; an async actor that takes no CPU.
+"""The TrainerActor, an async Ray actor without CPUs; each Trainer has one.
 
-Its methods call `Run` and `WorkerGroup`; the actor decides nothing itself.
+Its methods are what drivers and workers can call. They use `Run` and `WorkerGroup`; the actor decides nothing itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysgd.controller.class_api import Instances
 from raysgd.controller.journal import frame_streams as downlink
-from raysgd.controller.journal.frame_streams import FrameServer
+from raysgd.controller.journal.frame_streams import serve_frames
 from raysgd.controller.kv_store import (
     RunRecord,
     data_holder_name,
@@ -31,7 +32,7 @@ from raysgd.controller.kv_store import (
     put_run,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest
-from raysgd.controller.watchdog import ask
+from raysgd.controller.watchdog import PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
@@ -53,10 +54,10 @@ class TrainerActor:
         here = ray.get_runtime_context()
         self._settings = settings = get_settings(here.get_actor_name() or "")
         self._me = here.current_actor
-        with warnings.catch_warnings():  # Ray warns of its own use of a deprecated name
+        with warnings.catch_warnings():  # Ray itself uses a name here that it has deprecated
             warnings.simplefilter("ignore")
             self._is_restarted = here.was_current_actor_reconstructed
-        if self._is_restarted:  # its workers have died with it; their room is still reserved
+        if self._is_restarted:  # the workers died with the earlier process; their placement groups are still reserved
             remove_placement_groups(settings.name)
         self._group = WorkerGroup(
             f"{settings.name}-{uuid.uuid4().hex[:4]}" if self._is_restarted else settings.name,
@@ -68,30 +69,34 @@ class TrainerActor:
             existing=settings.room,
         )
         self._group.slots.on_slot_added = self._guard_placements
-        self._record = get_run(settings.name) if self._is_restarted else None
-        if self._record is not None and self._record.request is not None:
+        self._record = record = get_run(settings.name) if self._is_restarted else None
+        if record is not None and record.request is not None:
             threading.Thread(
-                target=ask, args=(self._me, "resume_previous_run"), name="raysgd-go-on", daemon=True
+                target=ask, args=(self._me, "resume_previous_run"), name="raysgd-resume", daemon=True
             ).start()
         elif settings.alias is None and not self._is_restarted:
             self._group.begin()
         self._accepted: set[str] = set()
-        is_to_come = self._record is not None and (self._record.is_live or self._record.request is not None)
-        self._last_asked = self._record.run_id if self._record is not None and is_to_come else None
+        will_resume = record is not None and (record.is_live or record.request is not None)
+        self._last_asked = record.run_id if record is not None and will_resume else None
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
         self._instances = Instances(self._group, settings.failure.abort_grace_s)
         self._host: Any = None
-        frame_server = FrameServer(self.stream)
-        self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
+        self._listener = Listener(
+            {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
+        )
         self._opening: asyncio.Future[Endpoint | None] | None = None
         self._no_listener = ""
 
-    # -- runs -----------------------------------------------------------------------------------------------------
+    # -- runs ---------------------------------------------------------------------------------------------------------
 
     async def run(self, request: RunRequest) -> None:
-        """Execute a run, or resume it in this process; returns when it is closed. Waits until the run before it is closed."""
+        """Execute a run, or resume it after a restart of this actor; returns when it is closed.
+
+        The call waits until the run before it is closed. A detached Trainer refuses the run instead: its readers get the error.
+        """
         if request.run_id in self._accepted:
             return
         self._accepted.add(request.run_id)
@@ -105,26 +110,27 @@ class TrainerActor:
         async with self._turn:
             try:
                 run, info = self._make_run(request)
-            except Exception as error:  # such as a storage path that cannot be written: all who ask for the run hear it
+            except Exception as error:  # such as a storage path that cannot be written: every reader of the run gets it
                 announced.set_exception(error)
                 return
             announced.set_result(run)
             self._group.streams.endpoint = await self.endpoint()
-            if self._no_listener:  # a warning once the run has begun
+            if self._no_listener:  # the warning must follow the run's first events
                 asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
-            is_over = self._record is not None and self._record.run_id == request.run_id and not self._record.is_live
+            record = self._record_of(request.run_id)
+            is_over = record is not None and not record.is_live
             if request.host_callbacks is not None and not is_over:
                 run.before_close = self._follow_on_host(run, request, info)
             await run.execute()
             kept = request if self._settings.alias is not None else None
             put_run(self._settings.name, RunRecord(request.run_id, info.run_dir, kept, is_live=False))
             self._forget_all_but(request.run_id)
-            if kept is not None:  # its driver may be gone: nothing is held for a run that may never come
+            if kept is not None:  # the driver may be gone, so that no further run may come: release the resources
                 self._group.release()
                 self._end_data_holder(request.run_id)
 
     async def resume_previous_run(self) -> None:
-        """Resume the run of the process before this one, whose driver need not exist; returns at once."""
+        """Resume the detached run of the process before this one; returns at once."""
         assert self._record is not None and self._record.request is not None
         request = self._record.request
         try:
@@ -135,21 +141,21 @@ class TrainerActor:
                 state = kept.initial_state or request.task.initial_state
                 task = replace(request.task, datasets=kept.datasets, initial_state=state)
                 request = replace(request, task=task)
-        except Exception as error:  # readers must hear of it rather than wait for ever
+        except Exception as error:  # readers would otherwise wait for ever
             why = WorkerError(f"the process that has the run's data is gone: {error}")
             self._announced(request.run_id).set_exception(why)
             return
         self._resuming = asyncio.ensure_future(self.run(request))
 
     async def wait_for_end(self) -> None:
-        """Never return: a caller learns of the end of this process."""
+        """Never return. A caller notices the end of this process, because the call fails."""
         await asyncio.Event().wait()
 
     async def status(self) -> dict[str, Any] | None:
-        """Return the state of the latest run; None if there was none, or another process executed it and it is over."""
+        """Return the state of the latest run; None without one, or if it ended in an earlier process of this actor."""
         try:
             run = await self._latest_run()
-        except Exception:  # it could not be made; those who read it hear why
+        except Exception:  # the run could not begin; its readers get the error
             return {"state": "error"}
         return None if run is None else run.status()
 
@@ -172,7 +178,7 @@ class TrainerActor:
         await (await self._announced(run_id)).resume()
 
     async def endpoint(self) -> Endpoint | None:
-        """Return where workers and readers connect to; None where everything travels through Ray."""
+        """Return where workers and readers connect to; None if everything goes through Ray."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._listen())
         return await self._opening
@@ -191,18 +197,18 @@ class TrainerActor:
         return []
 
     async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
-        """End a run early: in peace, or at once."""
+        """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""
         await (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
 
     async def warn(self, run_id: str, message: str) -> None:
-        """Make a warning an event of a run."""
+        """Add a warning to a run's events."""
         (await self._announced(run_id)).warn(message)
 
     async def values(self, run_id: str, first_only: bool) -> list[Any]:
-        """What train_func returned on all ranks or the first: pickles, and where they are large references to them."""
+        """Return what train_func returned on all ranks or the first: pickles, or references to large ones."""
         return (await self._announced(run_id)).values(first_only=first_only)
 
-    # -- what workers ask -----------------------------------------------------------------------------------------
+    # -- what workers ask ---------------------------------------------------------------------------------------------
 
     async def join_barrier(
         self, run_id: str, attempt: int, rank: int, what: str, index: int, payload: bytes | None
@@ -213,7 +219,7 @@ class TrainerActor:
     async def newest_checkpoint(self, run_id: str, attempt: int, index: int, num_saves: int) -> str | None:
         return (await self._announced(run_id)).newest_checkpoint(attempt, index, num_saves)
 
-    # -- the class API --------------------------------------------------------------------------------------------
+    # -- the class API ------------------------------------------------------------------------------------------------
 
     async def start_class(self, blob: Blob, has_class: bool) -> None:
         """Start the workers; with a class, form a group and make its instances."""
@@ -223,7 +229,7 @@ class TrainerActor:
                 await self._instances.make(blob)
 
     async def execute(self, blob: Blob, first_only: bool, has_class: bool) -> list[bytes]:
-        """Call a function on the workers; returns pickles of the values, by rank. ``has_class``: it gets their instances."""
+        """Call a function on the workers, with their instances if ``has_class``; returns pickles of the values, by rank."""
         async with self._turn:
             return await self._instances.execute(blob, first_only=first_only, has_class=has_class)
 
@@ -232,7 +238,7 @@ class TrainerActor:
         async with self._turn:
             await self._instances.drop()
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def workers(self) -> list[dict[str, Any] | None]:
         """Return where each worker is, by rank; None for one that has not started."""
@@ -249,50 +255,60 @@ class TrainerActor:
         await self._group.wait_for_exits()
         await self._group.slots.wait_removed()
         forget(self._settings.name, self._settings.alias)
-        with contextlib.suppress(Exception):  # it is others' that would be removed
+        with contextlib.suppress(Exception):  # the entries belong to other Trainers; the next shutdown tries again
             await asyncio.to_thread(forget_orphans)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> Endpoint | None:
-        if is_tls_enabled():  # what Ray encrypts must not travel unencrypted
+        if is_tls_enabled():  # the own connections are not encrypted
             return None
         try:
             return await self._listener.open(ray.util.get_node_ip_address())
         except OSError as error:
-            self._no_listener = f"the controller cannot listen on its node's address ({error}); all goes through Ray"
+            self._no_listener = (
+                f"the controller cannot listen on its node's address ({error}), so everything goes through Ray"
+            )
             return None
 
     def _announced(self, run_id: str) -> asyncio.Future[Run]:
         """Return the future of a run: a reader may ask for the run before the call that begins it arrives."""
         if run_id in self._forgotten:
-            raise UsageError("this run's results can no longer be read: the Trainer has done another run since")
+            raise UsageError(
+                "this run's results can no longer be read, because the Trainer has executed another run since"
+            )
         if run_id not in self._runs:
             if self._is_restarted and run_id not in self._accepted:
                 self._check_to_come(run_id)
             self._runs[run_id] = asyncio.get_running_loop().create_future()
         return self._runs[run_id]
 
+    def _record_of(self, run_id: str) -> RunRecord | None:
+        """Return the record of a run that an earlier process of this actor began, or None."""
+        return self._record if self._record is not None and self._record.run_id == run_id else None
+
     def _check_to_come(self, run_id: str) -> None:
-        """Raise if this restarted process will never have the run, so that nobody waits for it."""
-        record = self._record
-        if record is None or record.run_id != run_id or (record.is_live and record.request is None):
-            raise RunNotGiven("this run is not known any more: the controller has been started again since")
+        """Raise if this restarted process will never execute the run, so that no reader waits for it."""
+        record = self._record_of(run_id)
+        if record is None or (record.is_live and record.request is None):
+            raise RunNotGiven("this run is not known any more, because the controller was restarted")
         if record.request is None:
-            raise UsageError("this run's results can no longer be read: the controller has been started again since")
+            raise UsageError("this run's results can no longer be read, because the controller was restarted")
 
     def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
         if self._instances.are_live:
-            raise UsageError("instances of the class API are live")
+            raise UsageError(
+                "instances of the class API are live on the workers; call start() without a class to drop them"
+            )
         settings = self._settings
-        # With the first run: the workers' processes are asked for before.
+        # Imported here and not above: by now, the processes of the workers are being started.
         from raysgd.checkpoint.storage.storage import Storage
         from raysgd.controller.run.executor import Run
         from raysgd.controller.run.run_files import new_run_folder
 
-        is_resumed = self._record is not None and self._record.run_id == request.run_id
-        if self._record is not None and is_resumed:
-            storage = Storage.from_uri(self._record.run_dir)
+        record = self._record_of(request.run_id)
+        if record is not None:
+            storage = Storage.from_uri(record.run_dir)
         else:
             storage = new_run_folder(Storage.from_uri(request.runs_uri))
             kept = request if settings.alias is not None else None
@@ -313,30 +329,19 @@ class TrainerActor:
             failure=settings.failure,
             checkpoint=settings.checkpoint,
             share=ray.put,
-            is_resumed=is_resumed,
-            last_attempt=get_attempt(settings.name, request.run_id) if is_resumed else None,
+            is_resumed=record is not None,
+            last_attempt=None if record is None else get_attempt(settings.name, request.run_id),
             begins=lambda attempt: put_attempt(settings.name, attempt),
         )
         return run, info
 
     def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
         if self._host is None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+            # Imported here and not above, so that a cold start does not load the callbacks.
+            from raysgd.controller.processes.callback_host import CallbackHost
 
-            from raysgd.controller.processes.callback_host import (
-                CallbackHost,  # with the callbacks: not in the way of a cold start
-            )
-
-            # Here: its files go to the same disk.
-            strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            actor = ray.remote(CallbackHost).options(
-                name=f"{self._settings.name}-callbacks",
-                namespace=NAMESPACE,
-                num_cpus=0,
-                scheduling_strategy=strategy,
-                lifetime="detached",  # for the next process of this actor
-                get_if_exists=True,
-            )
+            # On this node, because the callbacks write to the same disk.
+            actor = prepare_process(CallbackHost, f"{self._settings.name}-callbacks", is_bound_to_node=True)
             self._host = actor.remote(self._me)
         done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
 
@@ -345,7 +350,7 @@ class TrainerActor:
                 return await done  # type: ignore[no-any-return]
             except ray.exceptions.RayTaskError as error:
                 run.warn(
-                    f"the callbacks on the controller's side got no calls: {type(error.cause).__name__}: {error.cause}"
+                    f"the callbacks on the controller's side were not called: {type(error.cause).__name__}: {error.cause}"
                 )
             except ray.exceptions.RayError as error:
                 self._host = None
@@ -355,16 +360,15 @@ class TrainerActor:
         return wait
 
     def _guard_placements(self) -> None:
-        from raysgd.controller.processes.placement_guard import start_guard  # for trials that grow
-
-        start_guard(self._settings.name, self._me)
+        name = self._settings.name
+        prepare_process(PlacementGuard, f"{name}-placement-guard").remote(name, self._me)
 
     def _end_data_holder(self, run_id: str) -> None:
-        with contextlib.suppress(ValueError):  # there is none
+        with contextlib.suppress(ValueError):  # there is no data holder
             ray.kill(ray.get_actor(data_holder_name(self._settings.name, run_id), namespace=NAMESPACE))
 
     def _forget_all_but(self, run_id: str) -> None:
-        """Drop finished runs but the last, which can still be read: the files of the others are on storage."""
+        """Drop finished runs except the last, which can still be read. The files of the others are on storage."""
         for other, run in list(self._runs.items()):
             if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
                 del self._runs[other]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -33,7 +34,12 @@ class Instances:
             Exception: What the constructor raised.
         """
         rendezvous = await self._group.open_rendezvous()
-        calls = [asyncio.ensure_future(self._make_one(rank, blob, rendezvous)) for rank in range(self._group.size)]
+        calls = [
+            asyncio.ensure_future(
+                self._group.call("make_instance", blob, self._group.member(rank, rendezvous), ranks=[rank])
+            )
+            for rank in range(self._group.size)
+        ]
         try:
             await asyncio.gather(*calls)
         except Exception as error:
@@ -48,12 +54,14 @@ class Instances:
             WorkerError: An earlier process of the controller had the instances.
             UsageError: An instance was lost with its worker.
         """
-        if has_class and not self.are_live:
-            raise WorkerError("the Trainer's controller process died, and the instances with it; call start() again.")
         if not self.are_live:
+            if has_class:
+                raise WorkerError(
+                    "the Trainer's controller process died, and the instances with it; call start() again."
+                )
             await self._group.get_ready()
         elif any(self._group.info(rank) is None for rank in range(self._group.size)):
-            raise UsageError("an instance was lost with its worker; start(...) makes new ones on all workers")
+            raise UsageError("an instance was lost with its worker; call start(...) to make new ones on all workers")
         return await self._group.call("execute", blob, self.are_live, ranks=[0] if first_only else None)
 
     async def drop(self) -> None:
@@ -62,12 +70,8 @@ class Instances:
             await self._group.call("drop_instance")
             self.are_live = False
 
-    async def _make_one(self, rank: int, blob: Blob, rendezvous: str) -> None:
-        member = self._group.member(rank, rendezvous)
-        await self._group.call("make_instance", blob, member, ranks=[rank])
-
-    async def _leave_constructors(self, calls: Sequence[asyncio.Future[None]]) -> None:
-        """Wait for the other constructors, which may wait in a collective for the failed one; replace those that stay."""
+    async def _leave_constructors(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        """Wait for the other constructors, which may wait in a collective for the failed one; kill workers that stay there."""
         await asyncio.wait(calls, timeout=self._abort_grace_s)
         for rank, call in enumerate(calls):
             if not call.done():

@@ -8,14 +8,19 @@ from typing import Any
 
 from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Outcome
 from raysgd.session.events import Failed, WorkerEvent
 
-# -- inputs ---------------------------------------------------------------------------------------------------------
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+class Input:
+    """Something that happened: the state machine makes one step for each input."""
 
 
 @dataclass(frozen=True)
-class GroupReady:
+class GroupReady(Input):
     """All workers are ready for the attempt.
 
     Attributes:
@@ -28,12 +33,12 @@ class GroupReady:
 
 
 @dataclass(frozen=True)
-class GroupFailed:
+class GroupFailed(Input):
     """The workers could not get ready.
 
     Attributes:
         can_retry: Another try may succeed: workers died while they started.
-        ranks: The ranks of the workers that died, as far as they had one.
+        ranks: The ranks of the workers that died, without those that had no rank yet.
         is_announced: The workers died because they were preempted.
     """
 
@@ -45,12 +50,12 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
-class JoiningWorkerReady:
+class JoiningWorkerReady(Input):
     """A further worker process is ready and could join an elastic group."""
 
 
 @dataclass(frozen=True)
-class EventReceived:
+class EventReceived(Input):
     """A worker's event stream delivered an event."""
 
     rank: int
@@ -59,8 +64,8 @@ class EventReceived:
 
 
 @dataclass(frozen=True)
-class ReportsReceived:
-    """A rank has made ``num_reports`` reports in the attempt so far. The reports themselves go to the readers directly."""
+class ReportsReceived(Input):
+    """A rank has made ``num_reports`` reports in the attempt so far. The executor sends the reports to the readers."""
 
     rank: int
     attempt: int
@@ -68,7 +73,7 @@ class ReportsReceived:
 
 
 @dataclass(frozen=True)
-class StreamEnded:
+class StreamEnded(Input):
     """A worker's event stream has ended. ``death`` is the reason if the worker's process died, or None."""
 
     rank: int
@@ -77,7 +82,7 @@ class StreamEnded:
 
 
 @dataclass(frozen=True)
-class WorkerHung:
+class WorkerHung(Input):
     """A worker hangs and must be killed.
 
     Attributes:
@@ -96,7 +101,7 @@ class WorkerHung:
 
 
 @dataclass(frozen=True)
-class NodeDraining:
+class NodeDraining(Input):
     """The node of these ranks will be taken away, ``within_s`` seconds from now if that is known."""
 
     attempt: int
@@ -105,14 +110,14 @@ class NodeDraining:
 
 
 @dataclass(frozen=True)
-class CheckpointCommitted:
+class CheckpointCommitted(Input):
     """A checkpoint's manifest is on storage."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
-class CommitFailed:
+class CommitFailed(Input):
     """A checkpoint's manifest could not be written."""
 
     number: int
@@ -120,21 +125,21 @@ class CommitFailed:
 
 
 @dataclass(frozen=True)
-class MemoryCopyLost:
+class MemoryCopyLost(Input):
     """A checkpoint is no longer in the cluster's memory, or the group cannot read it there."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class MemoryCopyStored:
+class MemoryCopyStored(Input):
     """A checkpoint's parts were written from the cluster's memory to storage."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
-class MemoryCopyNotStored:
+class MemoryCopyNotStored(Input):
     """A checkpoint's parts could not be written from the cluster's memory to storage."""
 
     number: int
@@ -142,7 +147,7 @@ class MemoryCopyNotStored:
 
 
 @dataclass(frozen=True)
-class StopRequested:
+class StopRequested(Input):
     """End the run early.
 
     Attributes:
@@ -156,49 +161,33 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
-class PauseRequested:
+class PauseRequested(Input):
     """Pause the run at the next checkpoint."""
 
 
 @dataclass(frozen=True)
-class ResumeRequested:
+class ResumeRequested(Input):
     """Resume a paused run, or withdraw the request to pause it."""
 
 
 @dataclass(frozen=True)
-class TimerFired:
+class TimerFired(Input):
     """A timer has run out. ``serial``: the group that it was set for."""
 
     timer: str
     serial: int
 
 
-Input = (
-    GroupReady
-    | GroupFailed
-    | JoiningWorkerReady
-    | EventReceived
-    | ReportsReceived
-    | StreamEnded
-    | WorkerHung
-    | NodeDraining
-    | CheckpointCommitted
-    | CommitFailed
-    | MemoryCopyLost
-    | MemoryCopyStored
-    | MemoryCopyNotStored
-    | StopRequested
-    | PauseRequested
-    | ResumeRequested
-    | TimerFired
-)
+# -- commands ---------------------------------------------------------------------------------------------------------
 
-# -- commands -------------------------------------------------------------------------------------------------------
+
+class Command:
+    """Something that the executor must do for the state machine."""
 
 
 @dataclass(frozen=True)
-class PrepareGroup:
-    """Start or replace workers until the group is ready; then `GroupReady` or `GroupFailed`.
+class PrepareGroup(Command):
+    """Start or replace workers until the group is ready; `GroupReady` or `GroupFailed` follows.
 
     Attributes:
         keep_size: Keep the number of workers, because only so many ranks can load the newest checkpoint.
@@ -209,25 +198,20 @@ class PrepareGroup:
 
 
 @dataclass(frozen=True)
-class StartAttempt:
+class StartAttempt(Command):
     """Call train_func on all ranks.
 
     Attributes:
-        checkpoint: URI of the checkpoint to start from, if it is on storage.
         first_number: The number of the checkpoint that the first save of the attempt makes.
-        held: The manifest of the checkpoint to start from, if it is in the cluster's memory.
     """
 
     attempt: int
-    checkpoint: str | None
+    start: Start
     first_number: int
-    iterations_before: int
-    time_before_s: float
-    held: Manifest | None = None
 
 
 @dataclass(frozen=True)
-class EndAttempt:
+class EndAttempt(Command):
     """End the attempt on these ranks; train_func gets `raysgd.errors.AttemptEnded`."""
 
     attempt: int
@@ -236,7 +220,7 @@ class EndAttempt:
 
 
 @dataclass(frozen=True)
-class KillWorkers:
+class KillWorkers(Command):
     """Kill the processes of these ranks and drop their event streams. ``is_lost``: their node does not answer."""
 
     ranks: tuple[int, ...]
@@ -244,70 +228,68 @@ class KillWorkers:
 
 
 @dataclass(frozen=True)
-class RequestStop:
-    """Make ``should_stop()`` true on all ranks. ``ends_reports``: a rank that does not check it leaves at a report."""
+class RequestStop(Command):
+    """Make ``should_stop()`` true on all ranks. ``ends_reports``: ranks that do not check it leave at their next report."""
 
     attempt: int
     ends_reports: bool = True
 
 
 @dataclass(frozen=True)
-class AgreeOnSavePoint:
+class AgreeOnSavePoint(Command):
     """Make all ranks wait after the same save, where each sends `raysgd.session.events.AtSavePoint`."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
-class CancelSavePoint:
+class CancelSavePoint(Command):
     """Cancel the save point; ranks that wait there resume."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
-class LeaveGroup:
+class LeaveGroup(Command):
     """Leave the process group on all ranks, because all of them returned."""
-
-    attempt: int
 
 
 @dataclass(frozen=True)
-class ReleaseWorkers:
+class ReleaseWorkers(Command):
     """Stop all workers and release their resources."""
 
 
 @dataclass(frozen=True)
-class CommitCheckpoint:
-    """Write this manifest; then `CheckpointCommitted` or `CommitFailed`. ``amend``: it replaces a committed one, no answer."""
+class CommitCheckpoint(Command):
+    """Write this manifest; `CheckpointCommitted` or `CommitFailed` follows, unless it replaces a committed one (``amend``)."""
 
     manifest: Manifest
     amend: bool = False
 
 
 @dataclass(frozen=True)
-class DeleteCheckpoint:
+class DeleteCheckpoint(Command):
     """Delete a checkpoint from storage."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class KeepInMemory:
+class KeepInMemory(Command):
     """Keep this checkpoint in the cluster's memory, on a second node as well, and release all older ones."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class StoreFromMemory:
-    """Write a checkpoint from the cluster's memory to storage; then `MemoryCopyStored` or `MemoryCopyNotStored`."""
+class StoreFromMemory(Command):
+    """Write a checkpoint from the cluster's memory to storage; `MemoryCopyStored` or `MemoryCopyNotStored` follows."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
-class SetTimer:
+class SetTimer(Command):
     """Send `TimerFired` after ``delay_s`` seconds."""
 
     timer: str
@@ -316,7 +298,7 @@ class SetTimer:
 
 
 @dataclass(frozen=True)
-class EmitFrame:
+class EmitFrame(Command):
     """Send a frame to all readers of the run."""
 
     kind: str
@@ -327,42 +309,25 @@ class EmitFrame:
 
 
 @dataclass(frozen=True)
-class RecordEvent:
+class RecordEvent(Command):
     """Write an event to ``events.jsonl`` and send it to callbacks."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
 
 
+def warning(message: str) -> RecordEvent:
+    """Return the command that records a warning for the user."""
+    return RecordEvent("warning", {"message": message})
+
+
 @dataclass(frozen=True)
-class PublishOutcome:
+class PublishOutcome(Command):
     """Send the run's outcome to all readers."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
-class CloseRun:
+class CloseRun(Command):
     """Close the run: nothing is left to do."""
-
-
-Command = (
-    PrepareGroup
-    | StartAttempt
-    | EndAttempt
-    | KillWorkers
-    | RequestStop
-    | AgreeOnSavePoint
-    | CancelSavePoint
-    | LeaveGroup
-    | ReleaseWorkers
-    | CommitCheckpoint
-    | DeleteCheckpoint
-    | KeepInMemory
-    | StoreFromMemory
-    | SetTimer
-    | EmitFrame
-    | RecordEvent
-    | PublishOutcome
-    | CloseRun
-)

@@ -1,8 +1,8 @@
 """What a Trainer stores in the cluster's key-value store: its settings, its run, its alias.
 
-Every process of the TrainerActor finds the settings there, also the one that is started after a death. They are not arguments
-of its constructor: Ray imports NumPy, pyarrow and more to pickle a process's first argument. In a cold start the driver would do
-that before it even asks for the TrainerActor's process (doc/design/0010).
+The TrainerActor reads its settings there, also after a restart. They are not arguments of its constructor, because Ray imports
+NumPy, pyarrow and more to pickle the first argument of an actor. In a cold start, the driver would do that before it requests
+the TrainerActor's process (doc/design/0010).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raysgd.data.plan import NO_DATASETS
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.placement.cluster import NAMESPACE
 
-#: Seconds after which settings that have no TrainerActor are nobody's: it is made right after they are laid down.
+#: Settings of this age without a TrainerActor are left over, because the actor is created right after they are stored.
 _ORPHAN_S = 3600.0
-#: Seconds in which it is.
+#: The TrainerActor of settings that are younger may still be starting.
 _ON_ITS_WAY_S = 30.0
 
 
@@ -31,10 +31,10 @@ class RunRecord:
     """The run that a TrainerActor executes, or executed last.
 
     Attributes:
-        run_dir: Its folder.
-        request: What is needed to resume it, without its data, where no driver will send the request again.
-        is_live: It has not been closed.
-        has_data: The data holder has data of it.
+        run_dir: The run's folder.
+        request: The request without its data, if no driver will send it again; None otherwise.
+        is_live: The run is not closed.
+        has_data: The data holder has data of the run.
     """
 
     run_id: str
@@ -46,7 +46,7 @@ class RunRecord:
 
 def put_settings(settings: TrainerSettings) -> None:
     """Store the settings, before the actor is made."""
-    _put(_settings_of(settings.name), (time.time(), settings))
+    _put(f"settings/{settings.name}", (time.time(), settings))
 
 
 def get_settings(name: str) -> TrainerSettings:
@@ -55,7 +55,7 @@ def get_settings(name: str) -> TrainerSettings:
     Raises:
         LookupError: There are none.
     """
-    found = _get(_settings_of(name))
+    found = _get(f"settings/{name}")
     if found is None:
         raise LookupError(f"there are no settings of {name}")
     settings: TrainerSettings = found[1]
@@ -64,7 +64,7 @@ def get_settings(name: str) -> TrainerSettings:
 
 def is_new(name: str) -> bool:
     """Return whether the settings were stored so recently that the actor may still be starting."""
-    found = _get(_settings_of(name))
+    found = _get(f"settings/{name}")
     return found is not None and bool(found[0] > time.time() - _ON_ITS_WAY_S)
 
 
@@ -73,16 +73,16 @@ def put_run(name: str, record: RunRecord) -> None:
     if record.request is not None:
         task = record.request.task
         state = task.initial_state
-        small = state if isinstance(state, bytes) else None  # the data holder has larger ones
+        small = state if isinstance(state, bytes) else None  # the data holder has larger states
         has_data = bool(task.datasets.sources) or small is not state
         request = replace(record.request, task=replace(task, datasets=NO_DATASETS, initial_state=small))
         record = replace(record, request=request, has_data=has_data)
-    _put(_run_of(name), record)
+    _put(f"run/{name}", record)
 
 
 def get_run(name: str) -> RunRecord | None:
     """Return the run that this Trainer executes, or executed last."""
-    record: RunRecord | None = _get(_run_of(name))
+    record: RunRecord | None = _get(f"run/{name}")
     return record
 
 
@@ -102,7 +102,7 @@ def claim_alias(alias: str, name: str) -> str | None:
     key = f"alias/{alias}"
     while internal_kv._internal_kv_put(key, dumps(name), overwrite=False, namespace=NAMESPACE):
         found: str | None = _get(key)
-        if found is not None:  # else it has just been given up
+        if found is not None:  # otherwise the other Trainer has just released the alias
             return found
     return None
 
@@ -115,7 +115,7 @@ def find_alias(alias: str) -> str | None:
 
 def forget(name: str, alias: str | None = None) -> None:
     """Remove the entries of a Trainer that is over."""
-    for key in (_settings_of(name), _run_of(name), f"attempt/{name}"):
+    for key in (f"settings/{name}", f"run/{name}", f"attempt/{name}"):
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
     if alias is not None and find_alias(alias) == name:
         internal_kv._internal_kv_del(f"alias/{alias}", namespace=NAMESPACE)
@@ -126,7 +126,7 @@ def forget_orphans() -> None:
     alive = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     for key in internal_kv._internal_kv_list("settings/", namespace=NAMESPACE):
         name = key.decode().partition("/")[2]
-        found = _get(_settings_of(name))
+        found = _get(f"settings/{name}")
         if found is not None and name not in alive and found[0] < time.time() - _ORPHAN_S:
             forget(name, found[1].alias)
 
@@ -134,14 +134,6 @@ def forget_orphans() -> None:
 def data_holder_name(name: str, run_id: str) -> str:
     """Return the name of the actor that holds the data of a detached run."""
     return f"{name}-data-{run_id}"
-
-
-def _settings_of(name: str) -> str:
-    return f"settings/{name}"
-
-
-def _run_of(name: str) -> str:
-    return f"run/{name}"
 
 
 def _put(key: str, value: Any) -> None:

@@ -19,12 +19,8 @@ from raysgd.result import Result
 Reduce = Mapping[str, str]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "mean": _mean,
+    "mean": lambda values: math.fsum(values) / len(values),
     "sum": lambda values: math.fsum(values) if any(isinstance(v, float) for v in values) else sum(values),
     "min": min,
     "max": max,

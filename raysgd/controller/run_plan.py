@@ -1,4 +1,4 @@
-"""What a run is to do, and what an earlier controller process has done of it. Plain data."""
+"""The plan of a run, and its state when an earlier controller process died. Plain data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies.failure import Failure
+from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
@@ -34,17 +35,9 @@ class Start:
     def is_checkpoint(self) -> bool:
         return self.uri is not None or self.held is not None
 
-    def counters(self) -> dict[str, Any]:
-        """Return the iterations and the training time before the attempt."""
-        return {"iterations_before": self.iteration, "time_before_s": self.time_total_s}
 
-    def place(self) -> dict[str, Any]:
-        """Return the checkpoint's URI on storage and its number in memory."""
-        return {"checkpoint": self.uri, "memory": None if self.held is None else self.number}
-
-
-#: Distance between the last frame number in the journal and the first one after a restart. A reader may have seen frames that
-#: were never written, and asks for the frames after those.
+#: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames
+#: that were never written, and asks for the frames after those.
 SEQ_GAP = 10**9
 
 
@@ -73,14 +66,13 @@ class PreviousState:
         manifests: The manifests on storage, oldest first.
         last_number: The highest number of a checkpoint folder, complete or not.
         known: The numbers of the checkpoints that readers know.
-        why_stopped: Why a stop was requested; None if it was not.
-        why_cancelled: Why the run was cancelled; None if it was not.
         is_paused: The run was paused.
-        kind: The kind of the outcome; None if the run had not ended.
+        requested: How the run must end because that was requested; None otherwise.
+        published: How the run has ended; None if it has not.
     """
 
     frames: tuple[Frame, ...] = ()
-    next_seq: int = SEQ_GAP
+    next_seq: int = 0
     attempt: int = 0
     is_open: bool = False
     iterations_before: int = 0
@@ -89,10 +81,9 @@ class PreviousState:
     manifests: tuple[Manifest, ...] = ()
     last_number: int = 0
     known: frozenset[int] = field(default_factory=frozenset)
-    why_stopped: str | None = None
-    why_cancelled: str | None = None
     is_paused: bool = False
-    kind: str | None = None
+    requested: Outcome | None = None
+    published: Outcome | None = None
 
     @property
     def bound_size(self) -> int | None:
@@ -125,19 +116,18 @@ def build_previous_state(
         last_number: The highest number of a checkpoint folder.
     """
     frames_read = tuple(journal)
-    attempt, size, is_open, iterations_before, kind = 0, None, False, 0, None
+    attempt, size, is_open, iterations_before = 0, None, False, 0
     for frame in frames_read:
         if frame.kind == frames.ATTEMPT:
             attempt, size, is_open = frame.attempt, int(frame.data["world_size"]), True
             iterations_before = frame.data["iterations_before"]
         elif frame.kind == frames.ATTEMPT_END:
             is_open = False
-        elif frame.kind == frames.RUN_END:
-            kind = frame.data["kind"]
     events = [(frame.data["kind"], frame.data["data"]) for frame in frames_read if frame.kind == frames.EVENT]
-    stops = [data["why"] for name, data in events if name == "stop"]
-    cancels = [data["why"] for name, data in events if name == "cancel"]
-    pauses = [name == "paused" for name, _ in events if name in ("paused", "resumed")]
+    ends = [Outcome(frame.data["kind"]) for frame in frames_read if frame.kind == frames.RUN_END]
+    cancels = [Outcome("cancelled", message=data["why"]) for name, data in events if name == "cancel"]
+    stops = [Outcome("stopped", message=data["why"]) for name, data in events if name == "stop"]
+    pauses = [name for name, _ in events if name in ("paused", "resumed")]
     checkpoints = (frames.CHECKPOINT, frames.CHECKPOINT_SCORED)
     return PreviousState(
         frames=frames_read,
@@ -150,17 +140,14 @@ def build_previous_state(
         manifests=tuple(manifests),
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
         known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
-        why_stopped=stops[-1] if stops else None,
-        why_cancelled=cancels[-1] if cancels else None,
-        is_paused=bool(pauses) and pauses[-1],
-        kind=kind,
+        is_paused=pauses[-1:] == ["paused"],
+        requested=next(reversed(cancels or stops), None),
+        published=ends[-1] if ends else None,
     )
 
 
-def _failure(data: dict[str, object]) -> Failure:
-    ranks, nodes = data.get("ranks", []), data.get("nodes", [])
-    assert isinstance(ranks, list) and isinstance(nodes, list)
-    return Failure(tuple(ranks), str(data.get("error", "")), tuple(nodes), str(data.get("raised", "")))
+def _failure(data: dict[str, Any]) -> Failure:
+    return Failure(tuple(data["ranks"]), data["error"], tuple(data["nodes"]), data.get("raised", ""))
 
 
 @dataclass(frozen=True)
@@ -170,11 +157,11 @@ class RunPlan:
     Attributes:
         start: Where the first attempt starts.
         reduce: How a checkpoint's metrics are computed from those of all ranks.
-        past: What an earlier controller process left; None: the run begins.
+        previous: What an earlier controller process left; None: the run begins.
     """
 
     failure: FailureConfig
     checkpoint: CheckpointConfig
     start: Start = field(default_factory=Start)
     reduce: Mapping[str, str] = field(default_factory=dict)
-    past: PreviousState | None = None
+    previous: PreviousState | None = None

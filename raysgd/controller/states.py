@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from raysgd.session.events import Failed
 
-#: Takes the place of the node's name for an error that a callback raised on the controller's side.
+#: Stands for the node if a callback raised the error in the callback host.
 CALLBACK_NODE = "the process of the controller's callbacks"
 
 
@@ -41,8 +41,8 @@ class Running:
         attempt: Its number. A group that fails before any rank entered train_func does not use up the number.
         serial: The number of the group. Each try to form a group has a number of its own.
         iterations_before: Rounds before this attempt.
+        nodes: The node of each rank.
         active: Ranks whose event stream has not ended.
-        num_ranks: Ranks at the beginning of the attempt.
         stopped: Ranks that left without returning, after a stop was requested.
         is_entered: Whether any rank has entered train_func.
     """
@@ -50,15 +50,15 @@ class Running:
     attempt: int
     serial: int
     iterations_before: int
+    nodes: tuple[str, ...]
     active: set[int]
-    num_ranks: int
     stopped: set[int] = field(default_factory=set)
     is_entered: bool = False
 
     @property
     def has_all_ranks(self) -> bool:
         """Whether no rank has left."""
-        return not self.stopped and self.num_ranks == len(self.active)
+        return not self.stopped and len(self.active) == len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Outcome:
     Attributes:
         kind: ``"done"``, ``"stopped"`` (ended early on request, a success too), ``"cancelled"`` or ``"error"``.
         failed: The user's exception, for an error that is one.
-        rank: The rank that raised it.
-        node: The node of that rank.
+        rank: The rank that raised it; None: a callback raised it.
+        node: The node of that rank, or `CALLBACK_NODE`.
         followed: ``(rank, summary)`` of the errors that followed from it.
         error_type: The name in `raysgd.errors`, for an error that raysgd raises itself.
         message: The text of that error, or why the run was stopped or cancelled.
@@ -97,6 +97,17 @@ class Outcome:
     ranks: tuple[int, ...] = ()
     failures: int = 0
 
+    @property
+    def is_success(self) -> bool:
+        return self.kind in ("done", "stopped")
+
+    def describe(self) -> str:
+        """Return one line about the end, for the run's events."""
+        if self.failed is None:
+            return self.message
+        place = self.node if self.rank is None else f"rank {self.rank}"
+        return f"{place}: {self.failed.summary}"
+
 
 @dataclass
 class Ending:
@@ -104,8 +115,8 @@ class Ending:
 
     Attributes:
         preset: The outcome, if it does not depend on the errors of the ranks.
-        errors: What each rank raised, in the order of arrival.
-        arrived_at: When each error arrived.
+        errors: What each rank raised, in the order of arrival, because the clocks of two machines may differ.
+        arrived_at: When each error arrived, by the clock that deaths are noticed by.
         deaths: The processes that died, without those in ``killed``.
         killed: Ranks whose processes the controller killed.
         is_decided: The next attempt or a pause follows; only active ranks and pending writes are waited for.
@@ -136,7 +147,6 @@ class Closing:
 
     outcome: Outcome
     running: Running | None = None
-    killed: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -157,7 +167,7 @@ def running_of(state: State) -> Running | None:
 
 def has_succeeded(state: State) -> bool:
     """Return whether the run is over without an error."""
-    return isinstance(state, Closed) and state.outcome.kind in ("done", "stopped")
+    return isinstance(state, Closed) and state.outcome.is_success
 
 
 def name_of(state: State) -> str:

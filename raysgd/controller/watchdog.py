@@ -1,31 +1,74 @@
-"""The watchdog of processes that outlive one process of the TrainerActor, but end with the Trainer."""
+"""Processes that outlive a restart of the TrainerActor, but end with the Trainer: how they start and end."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-#: Seconds before a TrainerActor that is being started again is asked again.
+from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.placement.slots import remove_placement_groups
+
+#: Seconds between two calls to a TrainerActor that is being restarted.
 ASK_AGAIN_S = 0.1
 
 
-def end_with(controller: Any) -> None:
-    """End this actor when the TrainerActor is gone for good; a restart is waited for.
+def prepare_process(kind: type, name: str, *, is_bound_to_node: bool = False) -> Any:
+    """Return the Ray actor class ``kind`` with the options of such a process: detached, on this node, without CPUs.
+
+    Args:
+        kind: The class.
+        name: The actor's name; a live actor of that name is used again.
+        is_bound_to_node: No other node can take the process when this one is lost.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=not is_bound_to_node)
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        scheduling_strategy=here,
+        lifetime="detached",
+        get_if_exists=True,
+    )
+
+
+def end_with(controller: Any, before: Callable[[], None] = lambda: None) -> None:
+    """End this actor when the TrainerActor is gone for good. A restart of the TrainerActor is waited for.
 
     Args:
         controller: Handle of the TrainerActor.
+        before: Called when the TrainerActor is gone, before this actor ends.
     """
     me = ray.get_runtime_context().current_actor
-    threading.Thread(target=_wait, args=(controller, me), name="raysgd-watchdog", daemon=True).start()
+
+    def wait() -> None:
+        ask(controller, "wait_for_end")  # it never answers, so the call ends with the TrainerActor
+        before()
+        ray.kill(me)
+
+    threading.Thread(target=wait, name="raysgd-watchdog", daemon=True).start()
 
 
-def _wait(controller: Any, me: Any) -> None:
-    ask(controller, "wait_for_end")  # which has no answer
-    ray.kill(me)
+class PlacementGuard:
+    """A Ray actor that removes a Trainer's own placement groups when the TrainerActor is gone.
+
+    Ray removes a placement group with the driver it was made under, or with the detached actor that made it. A Trainer in a
+    Tune trial has neither: when its process is killed, Tune removes the trial's group, but the groups that the Trainer added
+    would stay until the search's driver ends. Only such a Trainer has a guard.
+
+    Args:
+        name: Prefix of the names of the groups.
+        controller: Handle of the TrainerActor.
+    """
+
+    def __init__(self, name: str, controller: Any) -> None:
+        end_with(controller, lambda: remove_placement_groups(name))
 
 
 def ask(controller: Any, method: str, *args: Any) -> None:
@@ -43,7 +86,7 @@ def ask(controller: Any, method: str, *args: Any) -> None:
 
 def comes_back(controller: Any) -> bool:
     """Wait for a TrainerActor that did not answer; returns whether it answers again, maybe after a restart."""
-    while ray.is_initialized():  # a call would start Ray again
+    while ray.is_initialized():  # otherwise the call below would start Ray again
         try:
             ray.get(controller.endpoint.remote())
             return True

@@ -383,7 +383,9 @@ def test_instances_are_lost_with_their_worker(trainer: raysgd.Trainer) -> None:
     with pytest.raises(WorkerDiedError, match="the worker process of rank 1 died") as caught:
         trainer.execute(lambda counter: counter.die_on(1))
     assert caught.value.ranks == (1,)
-    with pytest.raises(UsageError, match=r"an instance was lost with its worker; start\(\.\.\.\) makes new ones"):
+    with pytest.raises(
+        UsageError, match=r"an instance was lost with its worker; call start\(\.\.\.\) to make new ones"
+    ):
         trainer.execute(lambda counter: counter.count)
     trainer.start(Counter)
     assert trainer.execute(lambda counter: counter.count) == [0, 1]

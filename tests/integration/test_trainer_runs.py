@@ -354,7 +354,7 @@ def test_results_lost_after_the_next_run_raise(trainer: raysgd.Trainer, monkeypa
     first = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
     assert first.get_returns() == 20_000
     trainer.run(count_to, {"n": 1}, callbacks=quiet())
-    with pytest.raises(UsageError, match="can no longer be read: the Trainer has done another run since"):
+    with pytest.raises(UsageError, match="can no longer be read, because the Trainer has executed another run since"):
         list(first)
 
 

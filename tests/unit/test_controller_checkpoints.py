@@ -31,10 +31,9 @@ def pending_checkpoints(
     return PendingCheckpoints(
         3,
         world_size,
-        first_number=first_number,
-        iterations_before=iterations_before,
-        reduce=reduce,
-        is_resumed=is_resumed,
+        first_number,
+        Start("/given" if is_resumed else None, iterations_before),
+        reduce,
     )
 
 
@@ -43,8 +42,8 @@ def save(
 ) -> None:
     """Save on the given ranks, and make their parts durable."""
     for rank in ranks:
-        assert pending.on_saved(rank, saved(call, reports, **flags)) is None
-        pending.on_part_safe(rank, part(call))
+        assert pending.on_event(rank, saved(call, reports, **flags)) is None
+        pending.on_event(rank, part(call))
 
 
 def numbers(pending: PendingCheckpoints) -> list[int]:
@@ -60,8 +59,8 @@ def test_parts_that_differ_only_in_array_pieces_are_reshardable(
 ) -> None:
     pending = pending_checkpoints()
     for rank in (0, 1):
-        pending.on_saved(rank, saved(all_ranks=True))
-        pending.on_part_safe(rank, replace(part(), unsharded_digest=unsharded_digest[rank]))
+        pending.on_event(rank, saved(all_ranks=True))
+        pending.on_event(rank, replace(part(), unsharded_digest=unsharded_digest[rank]))
     (manifest,) = pending.pop_complete()
     assert manifest.is_reshardable is is_reshardable
     assert Manifest.from_json(manifest.to_json()) == manifest
@@ -72,10 +71,10 @@ def test_parts_that_differ_only_in_array_pieces_are_reshardable(
 
 def test_checkpoint_is_complete_when_all_ranks_saved_and_all_parts_are_durable() -> None:
     steps = [
-        lambda pending: pending.on_saved(0, saved()),
-        lambda pending: pending.on_part_safe(0, part()),
-        lambda pending: pending.on_saved(1, saved()),
-        lambda pending: pending.on_part_safe(1, part()),
+        lambda pending: pending.on_event(0, saved()),
+        lambda pending: pending.on_event(0, part()),
+        lambda pending: pending.on_event(1, saved()),
+        lambda pending: pending.on_event(1, part()),
     ]
     for order in itertools.permutations(steps):
         pending = pending_checkpoints()
@@ -137,13 +136,13 @@ def test_rank_that_returns_without_a_save_is_an_error(is_first_to_leave: bool) -
     pending = pending_checkpoints()
     if is_first_to_leave:
         assert pending.on_returned(1) is None
-        error = pending.on_saved(0, saved())
+        error = pending.on_event(0, saved())
     else:
-        assert pending.on_saved(0, saved()) is None
+        assert pending.on_event(0, saved()) is None
         error = pending.on_returned(1)
     assert error is not None
     assert "rank 0: 1, rank 1: 0" in error and "rank 1 has returned without having called it" in error
-    pending.on_part_safe(0, part())
+    pending.on_event(0, part())
     pending.on_returned(0)
     assert numbers(pending) == []
 
@@ -156,13 +155,13 @@ def test_save_call_without_state_of_a_returned_rank_is_an_error(is_first_to_leav
     save(pending, all_ranks=all_ranks)
     if is_first_to_leave:
         assert pending.on_returned(giver) is None
-        error = pending.on_saved(1 - giver, saved(1, all_ranks=all_ranks))
+        error = pending.on_event(1 - giver, saved(1, all_ranks=all_ranks))
     else:
-        assert pending.on_saved(1 - giver, saved(1, all_ranks=all_ranks)) is None
+        assert pending.on_event(1 - giver, saved(1, all_ranks=all_ranks)) is None
         error = pending.on_returned(giver)
     assert error is not None
     assert f"rank {giver} has returned without giving a state to call 2" in error
-    pending.on_part_safe(1 - giver, part(1))
+    pending.on_event(1 - giver, part(1))
     assert numbers(pending) == [1]  # the first call is complete
 
 
@@ -170,7 +169,7 @@ def test_failed_write_is_not_a_mismatch_when_ranks_return() -> None:
     pending = pending_checkpoints()
     save(pending, 0)
     save(pending, 1, ranks=(0,))
-    pending.on_part_failed(1)
+    pending.drop(1)
     save(pending, 1, ranks=(1,))
     assert pending.on_returned(0) is None and pending.on_returned(1) is None
     assert numbers(pending) == [1]
@@ -179,16 +178,16 @@ def test_failed_write_is_not_a_mismatch_when_ranks_return() -> None:
 def test_failed_part_makes_no_checkpoint() -> None:
     pending = pending_checkpoints()
     save(pending, ranks=(1,))
-    assert pending.on_part_failed(0) == 1
-    assert pending.on_saved(0, saved()) is None  # the failed write arrives before the call
+    assert pending.drop(0) == 1
+    assert pending.on_event(0, saved()) is None  # the failed write arrives before the call
     save(pending, 1, reports=2)
     assert numbers(pending) == [2]
 
 
 def test_failed_save_call_stays_failed_after_ranks_return() -> None:
     pending = pending_checkpoints(3)
-    pending.on_saved(1, saved())
-    pending.on_part_failed(0)
+    pending.on_event(1, saved())
+    pending.drop(0)
     pending.on_returned(1)
     save(pending, ranks=(0, 2))
     assert numbers(pending) == []
@@ -204,7 +203,7 @@ def test_any_interleaving_commits_every_checkpoint_once(world_size: int, num_cal
     while left:
         rank = data.draw(st.sampled_from(sorted(left)))
         call, kind = left[rank].pop(0)
-        error = pending.on_saved(rank, saved(call)) if kind == "s" else pending.on_part_safe(rank, part(call))
+        error = pending.on_event(rank, saved(call)) if kind == "s" else pending.on_event(rank, part(call))
         assert error is None
         if not left[rank]:
             del left[rank]
@@ -227,10 +226,10 @@ def test_manifest_continues_numbers_and_iterations_of_the_run() -> None:
 
 def test_manifest_lists_files_and_states_of_ranks() -> None:
     pending = pending_checkpoints()
-    pending.on_saved(0, saved())
-    pending.on_part_safe(0, PartSafe(0, (("a", 3, 7), ("b", 4, 8)), {"generators": {"python": 1}}))
-    pending.on_saved(1, saved())
-    pending.on_part_safe(1, PartSafe(0, (), {"generators": {"python": 2}}))
+    pending.on_event(0, saved())
+    pending.on_event(0, PartSafe(0, (("a", 3, 7), ("b", 4, 8)), {"generators": {"python": 1}}))
+    pending.on_event(1, saved())
+    pending.on_event(1, PartSafe(0, (), {"generators": {"python": 2}}))
     (manifest,) = pending.pop_complete()
     assert manifest.parts == {0: [FileEntry("a", 3, 7), FileEntry("b", 4, 8)]}
     assert manifest.rank_states == {0: {"generators": {"python": 1}}, 1: {"generators": {"python": 2}}}
@@ -248,8 +247,8 @@ def test_manifest_metrics_are_rank_0s_or_reduced() -> None:
     for reduce, expected in (({}, 1.0), ({"loss": "mean"}, 2.0)):
         pending = pending_checkpoints(**reduce)
         for rank, loss in ((1, 3.0), (0, 1.0)):
-            pending.on_saved(rank, saved(metrics={"loss": loss}))
-            pending.on_part_safe(rank, part())
+            pending.on_event(rank, saved(metrics={"loss": loss}))
+            pending.on_event(rank, part())
         (manifest,) = pending.pop_complete()
         assert manifest.metrics == {"loss": expected}
 
@@ -265,73 +264,73 @@ def saving(*made: int, **reduce: str) -> PendingCheckpoints:
     """Return the calls of ranks that made a checkpoint; `made` is the number of reports of each rank before it."""
     pending = pending_checkpoints(**reduce)
     for rank, count in enumerate(made or (0, 0)):
-        pending.on_saved(rank, saved(reports=count))
-        pending.on_part_safe(rank, part())
+        pending.on_event(rank, saved(reports=count))
+        pending.on_event(rank, part())
     assert numbers(pending) == [1]
     return pending
 
 
 def test_score_is_complete_when_all_running_ranks_reported() -> None:
     pending = saving(loss="mean")
-    pending.on_scored(1, score(3.0))
+    pending.on_event(1, score(3.0))
     assert pending.pop_scores() == []
-    pending.on_scored(0, score(1.0))
+    pending.on_event(0, score(1.0))
     assert pending.pop_scores() == [(1, {"loss": 2.0}, 7.0)]
     assert pending.pop_scores() == []
 
 
 def test_score_does_not_wait_for_returned_ranks() -> None:
     pending = saving()
-    pending.on_scored(0, score(1.0))
+    pending.on_event(0, score(1.0))
     pending.on_returned(1)
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 def test_score_of_some_ranks_is_complete_when_the_attempt_ends() -> None:
     pending = saving(loss="mean")
-    pending.on_scored(1, score(3.0))
+    pending.on_event(1, score(3.0))
     assert pending.pop_scores() == []
     assert pending.pop_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
 
 
 def test_round_without_a_score_is_counted() -> None:
     pending = saving()
-    pending.on_scored(0, Scored(0, None))
-    pending.on_scored(1, Scored(0, None))
+    pending.on_event(0, Scored(0, None))
+    pending.on_event(1, Scored(0, None))
     assert pending.pop_scores() == [(1, None, 0.0)]
 
 
 def test_score_before_its_checkpoint_is_kept_until_commit() -> None:
     pending = pending_checkpoints()
     for rank in range(2):
-        pending.on_scored(rank, score(1.0))
+        pending.on_event(rank, score(1.0))
     assert pending.pop_scores() == []
     for rank in range(2):
-        pending.on_saved(rank, saved())
-        pending.on_part_safe(rank, part())
+        pending.on_event(rank, saved())
+        pending.on_event(rank, part())
     assert numbers(pending) == [1]
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
     pending = pending_checkpoints()
-    pending.on_scored(0, score(1.0))
+    pending.on_event(0, score(1.0))
     assert pending.pop_scores(is_over=True) == []
     for rank in range(2):
-        pending.on_saved(rank, saved())
-        pending.on_part_safe(rank, part())
+        pending.on_event(rank, saved())
+        pending.on_event(rank, part())
     assert numbers(pending) == [1]
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 def test_score_excludes_rank_that_saved_after_its_report() -> None:
     pending = saving(1, 0)
-    pending.on_scored(1, score(3.0))
+    pending.on_event(1, score(3.0))
     assert pending.pop_scores() == []
     pending.on_returned(0)
     assert pending.pop_scores() == [], "its report belongs to the round that the checkpoint already counts"
     pending = saving(1, 0)
-    pending.on_scored(0, score(1.0))
+    pending.on_event(0, score(1.0))
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
@@ -341,21 +340,21 @@ def test_score_excludes_rank_that_saved_after_its_report() -> None:
 @pytest.mark.parametrize(("flag", "named"), [("all_ranks", "different all_ranks"), ("is_files", "different files")])
 def test_save_calls_with_different_flags_are_an_error(flag: str, named: str) -> None:
     pending = pending_checkpoints()
-    assert pending.on_saved(0, saved(4, **{flag: True})) is None
-    error = pending.on_saved(1, saved(4, **{flag: False}))
+    assert pending.on_event(0, saved(4, **{flag: True})) is None
+    error = pending.on_event(1, saved(4, **{flag: False}))
     assert error is not None
     assert named in error and "call 5" in error and "{0: True, 1: False}" in error
     for rank in range(2):
-        pending.on_part_safe(rank, part(4))
+        pending.on_event(rank, part(4))
     assert numbers(pending) == []
 
 
 def test_rank_that_reports_past_the_first_save_without_saving_is_an_error() -> None:
     pending = pending_checkpoints()
     pending.on_reports(1, 2)
-    assert pending.on_saved(0, saved(0, reports=1)) is None
+    assert pending.on_event(0, saved(0, reports=1)) is None
     pending.on_reports(1, 3)
-    error = pending.on_saved(0, saved(1, reports=2))
+    error = pending.on_event(0, saved(1, reports=2))
     assert error is not None
     assert "rank 0: 2, rank 1: 0" in error and "rank 1 continued without calling it" in error
 
@@ -364,27 +363,27 @@ def test_rank_with_fewer_saves_is_allowed_while_it_runs() -> None:
     pending = pending_checkpoints()
     for call in range(5):
         pending.on_reports(0, call + 1)
-        assert pending.on_saved(0, saved(call, reports=call + 1)) is None
-    assert pending.on_saved(1, saved(0, reports=1)) is None
+        assert pending.on_event(0, saved(call, reports=call + 1)) is None
+    assert pending.on_event(1, saved(0, reports=1)) is None
 
 
 def test_saves_at_different_data_positions_are_an_error() -> None:
     for first, second in itertools.permutations((part(consumed=20), part(consumed=30))):
         pending = pending_checkpoints()
-        assert pending.on_part_safe(0, first) is None  # a part may be durable before the call is known
-        error = pending.on_part_safe(1, second)
+        assert pending.on_event(0, first) is None  # a part may be durable before the call is known
+        error = pending.on_event(1, second)
         assert error is not None and "different positions in dataset 'train'" in error
         assert "epoch 2, 20 rows consumed on rank" in error and "epoch 2, 30 rows consumed on rank" in error
         for rank in range(2):
-            pending.on_saved(rank, saved())
+            pending.on_event(rank, saved())
         assert numbers(pending) == []
 
 
 def test_data_positions_are_compared_within_one_save_call() -> None:
     pending = pending_checkpoints()
     for call, rank in itertools.product(range(2), range(2)):
-        assert pending.on_saved(rank, saved(call)) is None
-        assert pending.on_part_safe(rank, part(call, consumed=20 * call)) is None
+        assert pending.on_event(rank, saved(call)) is None
+        assert pending.on_event(rank, part(call, consumed=20 * call)) is None
     assert numbers(pending) == [1, 2]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from raysgd.controller.run import watch as drains
-from raysgd.controller.run.watch import DrainWatch
+from raysgd.controller.run import watch as watching
+from raysgd.controller.run.watch import watch_drains
 
 Reported = list[tuple[tuple[int, ...], float | None]]
 
 
-class WorkerGroupProtocol:
+class FakeMonitor:
     """Returns the ranks on draining nodes, one poll after the other; the last answer repeats."""
 
     def __init__(self, *polls: dict[int, float | None]) -> None:
@@ -27,11 +27,11 @@ class WorkerGroupProtocol:
 
 
 async def reported_by(*polls: dict[int, float | None], monkeypatch: pytest.MonkeyPatch) -> Reported:
-    monkeypatch.setattr(drains, "LOOK_S", 0)
-    group: Any = WorkerGroupProtocol(*polls)
+    monkeypatch.setattr(watching, "DRAIN_POLL_S", 0)
+    monitor: Any = FakeMonitor(*polls)
     reported: Reported = []
-    watch = asyncio.ensure_future(DrainWatch(group, lambda *drain: reported.append(drain)).run())
-    await group.is_over.wait()
+    watch = asyncio.ensure_future(watch_drains(monitor, lambda *drain: reported.append(drain)))
+    await monitor.is_over.wait()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     watch.cancel()

@@ -54,7 +54,7 @@ def test_group_grows_after_a_committed_save() -> None:
     assert run.all_of(c.PrepareGroup)[1:] == [c.PrepareGroup(2)]
     run.num_ranks = 3
     run.ready()
-    assert (run.entries[-1].attempt, run.entries[-1].checkpoint) == (2, uri_of(1))
+    assert (run.entries[-1].attempt, run.entries[-1].start.uri) == (2, uri_of(1))
     assert run.events("failure") == []
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"

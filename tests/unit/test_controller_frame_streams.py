@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import frame_streams as downlink
-from raysgd.controller.journal.frame_streams import FrameServer, read_frames
+from raysgd.controller.journal.frame_streams import read_frames, serve_frames
 from raysgd.transport import Endpoint
 from support.listening import Loop, Relay, listening, loop_in_thread
 
@@ -54,16 +55,17 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture(autouse=True)
 def _refs_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downlink.ray, "get", lambda ref: ref)
+    monkeypatch.setattr(downlink.ray, "is_initialized", lambda: True)
 
 
-def server(run: list[Frame]) -> FrameServer:
+def server(run: list[Frame]) -> Any:
     async def read(run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
         if run_id != "r":
             raise KeyError(run_id)
         for batch in batches_from(run, seq):
             yield batch
 
-    return FrameServer(read)
+    return partial(serve_frames, read)
 
 
 def seqs(controller: FakeController, endpoint: Endpoint | None, last: str = frames.RUN_CLOSED) -> list[int]:
@@ -73,7 +75,7 @@ def seqs(controller: FakeController, endpoint: Endpoint | None, last: str = fram
 def test_frames_are_read_over_the_connection(loop: Loop) -> None:
     run = frames_of_a_run(100)
     controller = FakeController(run)
-    with listening(loop, {downlink.KIND: server(run).handle}) as endpoint:
+    with listening(loop, {downlink.KIND: server(run)}) as endpoint:
         assert seqs(controller, endpoint) == list(range(102))
     assert controller.asked_from == []
 
@@ -87,7 +89,7 @@ def test_frames_are_read_through_ray_without_an_endpoint() -> None:
 def test_reader_stops_after_the_last_frame_that_it_wants(loop: Loop) -> None:
     run = frames_of_a_run(BATCH * 3 - 1)  # the last batch holds only the end of the files
     controller = FakeController(run)
-    with listening(loop, {downlink.KIND: server(run).handle}) as endpoint:
+    with listening(loop, {downlink.KIND: server(run)}) as endpoint:
         assert seqs(controller, endpoint, frames.RUN_END) == list(range(BATCH * 3))
     assert seqs(controller, None, frames.RUN_END) == list(range(BATCH * 3))
 
@@ -96,7 +98,7 @@ def test_reader_stops_after_the_last_frame_that_it_wants(loop: Loop) -> None:
 @given(cut_after_bytes=st.integers(0, 4000), count=st.integers(0, 20))
 def test_broken_connection_continues_through_ray(loop: Loop, cut_after_bytes: int, count: int) -> None:
     run = frames_of_a_run(count)
-    with listening(loop, {downlink.KIND: server(run).handle}) as endpoint:
+    with listening(loop, {downlink.KIND: server(run)}) as endpoint:
         relay = Relay(endpoint, cut_received=cut_after_bytes)
         try:
             assert seqs(FakeController(run), relay.endpoint) == list(range(count + 2))

@@ -108,8 +108,8 @@ class RunFuzz(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3), luck=st.integers(0, 7))
     def workers_are_ready(self, size: int = 1, luck: int = 1) -> None:
         self.num_answered = self.num_prepared
-        if not luck and self.run.machine.coordinator.newest_in_memory is not None:
-            self.run.feed(c.MemoryCopyLost(self.run.machine.coordinator.newest_in_memory.number))
+        if not luck and self.run.machine.checkpoints.newest_in_memory is not None:
+            self.run.feed(c.MemoryCopyLost(self.run.machine.checkpoints.newest_in_memory.number))
             self.held = None
         if self.is_elastic:
             self.run.num_ranks = size
@@ -390,14 +390,14 @@ class RunFuzz(RuleBasedStateMachine):
     def _check_StartAttempt(self, command: c.StartAttempt) -> None:  # noqa: N802
         assert command.attempt == self._num_entered() + 1
         newest = max(self.on_storage, default=None)
-        if command.held is not None:
-            assert self.held is not None and command.held.number == self.held.number >= (newest or 0)
-            assert command.iterations_before == command.held.iteration
-            assert command.checkpoint == (uri_of(newest) if newest == command.held.number else None)
+        if command.start.held is not None:
+            assert self.held is not None and command.start.held.number == self.held.number >= (newest or 0)
+            assert command.start.iteration == command.start.held.iteration
+            assert command.start.uri == (uri_of(newest) if newest == command.start.held.number else None)
         elif newest is None:
-            assert (command.checkpoint, command.iterations_before) == (self.start.uri, self.start.iteration)
+            assert (command.start.uri, command.start.iteration) == (self.start.uri, self.start.iteration)
         else:
-            assert (command.checkpoint, command.iterations_before) == (uri_of(newest), self.on_storage[newest])
+            assert (command.start.uri, command.start.iteration) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(SimulatedAttempt(command, [SimulatedRank(number) for number in range(self.run.num_ranks)]))
         for rank in self.attempts[-1].ranks:
@@ -472,7 +472,7 @@ class RunFuzz(RuleBasedStateMachine):
         assert command.manifest.attempt == attempt.entered.attempt
         assert {rank.number for rank in attempt.ranks} - attempt.returned <= set(callers)
         assert 0 in callers and set(callers) <= attempt.safe.get(call, set())
-        made_at = attempt.entered.iterations_before + callers[min(callers)].reports
+        made_at = attempt.entered.start.iteration + callers[min(callers)].reports
         is_scored = command.manifest.iteration == made_at + 1  # the round was complete before the parts
         assert is_scored or command.manifest.iteration == made_at
         if is_scored:
@@ -502,7 +502,7 @@ class RunFuzz(RuleBasedStateMachine):
         for result in self.merger.feed(frame):
             entered = self.attempts[-1].entered
             is_first = before is None or before["attempt"] != result["attempt"]
-            number = entered.iterations_before if is_first else before["training_iteration"]  # type: ignore[index]
+            number = entered.start.iteration if is_first else before["training_iteration"]  # type: ignore[index]
             assert (result["training_iteration"], result["attempt"]) == (number + 1, entered.attempt)
             self.results.append(result)
             before = result

@@ -36,7 +36,7 @@ def test_successful_run_goes_through_all_states() -> None:
     assert run.commands == [c.PrepareGroup(1)]
     run.ready()
     assert isinstance(run.machine.state, Running)
-    assert run.entries == [c.StartAttempt(1, None, 1, 0, 0.0)]
+    assert run.entries == [c.StartAttempt(1, Start(), 1)]
     run.leave(0)
     assert not run.is_closed
     run.leave(1)
@@ -51,7 +51,7 @@ def test_group_is_closed_once_after_all_ranks_returned() -> None:
     run.leave(0)
     assert run.all_of(c.LeaveGroup) == []
     run.leave(1)
-    assert run.all_of(c.LeaveGroup) == [c.LeaveGroup(1)]
+    assert run.all_of(c.LeaveGroup) == [c.LeaveGroup()]
 
 
 def test_rank_has_left_when_its_event_stream_ends() -> None:
@@ -443,8 +443,8 @@ def test_run_restarts_from_given_checkpoint_before_first_save() -> None:
     run.deliver(0, reports(0, 5))
     kill(run)
     run.ready()
-    assert [entry.checkpoint for entry in run.entries] == [GIVEN.uri, GIVEN.uri]
-    assert run.entries[1] == c.StartAttempt(2, GIVEN.uri, 1, 70, 7.5)
+    assert [entry.start.uri for entry in run.entries] == [GIVEN.uri, GIVEN.uri]
+    assert run.entries[1] == c.StartAttempt(2, GIVEN, 1)
 
 
 def test_run_resumes_from_newest_checkpoint_after_failure() -> None:
@@ -454,12 +454,12 @@ def test_run_resumes_from_newest_checkpoint_after_failure() -> None:
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[1] == c.StartAttempt(2, uri_of(2), 3, 73, 3.0)
+    assert run.entries[1] == c.StartAttempt(2, Start(uri_of(2), 73, 3.0, 2), 3)
     run.save(0, reports=4)
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[2] == c.StartAttempt(3, uri_of(3), 4, 77, 4.0)
+    assert run.entries[2] == c.StartAttempt(3, Start(uri_of(3), 77, 4.0, 3), 4)
 
 
 def test_run_does_not_resume_from_incomplete_checkpoint() -> None:
@@ -469,7 +469,7 @@ def test_run_does_not_resume_from_incomplete_checkpoint() -> None:
     run.deliver(0, saved(1, 2), part(1))  # rank 1 dies before its call
     kill(run, rank=1)
     run.ready()
-    assert run.entries[1] == c.StartAttempt(2, uri_of(1), 2, 1, 1.0)
+    assert run.entries[1] == c.StartAttempt(2, Start(uri_of(1), 1, 1.0, 1), 2)
 
 
 def test_run_resumes_from_checkpoint_completed_while_attempt_ends() -> None:
@@ -484,7 +484,7 @@ def test_run_resumes_from_checkpoint_completed_while_attempt_ends() -> None:
     run.leave(1, e.Ended())
     run.commit()
     run.ready()
-    assert run.entries[1].checkpoint == uri_of(1)
+    assert run.entries[1].start.uri == uri_of(1)
 
 
 # -- events of previous attempts ---------------------------------------------------------------------------------------
@@ -558,7 +558,7 @@ def test_run_resumes_from_previous_checkpoint_when_newest_is_damaged(is_late: bo
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[-1].checkpoint == uri_of(2)
+    assert run.entries[-1].start.uri == uri_of(2)
     if is_late:  # rank 1 only sees its broken collective
         run.deliver(1, broken())
     else:
@@ -568,7 +568,7 @@ def test_run_resumes_from_previous_checkpoint_when_newest_is_damaged(is_late: bo
         run.leave(rank, failed("CheckpointCorruptError: its bytes are wrong"))
     run.ready()
     entered = run.entries[-1]
-    assert (entered.checkpoint, entered.iterations_before, entered.first_number) == (uri_of(1), 1, 3)
+    assert (entered.start.uri, entered.start.iteration, entered.first_number) == (uri_of(1), 1, 3)
     assert [note["message"] for note in run.events("warning")] == ["checkpoint 2 skipped: its bytes are wrong"]
     assert len(run.events("failure")) == 1, "a damaged checkpoint is not a worker failure"
     finish(run)

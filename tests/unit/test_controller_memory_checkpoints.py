@@ -42,9 +42,9 @@ def test_run_resumes_from_memory() -> None:
     kill(run)
     run.ready()
     entered = run.entries[-1]
-    assert entered.held is not None and (entered.held.number, entered.checkpoint) == (2, None)
-    assert (entered.iterations_before, entered.first_number) == (2, 3)
-    assert entered.held.rank_states == {0: {"n": 0}, 1: {}}
+    assert entered.start.held is not None and (entered.start.held.number, entered.start.uri) == (2, None)
+    assert (entered.start.iteration, entered.first_number) == (2, 3)
+    assert entered.start.held.rank_states == {0: {"n": 0}, 1: {}}
     assert run.events("attempt_start")[-1]["memory"] == 2
 
 
@@ -53,7 +53,7 @@ def test_run_does_not_resume_from_incomplete_memory_checkpoint() -> None:
     run.deliver(0, saved(0), e.PartHeld(0, 10))
     kill(run)
     run.ready()
-    assert run.entries[-1].held is None
+    assert run.entries[-1].start.held is None
 
 
 def test_run_resumes_from_newer_of_memory_and_storage() -> None:
@@ -63,14 +63,14 @@ def test_run_resumes_from_newer_of_memory_and_storage() -> None:
     hold(run, 1, 2)
     kill(run)
     run.ready()
-    assert run.entries[-1].held is not None and run.entries[-1].iterations_before == 2
+    assert run.entries[-1].start.held is not None and run.entries[-1].start.iteration == 2
 
     run.deliver(0, e.HoldFailed(0, "full"))
     run.save(0, 1)
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[-1].held is None and run.entries[-1].checkpoint == uri_of(3)
+    assert run.entries[-1].start.held is None and run.entries[-1].start.uri == uri_of(3)
 
 
 def test_checkpoint_in_memory_and_storage_is_read_from_memory() -> None:
@@ -80,7 +80,7 @@ def test_checkpoint_in_memory_and_storage_is_read_from_memory() -> None:
     run.commit()
     kill(run)
     run.ready()
-    assert run.entries[-1].held is not None and run.entries[-1].checkpoint == uri_of(1)
+    assert run.entries[-1].start.held is not None and run.entries[-1].start.uri == uri_of(1)
 
 
 def test_run_resumes_from_storage_when_memory_copy_is_lost() -> None:
@@ -91,7 +91,7 @@ def test_run_resumes_from_storage_when_memory_copy_is_lost() -> None:
     kill(run)
     run.feed(c.MemoryCopyLost(2))
     run.ready()
-    assert (run.entries[-1].held, run.entries[-1].checkpoint) == (None, uri_of(1))
+    assert (run.entries[-1].start.held, run.entries[-1].start.uri) == (None, uri_of(1))
     assert "no longer in the cluster's memory" in run.events("warning")[-1]["message"]
 
 
@@ -106,7 +106,7 @@ def test_memory_checkpoint_lost_during_read_is_skipped() -> None:
     for rank in range(2):
         run.leave(rank, e.Ended())
     run.ready()
-    assert (run.entries[-1].held, run.entries[-1].checkpoint) == (None, uri_of(1))
+    assert (run.entries[-1].start.held, run.entries[-1].start.uri) == (None, uri_of(1))
 
 
 def test_checkpoint_of_dead_worker_is_stored_from_memory() -> None:
@@ -147,7 +147,7 @@ def test_number_of_checkpoint_in_writing_is_not_reused() -> None:
     kill(run)
     run.feed(c.MemoryCopyLost(1))
     run.ready()
-    assert run.entries[-1].held is None and run.entries[-1].first_number == 2
+    assert run.entries[-1].start.held is None and run.entries[-1].first_number == 2
 
 
 def test_newest_memory_checkpoint_is_stored_at_the_end() -> None:

@@ -305,7 +305,7 @@ def test_next_attempt_waits_for_commit_in_flight() -> None:
     run.commit()
     assert run.machine.state == Preparing(2, serial=2)
     run.ready()
-    assert run.entries[1].checkpoint == uri_of(1)
+    assert run.entries[1].start.uri == uri_of(1)
 
 
 @pytest.mark.parametrize("ending", ["error", "cancel"])
@@ -322,7 +322,7 @@ def test_run_waits_for_commit_in_flight_before_closing(ending: str) -> None:
     assert isinstance(run.machine.state, Closing)
     run.commit()
     assert run.is_closed
-    assert run.machine.coordinator.newest_number == 1
+    assert run.machine.checkpoints.newest_number == 1
 
 
 def test_failed_commit_ends_the_run() -> None:
@@ -366,7 +366,7 @@ def test_on_write_error_warn_continues_training_without_the_checkpoint() -> None
     run.commit()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert run.machine.coordinator.newest_number == 3
+    assert run.machine.checkpoints.newest_number == 3
 
 
 def test_failed_write_does_not_replace_user_exception() -> None:
@@ -390,7 +390,7 @@ def test_readers_are_notified_of_deleted_checkpoints() -> None:
     assert [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT_DELETED)] == [1]
     kill(run)
     run.ready()
-    assert run.entries[1].checkpoint == uri_of(2)
+    assert run.entries[1].start.uri == uri_of(2)
 
 
 def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
@@ -403,7 +403,7 @@ def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
     assert [frame.data["metrics"] for frame in run.emitted(frames.CHECKPOINT_SCORED)] == [{"loss": 0.5}]
     kill(run)
     run.ready()
-    assert run.entries[1].iterations_before == 1
+    assert run.entries[1].start.iteration == 1
 
 
 def test_score_that_arrives_during_commit_is_kept() -> None:

@@ -53,7 +53,7 @@ def test_paused_run_resumes_from_that_save_as_next_attempt_without_failure() -> 
     leave_at_save_point(run)
     run.feed(c.ResumeRequested())
     run.ready()
-    assert (run.entries[-1].attempt, run.entries[-1].checkpoint) == (2, uri_of(1))
+    assert (run.entries[-1].attempt, run.entries[-1].start.uri) == (2, uri_of(1))
     assert run.events("resumed") and not run.events("failure")
     run.leave(0)
     run.leave(1)
@@ -68,7 +68,7 @@ def test_run_can_pause_several_times() -> None:
         assert is_paused(run)
         run.feed(c.ResumeRequested())
         run.ready()
-        assert run.entries[-1].checkpoint == uri_of(number)
+        assert run.entries[-1].start.uri == uri_of(number)
 
 
 def test_run_pauses_immediately_before_workers_are_ready() -> None:

@@ -16,6 +16,7 @@ from raysgd.controller.journal.frame_log import FrameLog
 from raysgd.controller.journal.journal import Journal, stored_frames
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run_plan import SEQ_GAP, AttemptRecord, build_previous_state
+from raysgd.controller.states import Outcome
 
 
 @pytest.fixture(params=["disk", "object store"])
@@ -85,7 +86,7 @@ def test_empty_folder_has_no_previous_state(storage: Storage) -> None:
     storage.make_dirs()
     assert Journal(storage).reopen() == ([], -1)
     past = RunFiles(storage, frozenset(), print).previous()
-    assert (past.attempt, past.is_open, past.manifests, past.kind) == (0, False, (), None)
+    assert (past.attempt, past.is_open, past.manifests, past.published) == (0, False, (), None)
 
 
 # -- the previous state ------------------------------------------------------------------------------------------------
@@ -124,8 +125,11 @@ def test_run_is_paused_until_it_is_resumed() -> None:
 
 
 def test_stop_request_and_run_end_are_read_back() -> None:
-    assert build_previous_state([event(0, "stop", why="enough")], 0, [], 0).why_stopped == "enough"
-    assert build_previous_state([Frame(0, frames.RUN_END, 1, data={"kind": "error"})], 0, [], 0).kind == "error"
+    stop, cancel = event(0, "stop", why="enough"), event(1, "cancel", why="now")
+    end = Frame(2, frames.RUN_END, 1, data={"kind": "error"})
+    assert build_previous_state([stop], 0, [], 0).requested == Outcome("stopped", message="enough")
+    past = build_previous_state([stop, cancel, end], 2, [], 0)
+    assert (past.requested, past.published) == (Outcome("cancelled", message="now"), Outcome("error"))
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_run_resumes_from_newest_checkpoint_after_controller_restart() -> None:
     restarted.advance(1)
     restarted.ready()
     (entered,) = restarted.entries
-    assert (entered.attempt, entered.checkpoint, entered.iterations_before) == (2, uri_of(2), 2)
+    assert (entered.attempt, entered.start.uri, entered.start.iteration) == (2, uri_of(2), 2)
     assert entered.first_number == 3
     finish(restarted)
     assert restarted.outcome is not None and restarted.outcome.kind == "done"
@@ -51,7 +51,7 @@ def test_run_without_checkpoint_starts_again_after_controller_restart() -> None:
     restarted.advance(1)
     restarted.ready()
     (entered,) = restarted.entries
-    assert (entered.attempt, entered.checkpoint, entered.iterations_before) == (2, None, 0)
+    assert (entered.attempt, entered.start.uri, entered.start.iteration) == (2, None, 0)
 
 
 def test_run_begins_when_controller_died_before_first_attempt() -> None:
@@ -104,7 +104,7 @@ def test_committed_checkpoint_unknown_to_readers_is_announced() -> None:
     assert frame.data["uri"] == uri_of(1)
     restarted.advance(1)
     restarted.ready()
-    assert restarted.entries[0].checkpoint == uri_of(1)
+    assert restarted.entries[0].start.uri == uri_of(1)
 
 
 def test_checkpoints_known_to_readers_are_not_announced_again() -> None:
@@ -145,7 +145,7 @@ def test_paused_run_stays_paused_after_restart_without_failure() -> None:
     assert isinstance(restarted.machine.state, Paused) and not restarted.events("failure")
     restarted.feed(c.ResumeRequested())
     restarted.ready()
-    assert (restarted.entries[0].attempt, restarted.entries[0].checkpoint) == (2, uri_of(1))
+    assert (restarted.entries[0].attempt, restarted.entries[0].start.uri) == (2, uri_of(1))
 
 
 def test_resumed_run_is_not_paused_after_restart() -> None:
@@ -189,7 +189,7 @@ def test_controller_can_restart_several_times() -> None:
         restarted.commands[:0] = run.commands  # one journal
         restarted.advance(10)
         restarted.ready()
-        assert (restarted.entries[-1].attempt, restarted.entries[-1].checkpoint) == (attempt, uri_of(attempt - 1))
+        assert (restarted.entries[-1].attempt, restarted.entries[-1].start.uri) == (attempt, uri_of(attempt - 1))
         run = restarted
 
 

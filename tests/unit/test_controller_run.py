@@ -1,7 +1,8 @@
-"""A run whose workers cannot start: which errors are retried."""
+"""Runs whose workers do not start: which errors are retried, and what is recorded."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
+from raysgd.controller.frames import Frame
 from raysgd.controller.policies import failure
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
+from raysgd.controller.states import CALLBACK_NODE
 from raysgd.errors import InfeasibleError, RaySGDError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
+from raysgd.testing.simulation import failed
 from raysgd.workers.orders import WorkerTask
 
 
@@ -44,9 +48,17 @@ class FailingGroup:
         raise self.error
 
 
-async def outcome_of(group: Any, folder: Path) -> dict[str, Any]:
-    """Return the outcome of a run with these workers and two allowed failures."""
-    run = Run(
+class WaitingGroup(FailingGroup):
+    """Workers that need for ever to start."""
+
+    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+        await asyncio.Event().wait()
+        raise self.error
+
+
+def make_run(group: Any, folder: Path) -> Run:
+    """Return a run with these workers and two allowed failures."""
+    return Run(
         RunRequest(WorkerTask("id", b"code"), "runs", {}),
         RunInfo("run_001", str(folder), {}, 2, "none"),
         group,
@@ -55,9 +67,16 @@ async def outcome_of(group: Any, folder: Path) -> dict[str, Any]:
         checkpoint=CheckpointConfig(),
         share=lambda order: order,
     )
+
+
+async def frames_of(run: Run) -> list[Frame]:
+    return [frame async for batch in run.log.read(0) for frame in batch]
+
+
+async def outcome_of(group: Any, folder: Path) -> dict[str, Any]:
+    run = make_run(group, folder)
     await run.execute()
-    all_frames = [frame async for batch in run.log.read(0) for frame in batch]
-    (end,) = [frame.data for frame in all_frames if frame.kind == frames.RUN_END]
+    (end,) = [frame.data for frame in await frames_of(run) if frame.kind == frames.RUN_END]
     return end
 
 
@@ -87,3 +106,14 @@ async def test_permanent_start_error_ends_the_run_at_once(tmp_path: Path, error:
     assert group.num_asked == 1
     assert outcome["error_type"] == (type(error).__name__ if isinstance(error, RaySGDError) else "WorkerError")
     assert str(error) in outcome["message"]
+
+
+async def test_end_by_a_callback_is_recorded_with_the_place_of_its_error(tmp_path: Path) -> None:
+    run = make_run(WaitingGroup(RuntimeError()), tmp_path)
+    executed = asyncio.ensure_future(run.execute())
+    await asyncio.sleep(0)
+    await run.stop("a callback failed", cancel=True, failed=failed("ValueError: boom"))
+    await executed
+    events = [frame.data for frame in await frames_of(run) if frame.kind == frames.EVENT]
+    (end,) = [event["data"] for event in events if event["kind"] == "run_end"]
+    assert end == {"kind": "error", "message": f"{CALLBACK_NODE}: ValueError: boom"}

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd import errors
 from raysgd.controller.journal.outcome import outcome_data, outcome_error
-from raysgd.controller.states import Outcome
+from raysgd.controller.states import CALLBACK_NODE, Outcome
 from raysgd.errors import AttemptEnded, RaySGDError, WorkerTraceback
 from raysgd.testing.simulation import failed
 
@@ -176,5 +176,11 @@ def test_exception_that_cannot_be_unpickled_is_raised_as_train_func_error(pickle
     error = raised_for(Outcome("error", failed=failure, rank=2, node="node-2"))
     assert isinstance(error, errors.TrainFuncError)
     assert error.type_name == "users.module.ValueError"
-    assert "ValueError: boom" in str(error) and "rank 2" in str(error) and why in str(error)
+    assert "ValueError: boom" in str(error) and "raised on rank 2" in str(error) and why in str(error)
     assert isinstance(error.__cause__, WorkerTraceback)
+
+
+def test_error_of_a_callback_names_the_process_of_the_callbacks() -> None:
+    error = raised_for(Outcome("error", failed=failed("ValueError: boom"), node=CALLBACK_NODE))
+    assert isinstance(error, errors.TrainFuncError)
+    assert f"raised in {CALLBACK_NODE}" in str(error) and "None" not in str(error)

@@ -11,25 +11,14 @@ from typing import Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
-from raysgd.controller.commands import (
-    Command,
-    CommitCheckpoint,
-    DeleteCheckpoint,
-    EmitFrame,
-    KeepInMemory,
-    MemoryCopyLost,
-    MemoryCopyNotStored,
-    MemoryCopyStored,
-    RecordEvent,
-    StoreFromMemory,
-)
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
 
-Emit = Callable[[Command], None]
+Emit = Callable[[c.Command], None]
 
 
 class MemoryTier:
@@ -37,73 +26,55 @@ class MemoryTier:
 
     Args:
         on_in_memory: Called with the number of each checkpoint that is complete in memory.
+
+    Attributes:
+        index: The complete checkpoints; their manifests are as they would be on storage, without files.
+        pending: The saves of the current attempt.
     """
 
     def __init__(self, emit: Emit, on_in_memory: Callable[[int], None]) -> None:
         self._emit = emit
         self._on_in_memory = on_in_memory
-        self._index = CheckpointIndex(Start(), RetentionPolicy(1))
-        self._pending = PendingCheckpoints.none()
-
-    @property
-    def newest(self) -> Manifest | None:
-        """The manifest as it would be on storage, without files."""
-        return self._index.newest
+        self.index = CheckpointIndex(Start(), RetentionPolicy(1))
+        self.pending = PendingCheckpoints()
 
     def begin_attempt(self, pending: PendingCheckpoints) -> None:
         """Collect the parts of the new attempt in ``pending``."""
-        self._index.forget_scores()
-        self._pending = pending
-
-    def drop(self, number: int) -> None:
-        """Forget a checkpoint that is no longer in memory."""
-        self._index.drop(number)
-
-    def on_reports(self, rank: int, count: int) -> None:
-        self._pending.on_reports(rank, count)
+        self.index.forget_scores()
+        self.pending = pending
 
     def on_returned(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that it broke, or None."""
-        problem = self._pending.on_returned(rank)
+        problem = self.pending.on_returned(rank)
         self._keep_complete()
         return problem
 
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None
-        if isinstance(event, Saved):
-            problem = self._pending.on_saved(rank, event)
+        if isinstance(event, HoldFailed):
+            self.pending.drop(event.call)
         elif isinstance(event, PartHeld):
             part = PartSafe(event.call, (), event.rank_state, event.unsharded_digest)
-            problem = self._pending.on_part_safe(rank, part)
-        elif isinstance(event, PartSafe):
-            if rank != 0 and not event.files:  # this rank gives no state; a part with files is on storage alone
-                problem = self._pending.on_part_safe(rank, event)
-        elif isinstance(event, HoldFailed):
-            self._pending.on_part_failed(event.call)
-        else:
-            self._pending.on_scored(rank, event)
+            problem = self.pending.on_event(rank, part)
+        elif not isinstance(event, PartSafe) or (
+            rank != 0 and not event.files
+        ):  # a part with files is on storage alone
+            problem = self.pending.on_event(rank, event)
         self._keep_complete()
         return problem
 
-    def discard(self, call: int) -> None:
-        """Forget the checkpoint of this call: it consists of files, which are on storage alone."""
-        self._pending.discard(call)
-
-    def end_attempt(self) -> None:
-        """Stop waiting for the reports of ranks that are gone."""
-        self._apply_scores(is_over=True)
+    def apply_scores(self, *, is_over: bool = False) -> None:
+        """Assign checkpoints to their rounds. ``is_over``: no longer wait for the reports of ranks that are gone."""
+        for score in self.pending.pop_scores(is_over=is_over):
+            self.index.score(*score)
 
     def _keep_complete(self) -> None:
-        for manifest in self._pending.pop_complete():
-            self._index.add(manifest)
-            self._emit(KeepInMemory(manifest.number))
+        for manifest in self.pending.pop_complete():
+            self.index.add(manifest)
+            self._emit(c.KeepInMemory(manifest.number))
             self._on_in_memory(manifest.number)
-        self._apply_scores(is_over=False)
-
-    def _apply_scores(self, *, is_over: bool) -> None:
-        for score in self._pending.pop_scores(is_over=is_over):
-            self._index.score(*score)
+        self.apply_scores()
 
 
 class CheckpointCoordinator:
@@ -140,9 +111,9 @@ class CheckpointCoordinator:
         self._attempt = 0
         self._saves_first: bool | None = None
         self._started_from = plan.start
-        self._pending = PendingCheckpoints.none()
+        self._pending = PendingCheckpoints()
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -161,7 +132,7 @@ class CheckpointCoordinator:
     @property
     def newest_in_memory(self) -> Manifest | None:
         """The newest checkpoint in memory, if the next attempt would start from it."""
-        held = None if self._memory is None else self._memory.newest
+        held = None if self._memory is None else self._memory.index.newest
         return held if held is not None and held.number >= (self.newest_number or 0) else None
 
     @property
@@ -191,13 +162,13 @@ class CheckpointCoordinator:
         """Return the number of the checkpoint that the ``call``-th saves of the attempt make."""
         return self._first_number + call
 
-    # -- attempts -------------------------------------------------------------------------------------------------
+    # -- attempts -----------------------------------------------------------------------------------------------------
 
-    def restore(self, past: PreviousState) -> None:
+    def restore(self, previous: PreviousState) -> None:
         """Take over the checkpoints of an earlier controller process; readers learn of those they may not know."""
-        self._last_number = max(self._last_number, past.last_number)
-        for manifest in past.manifests:
-            if manifest.number in past.known:
+        self._last_number = max(self._last_number, previous.last_number)
+        for manifest in previous.manifests:
+            if manifest.number in previous.known:
                 self._delete(manifest.attempt, self._index.add(manifest)[1])
             else:
                 self.on_committed(manifest)
@@ -212,14 +183,7 @@ class CheckpointCoordinator:
         self._last_announced = self._last_number  # a number that no checkpoint was made of is used again
 
         def make_pending() -> PendingCheckpoints:
-            return PendingCheckpoints(
-                attempt,
-                world_size,
-                first_number=self._first_number,
-                iterations_before=start.iteration,
-                reduce=self._reduce,
-                is_resumed=start.is_checkpoint,
-            )
+            return PendingCheckpoints(attempt, world_size, self._first_number, start, self._reduce)
 
         self._attempt, self._started_from, self._saves_first = attempt, start, None
         self._pending = make_pending()
@@ -237,13 +201,13 @@ class CheckpointCoordinator:
         """
         number = self._started_from.number
         if self._started_from.held is not None and self._memory is not None:
-            self._memory.drop(number)
+            self._memory.index.drop(number)
         elif self._index.has_older_than(number):
             self._index.drop(number)
         else:
             return None
         why = f"checkpoint {number} skipped: {error}"
-        self._emit(RecordEvent("warning", {"message": why}))
+        self._emit(c.warning(why))
         return why
 
     def end_attempt(self, iterations_before: int) -> int:
@@ -253,7 +217,7 @@ class CheckpointCoordinator:
         """
         self._apply_scores(self._pending.pop_scores(is_over=True))
         if self._memory is not None:
-            self._memory.end_attempt()
+            self._memory.apply_scores(is_over=True)
         return max(0, self.newest_iteration() - iterations_before)
 
     def _find_start(self) -> Start:
@@ -263,30 +227,27 @@ class CheckpointCoordinator:
         uri = start.uri if start.number == held.number else None
         return Start(uri, held.iteration, held.time_total_s, held.number, held)
 
-    # -- events of ranks ------------------------------------------------------------------------------------------
+    # -- events of ranks ----------------------------------------------------------------------------------------------
 
     def on_reports(self, rank: int, count: int) -> None:
         """A rank has made ``count`` reports in the attempt so far."""
         self._pending.on_reports(rank, count)
         if self._memory is not None:
-            self._memory.on_reports(rank, count)
+            self._memory.pending.on_reports(rank, count)
 
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None if self._memory is None else self._memory.on_event(rank, event)
+        if not isinstance(event, (PartHeld, HoldFailed)):
+            problem = self._pending.on_event(rank, event) or problem
         if isinstance(event, Saved):
-            problem = self._pending.on_saved(rank, event) or problem
             self._announce(event)
-        elif isinstance(event, PartSafe):
-            problem = self._pending.on_part_safe(rank, event) or problem
-        elif isinstance(event, Scored):
-            self._pending.on_scored(rank, event)
         self._commit_complete()
         return problem
 
     def on_part_failed(self, event: PartFailed) -> str:
         """A part could not be written; returns the message for the user."""
-        return self.on_commit_failed(self._pending.on_part_failed(event.call), event.error)
+        return self.on_commit_failed(self._pending.drop(event.call), event.error)
 
     def on_returned(self, rank: int) -> str | None:
         """A rank has returned; returns the rule that it broke, or None."""
@@ -303,17 +264,17 @@ class CheckpointCoordinator:
         if number > self._last_announced and number % self._stored_every == 0:
             self._last_announced = number
             iteration = self._started_from.iteration + event.reports + bool(self._saves_first)
-            self._emit(EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
+            self._emit(c.EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:
         complete = self._pending.pop_complete()
         self._apply_scores(self._pending.pop_scores())
         for manifest in complete:
             self._commit(self._index.scored(manifest))
-            if manifest.is_files and self._memory is not None:
-                self._memory.discard(manifest.number - self._first_number)
+            if manifest.is_files and self._memory is not None:  # files are on storage alone
+                self._memory.pending.drop(manifest.number - self._first_number)
 
-    # -- storage and memory ---------------------------------------------------------------------------------------
+    # -- storage and memory -------------------------------------------------------------------------------------------
 
     def store_held(self) -> bool:
         """Write the newest checkpoint from memory to storage, once, if it is not there.
@@ -326,61 +287,64 @@ class CheckpointCoordinator:
             self._tried.add(held.number)
             self._storing.add(held.number)
             self._index.forget_scores([held.number])  # the copy in memory has its score already
-            self._emit(StoreFromMemory(held))
+            self._emit(c.StoreFromMemory(held))
         return bool(self._storing)
 
-    def on_memory_copy(self, given: MemoryCopyLost | MemoryCopyStored | MemoryCopyNotStored) -> None:
+    def on_memory_copy(self, given: c.MemoryCopyLost | c.MemoryCopyStored | c.MemoryCopyNotStored) -> None:
         """A checkpoint in memory was lost or written to storage."""
-        if isinstance(given, MemoryCopyStored):
+        if isinstance(given, c.MemoryCopyStored):
             self._storing.discard(given.manifest.number)
             self._from_memory.add(given.manifest.number)
             self._commit(given.manifest)
-        elif isinstance(given, MemoryCopyNotStored):
+        elif isinstance(given, c.MemoryCopyNotStored):
             self._storing.discard(given.number)
-            self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": given.number}))
-            message = f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}"
-            self._emit(RecordEvent("warning", {"message": message}))
+            self._report_not_saved(
+                given.number,
+                f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}",
+            )
         elif self._memory is not None:
-            self._memory.drop(given.number)
-            message = f"checkpoint {given.number} is no longer in the cluster's memory"
-            self._emit(RecordEvent("warning", {"message": message}))
+            self._memory.index.drop(given.number)
+            self._emit(c.warning(f"checkpoint {given.number} is no longer in the cluster's memory"))
 
     def on_committed(self, manifest: Manifest) -> None:
         """A manifest is on storage."""
         self._in_flight.pop(manifest.number, None)
         shown, to_delete = self._index.add(manifest)
         data = self._describe(shown)
-        self._emit(EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
-        self._emit(RecordEvent("checkpoint", data))
+        self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
+        self._emit(c.RecordEvent("checkpoint", data))
         if shown is not manifest:  # its score arrived while it was being written
-            self._emit(CommitCheckpoint(shown, amend=True))
+            self._emit(c.CommitCheckpoint(shown, amend=True))
         self._delete(shown.attempt, to_delete)
 
     def on_commit_failed(self, number: int, error: str) -> str:
         """A checkpoint could not be written; returns the message for the user."""
         self._in_flight.pop(number, None)
-        self._emit(EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": number}))
         message = f"checkpoint {number} could not be written: {error}"
-        self._emit(RecordEvent("warning", {"message": message}))
+        self._report_not_saved(number, message)
         return message
+
+    def _report_not_saved(self, number: int, message: str) -> None:
+        self._emit(c.EmitFrame(frames.NOT_SAVED, self._attempt, data={"number": number}))
+        self._emit(c.warning(message))
 
     def _commit(self, manifest: Manifest) -> None:
         self._last_number = max(self._last_number, manifest.number)
         self._in_flight[manifest.number] = manifest
-        self._emit(CommitCheckpoint(manifest))
+        self._emit(c.CommitCheckpoint(manifest))
 
     def _delete(self, attempt: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._emit(EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
-            self._emit(RecordEvent("checkpoint_deleted", {"number": number}))
-            self._emit(DeleteCheckpoint(number))
+            self._emit(c.EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
+            self._emit(c.RecordEvent("checkpoint_deleted", {"number": number}))
+            self._emit(c.DeleteCheckpoint(number))
 
     def _apply_scores(self, scores: Sequence[Score]) -> None:
         for score in scores:
             scored = self._index.score(*score)
             if scored is not None:
-                self._emit(CommitCheckpoint(scored, amend=True))
-                self._emit(EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
+                self._emit(c.CommitCheckpoint(scored, amend=True))
+                self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
 
     def _describe(self, manifest: Manifest) -> dict[str, Any]:
         return {

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.store import part_prefix
 from raysgd.session.events import PartHeld, Saved, WorkerEvent
 from raysgd.workers.orders import HeldCheckpoint
+
+if TYPE_CHECKING:
+    from raysgd.workers.group.checkpoint_memory import ClusterMemory
 
 #: Seconds for announced parts to arrive after the end of a worker's event stream.
 SETTLE_S = 5.0
@@ -27,16 +31,16 @@ REACH_UNSTORED_S = 15.0
 REACH_BYTES_PER_S = 50e6
 
 
-class Memory(Protocol):
-    """The workers' side: `raysgd.workers.group.checkpoint_memory.ClusterMemory`, or a fake."""
+@dataclass
+class _Parts:
+    """The parts of one checkpoint, by the rank that saved them."""
 
-    def payloads(self, rank: int, attempt: int) -> AsyncIterator[Any]: ...
-    async def reach(self, needed: Callable[[int], Mapping[int, Any]], *, timeout_s: float) -> bool: ...
-    async def store(self, rank: int, part: Any, folder: str, prefix: str) -> list[FileEntry]: ...
-    def copy(self, parts: Mapping[int, Any]) -> None: ...
+    refs: dict[int, Any] = field(default_factory=dict)
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    has_shards: bool = False
 
 
-class _RankParts:
+class _Arrivals:
     """The parts and the announcements of one rank that are not matched yet."""
 
     def __init__(self) -> None:
@@ -56,54 +60,49 @@ class MemoryCheckpoints:
     """
 
     def __init__(
-        self, memory: Memory, uri_of: Callable[[int], str], feed: Callable[[int, int, WorkerEvent], None]
+        self, memory: ClusterMemory, uri_of: Callable[[int], str], feed: Callable[[int, int, WorkerEvent], None]
     ) -> None:
         self._memory = memory
         self._uri_of = uri_of
         self._feed = feed
         self._attempt = 0
         self._first_number = 0
-        self._ranks: dict[int, _RankParts] = {}
-        self._parts: dict[int, dict[int, Any]] = {}
-        self._num_bytes: dict[int, dict[int, int]] = {}
-        self._sharded: set[int] = set()
+        self._arrivals: dict[int, _Arrivals] = {}  # by rank
+        self._checkpoints: dict[int, _Parts] = {}  # by number
 
     def begin_attempt(self, attempt: int, first_number: int, start: Manifest | None) -> None:
-        """Begin to collect parts; of earlier attempts only the checkpoint that this one starts from is kept."""
+        """Begin to collect parts. Of earlier attempts, only the checkpoint that this one starts from is kept."""
         self._stop_reading()
         self._attempt, self._first_number = attempt, first_number
-        kept = {start.number} & self._parts.keys() if start is not None else set()
-        self._parts = {number: self._parts[number] for number in kept}
-        self._num_bytes = {number: self._num_bytes[number] for number in kept}
-        self._sharded &= kept
+        kept = None if start is None else start.number
+        self._checkpoints = {number: parts for number, parts in self._checkpoints.items() if number == kept}
 
     def intercept(self, rank: int, attempt: int, event: WorkerEvent) -> bool:
-        """Look at an event of a rank; returns whether it is kept back until its part has arrived."""
+        """Take an event of a rank; returns whether it is kept back until its part has arrived."""
         if attempt != self._attempt or not isinstance(event, (Saved, PartHeld)):
             return False
-        parts = self._ranks.setdefault(rank, _RankParts())
+        arrivals = self._arrivals.setdefault(rank, _Arrivals())
         if isinstance(event, Saved):
-            if parts.reader is None and not event.is_files and (event.all_ranks or rank == 0):
-                parts.reader = asyncio.get_running_loop().create_task(self._read(rank, attempt, parts))
+            if arrivals.reader is None and not event.is_files and (event.all_ranks or rank == 0):
+                arrivals.reader = asyncio.get_running_loop().create_task(self._read(rank, attempt, arrivals))
             return False
-        parts.settled.clear()
-        parts.announced.append(event)
-        self._match(rank, parts)
+        arrivals.settled.clear()
+        arrivals.announced.append(event)
+        self._match(rank, arrivals)
         return True
 
     async def settle(self, rank: int) -> None:
         """Wait for the announced parts of a rank whose event stream has ended."""
-        parts = self._ranks.get(rank)
-        if parts is not None and parts.announced:
+        arrivals = self._arrivals.get(rank)
+        if arrivals is not None and arrivals.announced:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(parts.settled.wait(), SETTLE_S)
+                await asyncio.wait_for(arrivals.settled.wait(), SETTLE_S)
 
     def keep(self, number: int) -> None:
         """Copy a checkpoint to a second node and release all older ones, also those with missing parts."""
-        for older in [each for each in self._parts if each < number]:
-            del self._parts[older], self._num_bytes[older]
-            self._sharded.discard(older)
-        self._memory.copy(self._parts.get(number, {}))
+        for older in [each for each in self._checkpoints if each < number]:
+            del self._checkpoints[older]
+        self._memory.copy(self._refs(number))
 
     def for_rank(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
         """Return a checkpoint with the parts that ``rank`` loads; None for None."""
@@ -116,12 +115,11 @@ class MemoryCheckpoints:
             manifest: The manifest of the checkpoint.
             is_unstored: The checkpoint is in memory alone, so it is worth waiting for.
         """
-        parts = self._parts.get(manifest.number)
-        if not parts:
+        parts = self._checkpoints.get(manifest.number)
+        if parts is None:
             return False
         timeout_s = REACH_UNSTORED_S if is_unstored else REACH_S
-        num_bytes = self._num_bytes[manifest.number].values()
-        timeout_s += (sum if manifest.number in self._sharded else max)(num_bytes) / REACH_BYTES_PER_S
+        timeout_s += (sum if parts.has_shards else max)(parts.num_bytes.values()) / REACH_BYTES_PER_S
         return await self._memory.reach(lambda rank: self._parts_for(manifest, rank), timeout_s=timeout_s)
 
     async def store(self, manifest: Manifest) -> dict[int, list[FileEntry]]:
@@ -132,7 +130,7 @@ class MemoryCheckpoints:
         """
         folder = self._uri_of(manifest.number)
         written = {}
-        for rank, part in self._parts.get(manifest.number, {}).items():
+        for rank, part in self._refs(manifest.number).items():
             written[rank] = await self._memory.store(rank, part, folder, part_prefix(manifest.attempt, rank))
         if not written:
             raise LookupError("its parts are gone")
@@ -141,36 +139,40 @@ class MemoryCheckpoints:
     def close(self) -> None:
         """Release all parts, because the run is over."""
         self._stop_reading()
-        if self._parts:
-            self._parts.clear()
+        if self._checkpoints:
+            self._checkpoints.clear()
             self._memory.copy({})
+
+    def _refs(self, number: int) -> Mapping[int, Any]:
+        parts = self._checkpoints.get(number)
+        return {} if parts is None else parts.refs
 
     def _parts_for(self, manifest: Manifest, rank: int) -> Mapping[int, Any]:
         """Return the parts that a rank loads: its own if each rank has one, and all parts if they have array shards."""
-        parts = self._parts[manifest.number]
-        if not manifest.all_ranks or manifest.number in self._sharded:
-            return parts
-        return {held: parts[held] for held in (rank if rank in parts else min(parts),)}
+        parts = self._checkpoints[manifest.number]
+        if not manifest.all_ranks or parts.has_shards:
+            return parts.refs
+        held = rank if rank in parts.refs else min(parts.refs)
+        return {held: parts.refs[held]}
 
     def _stop_reading(self) -> None:
-        for parts in self._ranks.values():
-            if parts.reader is not None:
-                parts.reader.cancel()
-        self._ranks.clear()
+        for arrivals in self._arrivals.values():
+            if arrivals.reader is not None:
+                arrivals.reader.cancel()
+        self._arrivals.clear()
 
-    async def _read(self, rank: int, attempt: int, parts: _RankParts) -> None:
-        async for part in self._memory.payloads(rank, attempt):
-            parts.arrived.append(part)
-            self._match(rank, parts)
+    async def _read(self, rank: int, attempt: int, arrivals: _Arrivals) -> None:
+        async for ref in self._memory.payloads(rank, attempt):
+            arrivals.arrived.append(ref)
+            self._match(rank, arrivals)
 
-    def _match(self, rank: int, parts: _RankParts) -> None:
-        while parts.arrived and parts.announced:
-            part, event = parts.arrived.popleft(), parts.announced.popleft()
-            number = self._first_number + event.call
-            self._parts.setdefault(number, {})[rank] = part
-            self._num_bytes.setdefault(number, {})[rank] = event.num_bytes
-            if event.unsharded_digest is not None:
-                self._sharded.add(number)
+    def _match(self, rank: int, arrivals: _Arrivals) -> None:
+        while arrivals.arrived and arrivals.announced:
+            ref, event = arrivals.arrived.popleft(), arrivals.announced.popleft()
+            parts = self._checkpoints.setdefault(self._first_number + event.call, _Parts())
+            parts.refs[rank] = ref
+            parts.num_bytes[rank] = event.num_bytes
+            parts.has_shards |= event.unsharded_digest is not None
             self._feed(rank, self._attempt, event)
-        if not parts.announced:
-            parts.settled.set()
+        if not arrivals.announced:
+            arrivals.settled.set()

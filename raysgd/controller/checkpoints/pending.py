@@ -12,6 +12,7 @@ Calls by some ranks only are refused, before a checkpoint is made of them:
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller.rounds import Reduce, reduce_metrics
+from raysgd.controller.run_plan import Start
 from raysgd.data.order.position import check_agreement
 from raysgd.errors import CheckpointError
 from raysgd.session.events import PartSafe, Saved, Scored
@@ -45,29 +47,25 @@ class PendingCheckpoints:
 
     Args:
         first_number: Number of the checkpoint that the first save makes.
-        iterations_before: Rounds before the attempt.
+        start: Where the attempt starts.
         reduce: How metrics of a checkpoint are made from those of all ranks.
-        is_resumed: The attempt starts from a checkpoint, so a rank that made all its saves before may make none.
     """
 
     def __init__(
         self,
-        attempt: int,
-        world_size: int,
-        *,
-        first_number: int,
-        iterations_before: int,
-        reduce: Reduce,
-        is_resumed: bool = False,
+        attempt: int = 0,
+        world_size: int = 0,
+        first_number: int = 1,
+        start: Start | None = None,
+        reduce: Reduce | None = None,
     ) -> None:
         self._attempt = attempt
         self._world_size = world_size
         self._first_number = first_number
-        self._iterations_before = iterations_before
-        self._reduce = reduce
-        self._is_resumed = is_resumed
-        self._refused_from: int | None = None  # this call and all later ones
-        self._failed: set[int] = set()  # calls that could not be written
+        self._start = start or Start()
+        self._reduce = reduce or {}
+        self._refused_from = math.inf  # this call and all later ones
+        self._dropped: set[int] = set()  # calls
         self._pending: dict[int, _Pending] = {}
         self._num_calls = [0] * world_size
         self._num_reports = [0] * world_size
@@ -77,62 +75,40 @@ class PendingCheckpoints:
         self._in_step: dict[int, set[int]] = {}  # by complete call, the ranks that made it after equally many reports
         self._is_over = False
 
-    @classmethod
-    def none(cls) -> PendingCheckpoints:
-        """Return the object for the time before the first attempt."""
-        return cls(0, 0, first_number=1, iterations_before=0, reduce={})
-
     def on_reports(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
         self._num_reports[rank] = count
 
-    def on_saved(self, rank: int, event: Saved) -> str | None:
-        """``rank`` made a call; returns the rule that it broke, or None."""
+    def on_event(self, rank: int, event: Saved | PartSafe | Scored) -> str | None:
+        """Take an event of a rank; returns the rule that the ranks broke, or None."""
+        if isinstance(event, Scored):  # the rank has made the report that its call belongs to
+            self._scores.setdefault(event.call, {})[rank] = event
+            return None
         pending = self._pending.setdefault(event.call, _Pending())
+        if isinstance(event, PartSafe):
+            pending.parts[rank] = event
+            return self._find_different_positions(pending)
         pending.calls[rank] = event
         self._num_calls[rank] = max(self._num_calls[rank], event.call + 1)
         if event.call == 0 and self._first_save_after is None:
             self._first_save_after = event.reports
-        return self._disagreement(event.call, pending) or self._one_sided()
+        return self._find_different_arguments(event.call, pending) or self._find_one_sided_call()
 
-    def on_part_safe(self, rank: int, event: PartSafe) -> str | None:
-        """A part is durable; returns an error if the ranks' positions in the data do not agree, or None."""
-        pending = self._pending.setdefault(event.call, _Pending())
-        pending.parts[rank] = event
-        try:
-            check_agreement({rank: positions_in(part.rank_state) for rank, part in pending.parts.items()})
-        except CheckpointError as error:
-            pending.is_refused = True
-            return str(error)
-        return None
-
-    def on_part_failed(self, call: int) -> int:
-        """A part could not be written, so the checkpoint is dropped; returns the checkpoint's number."""
+    def drop(self, call: int) -> int:
+        """Make no checkpoint of this call; returns the number that the checkpoint would have had."""
         self._pending.pop(call, None)
-        self._failed.add(call)
+        self._dropped.add(call)
         return self._first_number + call
-
-    def discard(self, call: int) -> None:
-        """Make no checkpoint of this call."""
-        self._pending.pop(call, None)
 
     def on_returned(self, rank: int) -> str | None:
         """``rank`` has returned; returns the rule that is broken if calls still need this rank, or None."""
         self._returned.add(rank)
-        return self._one_sided()
+        return self._find_one_sided_call()
 
     def pop_complete(self) -> list[Manifest]:
         """Return the checkpoints that have become complete, oldest first; each is returned once."""
-        # For a call that failed on one rank, other ranks may still send events.
-        pending = [(call, save) for call, save in sorted(self._pending.items()) if call not in self._failed]
-        if self._refused_from is not None:
-            pending = [(call, save) for call, save in pending if call < self._refused_from]
-        ready = [call for call, save in pending if self._is_complete(save)]
+        ready = [call for call, pending in sorted(self._pending.items()) if self._is_complete(call, pending)]
         return [self._manifest(call, self._pending.pop(call)) for call in ready]
-
-    def on_scored(self, rank: int, event: Scored) -> None:
-        """``rank`` made the report that its call belongs to."""
-        self._scores.setdefault(event.call, {})[rank] = event
 
     def pop_scores(self, *, is_over: bool = False) -> list[Score]:
         """Return the complete rounds that complete checkpoints belong to; each is returned once.
@@ -144,7 +120,7 @@ class PendingCheckpoints:
             is_over: The attempt is over. From now on, missing reports are not waited for.
         """
         self._is_over = self._is_over or is_over
-        running = set() if self._is_over else set(range(self._world_size)) - self._returned
+        running = set() if self._is_over else self._running()
         found = []
         for call, by_rank in sorted(self._scores.items()):
             if call in self._in_step and running & self._in_step[call] <= set(by_rank):
@@ -156,15 +132,17 @@ class PendingCheckpoints:
         metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
         return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
 
-    def _is_complete(self, pending: _Pending) -> bool:
-        if pending.is_refused or not pending.calls:
+    def _is_complete(self, call: int, pending: _Pending) -> bool:
+        # Other ranks may still send events of a call that was dropped.
+        if call in self._dropped or call >= self._refused_from or pending.is_refused or not pending.calls:
             return False
-        running = set(range(self._world_size)) - self._returned
-        needed = running | self._givers(pending)
+        needed = self._running() | self._ranks_with_state(pending)
         return needed <= set(pending.calls) <= set(pending.parts)
 
-    def _givers(self, pending: _Pending) -> set[int]:
-        """Return the ranks that give the state."""
+    def _running(self) -> set[int]:
+        return set(range(self._world_size)) - self._returned
+
+    def _ranks_with_state(self, pending: _Pending) -> set[int]:
         all_ranks = next(iter(pending.calls.values())).all_ranks
         return set(range(self._world_size)) if all_ranks else {0}
 
@@ -174,7 +152,7 @@ class PendingCheckpoints:
         return Manifest(
             number=self._first_number + call,
             attempt=self._attempt,
-            iteration=self._iterations_before + first.reports,
+            iteration=self._start.iteration + first.reports,
             time_total_s=first.time_total_s,
             world_size=self._world_size,
             metrics=self._reduced({rank: saved.metrics for rank, saved in pending.calls.items()}) or {},
@@ -193,7 +171,7 @@ class PendingCheckpoints:
         metrics = [json.loads(given) for _, given in sorted(by_rank.items()) if given is not None]
         return reduce_metrics(metrics, self._reduce) if metrics else None
 
-    def _disagreement(self, call: int, pending: _Pending) -> str | None:
+    def _find_different_arguments(self, call: int, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):
             values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
             if len(set(values.values())) > 1:
@@ -201,7 +179,16 @@ class PendingCheckpoints:
                 return f"save_checkpoint call {call + 1} was made with different {name.replace('is_', '')}: {values}."
         return None
 
-    def _one_sided(self) -> str | None:
+    def _find_different_positions(self, pending: _Pending) -> str | None:
+        """Return an error if the ranks' positions in their datasets do not agree, or None."""
+        try:
+            check_agreement({rank: positions_in(part.rank_state) for rank, part in pending.parts.items()})
+        except CheckpointError as error:
+            pending.is_refused = True
+            return str(error)
+        return None
+
+    def _find_one_sided_call(self) -> str | None:
         """Return the rule that is broken if some ranks made calls that others will never make, or None."""
         return self._find_missing_rank() or self._find_missing_state()
 
@@ -209,7 +196,8 @@ class PendingCheckpoints:
         if not any(self._num_calls):
             return None
         for rank in (rank for rank, count in enumerate(self._num_calls) if count == 0):
-            if rank in self._returned and not self._is_resumed:
+            # A rank that made all its saves before the checkpoint that the attempt starts from may make none now.
+            if rank in self._returned and not self._start.is_checkpoint:
                 return self._refuse(0, f"rank {rank} has returned without having called it")
             if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
                 return self._refuse(0, f"rank {rank} continued without calling it")
@@ -217,16 +205,16 @@ class PendingCheckpoints:
 
     def _find_missing_state(self) -> str | None:
         for call, pending in sorted(self._pending.items()):
-            if not pending.calls or call in self._failed:
+            if not pending.calls or call in self._dropped:
                 continue
-            missing = sorted((self._givers(pending) & self._returned) - set(pending.calls))
+            missing = sorted((self._ranks_with_state(pending) & self._returned) - set(pending.calls))
             if missing:
                 return self._refuse(call, f"rank {missing[0]} has returned without giving a state to call {call + 1}")
         return None
 
     def _refuse(self, from_call: int, why: str) -> str:
         """Make no checkpoint of this call and later ones; returns the rule that is broken."""
-        self._refused_from = from_call if self._refused_from is None else min(self._refused_from, from_call)
+        self._refused_from = min(self._refused_from, from_call)
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self._num_calls))
         return (
             f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "

@@ -21,7 +21,10 @@ class CallbackReader:
 
     Args:
         stop: Called with a reason when a callback ends the run, and with the error of a critical one.
-        error_of: Returns the error that an outcome means. Where the user gets one raised, it is the same object.
+        error_of: Returns the error that an outcome means. In the driver, it is the object that the user gets.
+
+    Attributes:
+        critical: The error of a critical callback, or None.
     """
 
     def __init__(
@@ -38,23 +41,18 @@ class CallbackReader:
         self._merger = RoundMerger(reduce)
         self._stop = stop
         self._error_of = error_of
-        self._checkpoints: set[int] = set()  # numbers of those that callbacks were called with
+        self._checkpoints: set[int] = set()  # numbers; callbacks were called with them
         self._is_started = False
         self._is_ended = False
-        self._critical: BaseException | None = None
-
-    @property
-    def critical(self) -> BaseException | None:
-        """The error of a critical callback, or None."""
-        return self._critical
+        self.critical: BaseException | None = None
 
     def feed(self, frame: Frame) -> None:
         """Process the next frame."""
         try:
             wanted = self._dispatch(frame)
-        except Exception as error:  # of a critical callback: it ends the run
-            if self._critical is None:
-                self._critical = error
+        except Exception as error:  # only a critical callback raises, which ends the run
+            if self.critical is None:
+                self.critical = error
                 self._stop(f"{type(error).__name__} in a callback: {error}", error)
             return
         if wanted is not None:
@@ -64,7 +62,7 @@ class CallbackReader:
         """End the callbacks, because the run is over, or no more of it can be read."""
         if self._is_started and not self._is_ended:
             self._is_ended = True
-            self._runner.end(self._critical or error)
+            self._runner.end(self.critical or error)
 
     def _dispatch(self, frame: Frame) -> Stop | None:
         if frame.kind == frames.EVENT:

@@ -1,13 +1,13 @@
 """All frames of a run, for any number of readers, each at its own pace. Runs in the TrainerActor's event loop.
 
-Readers get reports when a round is complete, not for each rank of it: one batch a round, whatever the number of ranks.
-Recent frames are held in memory, older reports only in the journal. So a slow reader, a late one, or one that went away
-costs nothing and loses nothing.
+Readers get reports when a round is complete: one batch for each round, whatever the number of ranks. Recent frames are
+held in memory, older reports only in the journal. So slow, late and disconnected readers cost nothing and lose nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -34,7 +34,7 @@ class RoundCount:
         return self._iterations_before + self._whole
 
     def feed(self, frame: Frame) -> bool:
-        """Count the next frame. Returns whether readers should get it at once: every frame but reports of an incomplete round."""
+        """Count the next frame; returns False for reports of an incomplete round, which readers need not get yet."""
         if frame.kind == frames.REPORTS:
             return self._reported(frame)
         if frame.kind == frames.ATTEMPT:
@@ -67,7 +67,7 @@ class RoundCount:
         self._missing = counts.count(self._whole)
 
 
-#: CPU seconds a batch costs the controller, and the share of one core that batches may take of it, each way.
+#: CPU seconds that a batch costs the controller, and the share of one core for all batches in one direction.
 _ITEM_COST_S = 0.0002
 _STREAM_SHARE = 0.11
 _MAX_INTERVAL_S = 2.0
@@ -83,9 +83,9 @@ def stream_interval_s(num_streams: int) -> float:
 
 #: Reports held in memory for readers.
 MEMORY_BYTES = 64 << 20
-#: What one item of a reader's stream holds at most.
+#: Maximum size of one batch for a reader.
 ITEM_BYTES = 4 << 20
-#: Items a reader gets at once after a pause.
+#: Batches that a reader may get at once after a pause.
 BURST = 4
 #: Seconds that reports of an incomplete round wait for the others.
 HOLD_S = 0.02
@@ -115,7 +115,7 @@ class FrameLog:
         self._memory_bytes = memory_bytes
         self._recent: deque[Frame] = deque()
         self._recent_bytes = 0
-        self._kept = list(earlier)  # frames other than reports that left memory: few and small
+        self._kept = list(earlier)  # older frames other than reports; they are few and small
         self._next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
         self._rounds = RoundCount()
@@ -181,25 +181,19 @@ class FrameLog:
         first_in_memory = self._first_in_memory
         if seq < first_in_memory:
             return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
-        batch: list[Frame] = []
-        size = 0
-        for index in range(seq - first_in_memory, len(self._recent)):
-            frame = self._recent[index]
-            batch.append(frame)
-            size += frame.size_bytes
-            if size >= ITEM_BYTES:
-                break
-        return batch
+        return _take_batch(map(self._recent.__getitem__, range(seq - first_in_memory, len(self._recent))))
 
     def _from_journal(self, seq: int, before: int) -> list[Frame]:
-        batch: list[Frame] = []
-        size = 0
         kept = [frame for frame in self._kept if seq <= frame.seq < before]
-        for frame in self._journal.frames_from(seq, before):
-            while kept and kept[0].seq < frame.seq:
-                batch.append(kept.pop(0))
-            batch.append(frame)
-            size += frame.size_bytes
-            if size >= ITEM_BYTES:
-                return batch
-        return batch + kept
+        return _take_batch(heapq.merge(kept, self._journal.frames_from(seq, before), key=lambda frame: frame.seq))
+
+
+def _take_batch(found: Iterable[Frame]) -> list[Frame]:
+    """Return the first frames, up to `ITEM_BYTES`."""
+    batch, size = [], 0
+    for frame in found:
+        batch.append(frame)
+        size += frame.size_bytes
+        if size >= ITEM_BYTES:
+            break
+    return batch

@@ -1,7 +1,7 @@
-"""A run's frames on their way to a reader: over a connection where there is one, else through a Ray stream.
+"""Both ends of the way of a run's frames to a reader: over a connection if there is one, else through a Ray stream.
 
-Both can begin at any frame. So a reader whose connection breaks continues through Ray from where it was, and learns there
-whether the TrainerActor is gone.
+Both ways can begin at any frame. A reader whose connection breaks continues through Ray with the next frame, and learns
+there whether the TrainerActor is gone.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ from raysgd.transport import Endpoint, connect, pack, receive_message
 
 #: Kind of the connection in its hello.
 KIND = "frames"
-#: Items of the Ray stream a reader may be behind before it waits; what was not read stays in the frame log.
+#: Items of the Ray stream that may wait for a reader. Further frames stay in the frame log until they are read.
 STREAM_AHEAD = 16
 _CONNECT_TIMEOUT_S = 3.0
 
 
-class FrameServer:
-    """The TrainerActor's end; its `handle` serves the connections.
-
-    Args:
-        read: Yields batches of a run's frames from a number on.
-    """
-
-    def __init__(self, read: Callable[[str, int], AsyncIterator[list[Frame]]]) -> None:
-        self._read = read
-
-    async def handle(self, hello: dict[str, Any], _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async for batch in self._read(str(hello["run"]), int(hello["seq"])):
-            writer.write(pack(batch))
-            await writer.drain()
+async def serve_frames(
+    read: Callable[[str, int], AsyncIterator[list[Frame]]],
+    hello: dict[str, Any],
+    _: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Serve one connection. ``read`` yields batches of a run's frames, from a number on; ``hello`` names both."""
+    async for batch in read(str(hello["run"]), int(hello["seq"])):
+        writer.write(pack(batch))
+        await writer.drain()
 
 
 def follow_frames(controller: Any, run_id: str, *, last: str, send_again: Callable[[], bool]) -> Iterator[list[Frame]]:
@@ -49,7 +45,7 @@ def follow_frames(controller: Any, run_id: str, *, last: str, send_again: Callab
         controller: Handle of the TrainerActor.
         run_id: The run.
         last: Kind of the last frame to read.
-        send_again: Called where a restarted TrainerActor must get the run's request again; returns whether it will.
+        send_again: Called when a restarted TrainerActor must get the run's request again; returns whether it will.
 
     Raises:
         RayError: The TrainerActor is gone for good, or there is no such run.
@@ -57,10 +53,9 @@ def follow_frames(controller: Any, run_id: str, *, last: str, send_again: Callab
     seq = 0
     while True:
         try:
-            if not ray.is_initialized():  # a call would start Ray again
-                raise RayActorError
+            _check_ray_is_up()
             endpoint = ray.get(controller.endpoint.remote())
-            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last, is_up=ray.is_initialized):
+            for batch in read_frames(controller, endpoint, run_id, seq=seq, last=last):
                 seq = batch[-1].seq + 1
                 yield batch
             return
@@ -75,13 +70,7 @@ def follow_frames(controller: Any, run_id: str, *, last: str, send_again: Callab
 
 
 def read_frames(
-    controller: Any,
-    endpoint: Endpoint | None,
-    run_id: str,
-    *,
-    seq: int = 0,
-    last: str,
-    is_up: Callable[[], bool] = lambda: True,
+    controller: Any, endpoint: Endpoint | None, run_id: str, *, seq: int = 0, last: str
 ) -> Iterator[list[Frame]]:
     """Yield batches of a run's frames as they come, up to the batch that holds a frame of kind ``last``.
 
@@ -91,7 +80,6 @@ def read_frames(
         run_id: The run.
         seq: Number to begin at.
         last: Kind of the last frame to read.
-        is_up: Returns whether Ray is initialized: a call would start it again.
 
     Raises:
         RayError: The TrainerActor is gone, or there is no such run.
@@ -101,8 +89,7 @@ def read_frames(
         seq = batch[-1].seq + 1
         if _holds(batch, last):
             return
-    if not is_up():
-        raise RayActorError
+    _check_ray_is_up()
     stream = controller.stream.options(
         num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
     ).remote(run_id, seq)
@@ -111,6 +98,11 @@ def read_frames(
         yield batch
         if _holds(batch, last):
             return
+
+
+def _check_ray_is_up() -> None:
+    if not ray.is_initialized():  # a call would start Ray again
+        raise RayActorError
 
 
 def _over_connection(endpoint: Endpoint, run_id: str, seq: int) -> Iterator[list[Frame]]:
@@ -125,7 +117,7 @@ def _over_connection(endpoint: Endpoint, run_id: str, seq: int) -> Iterator[list
                 except (OSError, EOFError):
                     return
                 yield batch
-    except OSError:  # there is no way there
+    except OSError:  # the endpoint cannot be reached
         return
 
 

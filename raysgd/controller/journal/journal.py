@@ -27,13 +27,13 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.errors import CheckpointNotFoundError
 
-#: A metrics file is closed when it has this size. On object stores, which cannot append, the open one is put again whole.
+#: A metrics file is closed when it has this size. On object stores, which cannot append, each flush writes the open file again.
 SEGMENT_BYTES = 4 << 20
-#: The same for the events on object stores: there are few, so that what is put again with each flush is to be little.
+#: The same for events on object stores. Events are few, and a small file is written again quickly.
 EVENTS_SEGMENT_BYTES = 256 << 10
 
 _LONE_EVENTS = "events.jsonl"
-#: How a line begins, and the bytes it is in.
+#: The beginning of each line, and how many bytes to read for it.
 _SEQ = re.compile(rb'\{"seq":(\d+),')
 _SEQ_BYTES = 32
 _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
@@ -56,8 +56,8 @@ class LogFile:
         self.size_bytes += len(line)
 
     def flush(self) -> None:
-        """Write what was appended. Blocks; called by one thread at a time. What fails is written with the next flush."""
-        for _ in range(len(self._pending)):  # one by one, since another thread appends meanwhile
+        """Write the appended lines. Blocks; called by one thread at a time. After an error, the next flush writes them."""
+        for _ in range(len(self._pending)):  # one by one, because another thread appends meanwhile
             self._unwritten.append(self._pending.popleft())
         if not self._unwritten:
             return
@@ -74,14 +74,14 @@ class LogFile:
             try:
                 while view:
                     view = view[file.write(view) :]
-            except OSError:  # a full disk; all of it is written again
+            except OSError:  # such as a full disk; the next flush writes all of it again
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
 
 
 class SegmentedLog:
-    """Lines in files ``<stem>-NNNN.jsonl``, of which only the last still grows.
+    """Lines in files ``<stem>-NNNN.jsonl``; only the last file grows.
 
     Args:
         segment_bytes: Size at which a file is closed; None: all lines go to one file, ``<stem>.jsonl``.
@@ -106,16 +106,14 @@ class SegmentedLog:
             (int(match[1]), match[0]) for match in map(pattern.fullmatch, self._storage.list_names()) if match
         )
         self._num_files = found[-1][0] + 1 if found else 0
-        last = -1
-        for position, (_, name) in enumerate(found):
+        for _, name in found:
             first = self._storage.read_with(name, lambda file: _SEQ.match(file.read(_SEQ_BYTES)))
-            if first is None:  # nothing was written to it
-                continue
-            self.segments.append((int(first[1]), name))
-            last = int(first[1])
-            if position == len(found) - 1:
-                last = _last_seq(self._storage.read_bytes(name), last)
-        return last
+            if first is not None:  # otherwise nothing was written to the file
+                self.segments.append((int(first[1]), name))
+        if not self.segments:
+            return -1
+        first_seq, name = self.segments[-1]
+        return _last_seq(self._storage.read_bytes(name), first_seq)
 
     def append(self, seq: int, line: bytes) -> None:
         if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
@@ -143,10 +141,10 @@ class SegmentedLog:
 class Journal:
     """The files of one run.
 
-    What is written is free of secrets; frames are not, since readers need working URIs.
+    Secrets are removed from what is written, but not from frames, because readers need working URIs.
 
     Args:
-        secrets: The user's, to be found in texts; what stands under a secret name or in a URI is known without.
+        secrets: Texts to remove wherever they occur. Values under secret names, and credentials in URIs, are removed anyway.
     """
 
     def __init__(self, storage: Storage, secrets: Set[str] = frozenset()) -> None:
@@ -165,13 +163,11 @@ class Journal:
         names = self._storage.list_names()
         if self._storage.is_local and _LONE_EVENTS in names:
             _cut_torn_line(Path(self._storage.uri) / _LONE_EVENTS)
-        lines = [line for name in filter(_EVENTS_FILE.fullmatch, names) for line in self._lines(name)]
-        events = sorted(map(event_frame, lines), key=lambda frame: frame.seq)
+        found = [self._storage.read_bytes(name) for name in filter(_EVENTS_FILE.fullmatch, names)]
+        events = [event_frame(line) for data in found for line in _whole_lines(data)]
+        events.sort(key=lambda frame: frame.seq)
         self._events.reopen()
         return events, max(self._metrics.reopen(), events[-1].seq if events else -1)
-
-    def _lines(self, name: str) -> list[bytes]:
-        return _whole_lines(self._storage.read_bytes(name))
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``. Blocks."""
@@ -200,7 +196,7 @@ class Journal:
             if first >= before or (not is_last and segments[index + 1][0] <= seq):
                 continue
             data = self._storage.read_bytes(name)
-            for line in data[: data.rfind(b"\n") + 1].splitlines():  # a flush may be writing the last one
+            for line in _whole_lines(data):  # a flush may be writing the last one
                 frame = report_frame(line)
                 if seq <= frame.seq < before:
                     yield frame
@@ -222,7 +218,7 @@ def report_frame(line: bytes) -> Frame:
 def event_frame(line: bytes) -> Frame:
     """Return the frame of a line of an events file."""
     fields = json.loads(line)
-    if "timestamp" not in fields:  # of events alone; some kinds of events and of frames have the same name
+    if "timestamp" not in fields:  # only events have it; some kinds of events and of other frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
     data = {key: fields[key] for key in ("kind", "timestamp", "data")}
     return Frame(fields["seq"], frames.EVENT, fields["attempt"], data=data)
@@ -246,8 +242,9 @@ def stored_frames(storage: Storage) -> list[Frame]:
 
 def _last_seq(data: bytes, first: int) -> int:
     """Return the number of the last complete line; ``first`` if there is none."""
-    found = [match for match in map(_SEQ.match, _whole_lines(data)[-1:]) if match]
-    return int(found[0][1]) if found else first
+    lines = _whole_lines(data)
+    match = _SEQ.match(lines[-1]) if lines else None
+    return first if match is None else int(match[1])
 
 
 def _cut_torn_line(path: Path) -> None:

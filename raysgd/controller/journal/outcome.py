@@ -1,4 +1,4 @@
-"""A run's outcome as readers get it, and the exception that they make of it."""
+"""A run's outcome as data for readers, and the exception that readers make of that data."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def outcome_error(data: dict[str, Any]) -> BaseException | None:
 
 
 def _user_error(data: dict[str, Any]) -> BaseException:
+    reason = "does not pickle" if "exception" in data else "was lost with the controller's process"
     if data.get("exception") is not None:
         import cloudpickle
 
@@ -51,15 +52,10 @@ def _user_error(data: dict[str, Any]) -> BaseException:
             error = cloudpickle.loads(data["exception"])
             if isinstance(error, BaseException):
                 return error
-        except Exception as problem:  # its module may be missing here, or its __init__ may want other arguments
-            reason = f"{type(problem).__name__}: {problem}"
-            return errors.TrainFuncError(
-                f"{data['summary']} (raised on rank {data['rank']}; its type {data['type_name']} could not be rebuilt "
-                f"here: {reason})",
-                type_name=data["type_name"],
-            )
-    reason = "does not pickle" if "exception" in data else "was lost with the controller's process"
+        except Exception as problem:  # its module may be missing here, or its __init__ may take other arguments
+            reason = f"could not be rebuilt here: {type(problem).__name__}: {problem}"
+    place = f"on rank {data['rank']}" if data["rank"] is not None else f"in {data['node']}"
     return errors.TrainFuncError(
-        f"{data['summary']} (raised on rank {data['rank']}; its type {data['type_name']} {reason})",
+        f"{data['summary']} (raised {place}; its type {data['type_name']} {reason})",
         type_name=data["type_name"],
     )

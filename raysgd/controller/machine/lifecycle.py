@@ -12,7 +12,7 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
 from raysgd.controller.machine.regrouping import Growth, Pause, Preemption, SavePoint
-from raysgd.controller.policies.failure import AttemptErrors, Failure, FailurePolicy, GiveUp, find_cause
+from raysgd.controller.policies.failure import Failure, FailurePolicy, find_cause
 from raysgd.controller.run_plan import PreviousState, RunPlan
 from raysgd.controller.states import (
     Closed,
@@ -36,11 +36,7 @@ EXPLAIN_S = 5.0
 
 
 class RunLifecycle:
-    """One run's state. Each transition sends commands through ``emit``.
-
-    Args:
-        uri_of: Returns the folder of a checkpoint, by its number.
-        clock: Returns seconds since the epoch.
+    """One run's state. Each transition sends commands through ``emit``; other arguments are those of `RunMachine`.
 
     Attributes:
         stop_reason: Why the run was asked to stop; None if it was not.
@@ -67,17 +63,11 @@ class RunLifecycle:
         self._plan = plan
         self._clock = clock
         self._emit = emit
-        self._nodes: tuple[str, ...] = ()
         self._is_published = False
 
     @property
     def is_stopping(self) -> bool:
         return self.stop_reason is not None
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The node of each rank in the current or last group."""
-        return self._nodes
 
     def attempt_if_current(self, attempt: int) -> Running | None:
         """Return attempt number ``attempt`` if it is the current one and not over."""
@@ -89,34 +79,32 @@ class RunLifecycle:
         is_undisturbed = isinstance(self.state, Running) and self.state.has_all_ranks and not self.is_stopping
         return running_of(self.state) if is_undisturbed else None
 
-    # -- Preparing ------------------------------------------------------------------------------------------------
+    # -- Preparing ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin the run, or resume it from what an earlier controller process left."""
-        if self._plan.past is None:
+        if self._plan.previous is None:
             self._emit(c.PrepareGroup(1))
         else:
-            self._resume_after_restart(self._plan.past)
+            self._resume_after_restart(self._plan.previous)
 
-    def _resume_after_restart(self, past: PreviousState) -> None:
+    def _resume_after_restart(self, previous: PreviousState) -> None:
         """The death of the controller's process ended all workers: a failure, unless the run had nothing more to do."""
-        self._emit(c.RecordEvent("controller_restart", {"attempt": past.attempt}))
-        self.failures.restore(past.failures)
-        self.checkpoints.restore(past)
-        if past.is_open:
-            self._emit_attempt_end(past.attempt, past.iterations_before)
-        self.state = Preparing(past.attempt + 1)
-        if past.kind is not None:
-            self._is_published = True
-            self.close(Outcome(past.kind))
-        elif past.why_cancelled is not None:
-            self.close(Outcome("cancelled", message=past.why_cancelled))
-        elif past.why_stopped is not None:
-            self.close(Outcome("stopped", message=past.why_stopped))
-        elif past.is_paused:
-            self.state = Paused(past.attempt + 1, 1)
+        self._emit(c.RecordEvent("controller_restart", {"attempt": previous.attempt}))
+        self.failures.restore(previous.failures)
+        self.checkpoints.restore(previous)
+        if previous.is_open:
+            self._emit_attempt_end(previous)
+        self.state = Preparing(previous.attempt + 1)
+        self._is_published = previous.published is not None
+        if (outcome := previous.published or previous.requested) is not None:
+            self.close(outcome)
+        elif previous.is_paused:
+            self.state = Paused(previous.attempt + 1, 1)
         else:
-            self.retry_or_give_up(Failure((), "the controller's process died, and all workers with it"), past.attempt)
+            self.retry_or_give_up(
+                Failure((), "the controller's process died, and all workers with it"), previous.attempt
+            )
 
     def prepare(self) -> None:
         """Request workers for the next attempt."""
@@ -127,17 +115,22 @@ class RunLifecycle:
         """The group is ready: call train_func on all ranks."""
         assert isinstance(self.state, Preparing)
         attempt, world_size = self.state.attempt, len(nodes)
-        self._nodes = nodes
         start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
-        self.state = Running(attempt, self.state.serial, start.iteration, set(range(world_size)), world_size)
+        self.state = Running(attempt, self.state.serial, start.iteration, nodes, set(range(world_size)))
         self.growth.on_group_formed(self.state, num_joining)
-        self.pause.request_save_point(self.state)
-        data = {"attempt": attempt, "world_size": world_size, **start.counters()}
+        self.save_point.request(self.state, self.pause.why)
+        data = {
+            "attempt": attempt,
+            "world_size": world_size,
+            "iterations_before": start.iteration,
+            "time_before_s": start.time_total_s,
+        }
         self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=data))
-        self._emit(c.RecordEvent("attempt_start", {**data, **start.place()}))
-        self._emit(c.StartAttempt(attempt, start.uri, first_number, start.iteration, start.time_total_s, start.held))
+        place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number}
+        self._emit(c.RecordEvent("attempt_start", {**data, **place}))
+        self._emit(c.StartAttempt(attempt, start, first_number))
 
-    # -- Ending ---------------------------------------------------------------------------------------------------
+    # -- Ending -------------------------------------------------------------------------------------------------------
 
     def end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
         """Make all ranks leave the attempt. ``preset``: the outcome, if it does not depend on the errors of the ranks."""
@@ -148,7 +141,7 @@ class RunLifecycle:
         self._emit(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
 
     def add_error(self, rank: int, failed: Failed) -> None:
-        """Note the error of a rank, as long as the cause of the end is not decided."""
+        """Record the error of a rank, unless the cause of the end is decided already."""
         if isinstance(self.state, Ending) and not self.state.is_decided:
             self.state.errors.setdefault(rank, failed)
             self.state.arrived_at.setdefault(rank, self._clock())
@@ -156,7 +149,7 @@ class RunLifecycle:
                 self._emit(c.SetTimer("gather", self.state.running.serial, GATHER_S))
 
     def add_death(self, rank: int, reason: str, *, is_hang: bool) -> None:
-        """Note the death of a process, as long as the cause of the end is not decided."""
+        """Record the death of a process, unless the cause of the end is decided already."""
         if isinstance(self.state, Ending) and not self.state.is_decided and rank not in self.state.killed:
             self.state.deaths.append(Death(rank, self._clock(), reason, is_hang))
             if not self.preemption.explains((rank,)):
@@ -171,14 +164,12 @@ class RunLifecycle:
         """
         assert isinstance(self.state, Ending)
         ending = self.state
-        cause = ending.preset or find_cause(
-            AttemptErrors(ending.errors, ending.arrived_at, ending.deaths, self._nodes, is_complete)
-        )
+        cause = ending.preset or find_cause(ending, is_complete=is_complete)
         if cause is None:
             self._emit(c.SetTimer("explain", ending.running.serial, EXPLAIN_S))
             return
         if isinstance(cause, Outcome):
-            self._close_after(ending, cause)
+            self.close(cause)
         else:
             self.retry_or_give_up(cause, ending.running.attempt)
         if ending.is_grace_over:
@@ -186,41 +177,34 @@ class RunLifecycle:
 
     def retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         """Decide what follows a failure: another attempt, or the end of the run."""
-        ending = self.state if isinstance(self.state, Ending) else None
         is_excused = self.preemption.excuses(failure, attempt)
-        give_up = None if is_excused else self._count_failure(failure)
-        if give_up is not None:
-            message = f"{give_up.why}. {self.checkpoints.last_checkpoint}"
+        why_over = None if is_excused else self._count_failure(failure)
+        if why_over is not None:
+            message = f"{why_over}. {self.checkpoints.last_checkpoint}"
             num_failures = self.failures.num_failures
-            outcome = Outcome(
-                "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
+            self.close(
+                Outcome(
+                    "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
+                )
             )
         elif self.is_stopping:
-            outcome = self.stopped_outcome()
-        elif ending is not None:
-            ending.is_decided = True
-            return
+            self.close(self.stopped_outcome())
+        elif isinstance(self.state, Ending):
+            self.state.is_decided = True
         else:
             self._prepare_again()
-            return
-        if ending is not None:
-            self._close_after(ending, outcome)
-        else:
-            self.close(outcome)
 
-    def _count_failure(self, failure: Failure) -> GiveUp | None:
-        decision = self.failures.decide(failure)
-        give_up = decision if isinstance(decision, GiveUp) else None
-        if isinstance(decision, GiveUp):
-            action = "give up"
-        else:
-            action = "stop" if self.is_stopping else f"retry {decision.number}"
+    def _count_failure(self, failure: Failure) -> str | None:
+        """Count and record a failure; returns why the run must end, or None."""
+        why_over = self.failures.decide(failure)
+        retry = "stop" if self.is_stopping else f"retry {self.failures.num_failures}"
+        action = retry if why_over is None else "give up"
         data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
         self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
-        return give_up
+        return why_over
 
     def regroup(self, running: Running, why: str) -> None:
-        """End the attempt for another group; this counts as no failure."""
+        """End the attempt, so that another group can form. This does not count as a failure."""
         self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why}))
         if isinstance(self.state, Running):
             self.end_attempt(running, why)
@@ -232,10 +216,9 @@ class RunLifecycle:
         if not running.active:
             return
         ranks = tuple(sorted(running.active))
-        if isinstance(self.state, (Ending, Closing)):
+        if isinstance(self.state, Ending):
             self.state.killed |= running.active
-        message = f"killed ranks {list(ranks)}: they did not leave their attempt in time"
-        self._emit(c.RecordEvent("warning", {"message": message}))
+        self._emit(c.warning(f"killed ranks {list(ranks)}: they did not leave their attempt in time"))
         self._emit(c.KillWorkers(ranks))
 
     def _prepare_again(self) -> None:
@@ -252,11 +235,11 @@ class RunLifecycle:
         else:
             self.prepare()
 
-    def _emit_attempt_end(self, attempt: int, iterations_before: int) -> None:
-        keep = self.checkpoints.end_attempt(iterations_before)
-        self._emit(c.EmitFrame(frames.ATTEMPT_END, attempt, data={"keep_rounds": keep}))
+    def _emit_attempt_end(self, last: Running | PreviousState) -> None:
+        keep = self.checkpoints.end_attempt(last.iterations_before)
+        self._emit(c.EmitFrame(frames.ATTEMPT_END, last.attempt, data={"keep_rounds": keep}))
 
-    # -- Paused ---------------------------------------------------------------------------------------------------
+    # -- Paused -------------------------------------------------------------------------------------------------------
 
     def pause_now(self, before: Preparing) -> None:
         """Release the workers until the run is resumed."""
@@ -272,32 +255,25 @@ class RunLifecycle:
             self.state = Preparing(self.state.attempt, self.state.serial + 1)
             self.prepare()
 
-    # -- Closing --------------------------------------------------------------------------------------------------
+    # -- Closing ------------------------------------------------------------------------------------------------------
 
     def stopped_outcome(self) -> Outcome:
         return Outcome("stopped", message=self.stop_reason or "")
 
-    def close(self, outcome: Outcome, running: Running | None = None, killed: set[int] | None = None) -> None:
-        """End the run with this outcome. ``running``: the attempt that ranks have not left yet."""
-        self.state = Closing(outcome, running, set(killed or ()))
-        if outcome.kind == "error":  # published at once; cleaned up after
+    def close(self, outcome: Outcome) -> None:
+        """End the run with this outcome. Ranks may still have to leave the current attempt."""
+        if isinstance(self.state, Ending):
+            self._emit_attempt_end(self.state.running)
+        self.state = Closing(outcome, running_of(self.state))
+        if outcome.kind == "error":  # the user gets it at once; cleaning up follows
             self._publish(outcome)
-
-    def _close_after(self, ending: Ending, outcome: Outcome) -> None:
-        self._emit_attempt_end(ending.running.attempt, ending.running.iterations_before)
-        self.close(outcome, ending.running, ending.killed)
-
-    def close_decided(self, outcome: Outcome) -> None:
-        """End the run instead of starting the next attempt that was decided on."""
-        assert isinstance(self.state, Ending) and self.state.is_decided
-        self._close_after(self.state, outcome)
 
     def _publish(self, outcome: Outcome) -> None:
         if not self._is_published:
             self._is_published = True
             self._emit(c.PublishOutcome(outcome))
 
-    # -- after every input ----------------------------------------------------------------------------------------
+    # -- after every input --------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Leave Ending or Closing when no rank is active and no write is pending; leave Running at a due save point."""
@@ -306,12 +282,12 @@ class RunLifecycle:
         if not self.checkpoints.is_idle:
             return
         if isinstance(self.state, Ending) and self.state.is_decided and not self.state.running.active:
-            if self.pause.is_requested and self.checkpoints.store_held():  # the memory goes with the workers
+            if self.pause.is_requested and self.checkpoints.store_held():  # the memory is lost with the workers
                 return
-            self._emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self._emit_attempt_end(self.state.running)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
-            if self.checkpoints.store_held():  # only now: no worker will write it any more
+            if self.checkpoints.store_held():  # not before: a worker might still have written it
                 return
             self._publish(self.state.outcome)
             self.preemption.kill_preempted()

@@ -11,7 +11,6 @@ from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
 from raysgd.controller.machine.lifecycle import RunLifecycle
 from raysgd.controller.policies.failure import Failure
 from raysgd.controller.run_plan import RunPlan
@@ -42,7 +41,7 @@ class RunMachine:
     def __init__(self, plan: RunPlan, *, uri_of: Callable[[int], str], clock: Callable[[], float]) -> None:
         self._commands: list[c.Command] = []
         self._lifecycle = RunLifecycle(plan, uri_of=uri_of, clock=clock, emit=self._emit)
-        self._checkpoints = self._lifecycle.checkpoints
+        self.checkpoints = self._lifecycle.checkpoints
         self._save_point = self._lifecycle.save_point
         self._growth = self._lifecycle.growth
         self._preemption = self._lifecycle.preemption
@@ -55,10 +54,6 @@ class RunMachine:
         return self._lifecycle.state
 
     @property
-    def coordinator(self) -> CheckpointCoordinator:
-        return self._checkpoints
-
-    @property
     def is_pause_requested(self) -> bool:
         """Whether a pause was requested and has not begun yet."""
         return self._pause.is_requested
@@ -68,10 +63,10 @@ class RunMachine:
         running = running_of(self.state)
         return {
             "state": name_of(self.state),
-            "world_size": 0 if running is None or isinstance(self.state, Closing) else running.num_ranks,
-            "iteration": self._checkpoints.newest_iteration(),
+            "world_size": 0 if running is None or isinstance(self.state, Closing) else len(running.nodes),
+            "iteration": self.checkpoints.newest_iteration(),
             "num_failures": self._lifecycle.failures.num_failures,
-            "checkpoint": self._checkpoints.newest_uri,
+            "checkpoint": self.checkpoints.newest_uri,
         }
 
     def begin(self) -> list[c.Command]:
@@ -90,7 +85,7 @@ class RunMachine:
                 self._on_event(given)
             case c.ReportsReceived():
                 if self.accepts(given.attempt):
-                    self._checkpoints.on_reports(given.rank, given.num_reports)
+                    self.checkpoints.on_reports(given.rank, given.num_reports)
             case c.StreamEnded():
                 self._on_stream_ended(given)
             case c.GroupReady():
@@ -105,12 +100,12 @@ class RunMachine:
             case c.NodeDraining():
                 self._on_preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.CheckpointCommitted():
-                self._checkpoints.on_committed(given.manifest)
+                self.checkpoints.on_committed(given.manifest)
                 self._save_point.on_committed(given.manifest.number)
             case c.CommitFailed():
-                self._on_write_failed(given.number, self._checkpoints.on_commit_failed(given.number, given.error))
+                self._on_write_failed(given.number, self.checkpoints.on_commit_failed(given.number, given.error))
             case c.MemoryCopyLost() | c.MemoryCopyStored() | c.MemoryCopyNotStored():
-                self._checkpoints.on_memory_copy(given)
+                self.checkpoints.on_memory_copy(given)
             case c.StopRequested():
                 self._on_stop_requested(given)
             case c.PauseRequested():
@@ -122,7 +117,7 @@ class RunMachine:
                 self._on_timer(given)
         return self._advance()
 
-    # -- workers --------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_group_failed(self, given: c.GroupFailed) -> None:
         if not isinstance(self.state, Preparing):
@@ -136,17 +131,17 @@ class RunMachine:
     def _on_event(self, given: c.EventReceived) -> None:  # noqa: C901  (a dispatch: one line a case)
         running, rank, event = self._lifecycle.attempt_if_current(given.attempt), given.rank, given.event
         if running is None:
-            return  # of an older attempt: refused
+            return  # events of older attempts are refused
         match event:
             case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
-                self._end_if_misused(running, self._checkpoints.on_event(rank, event))
+                self._end_if_misused(running, self.checkpoints.on_event(rank, event))
             case e.PartFailed():
-                number = self._checkpoints.number_of(event.call)
-                self._on_write_failed(number, self._checkpoints.on_part_failed(event))
+                number = self.checkpoints.number_of(event.call)
+                self._on_write_failed(number, self.checkpoints.on_part_failed(event))
             case e.StartUnusable():
                 self._on_start_unusable(running, event)
             case e.AtSavePoint():
-                self._save_point.on_reached(rank, self._checkpoints.number_of(event.call))
+                self._save_point.on_reached(rank, self.checkpoints.number_of(event.call))
             case e.Returned():
                 self._preemption.saw_stop |= event.saw_stop
                 self._on_left(running, rank, has_returned=True)
@@ -173,8 +168,8 @@ class RunMachine:
             return
         self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
         if has_returned:
-            self._save_point.cancel()  # too late: what this rank has done would be done again
-            self._end_if_misused(running, self._checkpoints.on_returned(rank))
+            self._save_point.cancel()  # otherwise this rank would repeat all that it did after the save point
+            self._end_if_misused(running, self.checkpoints.on_returned(rank))
             return
         running.stopped.add(rank)
         if len(running.stopped) == 1:  # the others may wait for it in a collective
@@ -194,7 +189,7 @@ class RunMachine:
         """Start again from the checkpoint before. This may come after another rank's error, which it explains."""
         state = self.state
         is_open = isinstance(state, Ending) and not state.is_decided and state.preset is None
-        if (is_open or isinstance(state, Running)) and (why := self._checkpoints.skip_start(event.error)):
+        if (is_open or isinstance(state, Running)) and (why := self.checkpoints.skip_start(event.error)):
             self._lifecycle.regroup(running, why)
 
     def _on_stream_ended(self, given: c.StreamEnded) -> None:
@@ -212,14 +207,14 @@ class RunMachine:
             self._on_all_ranks_left(running)
 
     def _on_all_ranks_left(self, running: Running) -> None:
-        self._emit(c.LeaveGroup(running.attempt))
+        self._emit(c.LeaveGroup())
         is_stopping = self._lifecycle.is_stopping
         if self._preemption.why and self._preemption.saw_stop and not is_stopping:
             self._lifecycle.regroup(running, self._preemption.why)
             return
         self._emit(c.EmitFrame(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
         is_stopped = is_stopping or running.stopped
-        self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"), running)
+        self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"))
 
     def _on_worker_hung(self, given: c.WorkerHung) -> None:
         running = self._lifecycle.attempt_if_current(given.attempt)
@@ -241,13 +236,13 @@ class RunMachine:
 
     def _on_preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
         running = self._lifecycle.attempt_if_current(attempt)
-        if running is None or not self._preemption.add(running, ranks, self._lifecycle.nodes, why):
+        if running is None or not self._preemption.add(running, ranks, why):
             return
         self._growth.on_worker_lost()
         if (undisturbed := self._lifecycle.undisturbed_attempt()) is not None:
             self._preemption.ask_to_leave(undisturbed, within_s)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _end_if_misused(self, running: Running, problem: str | None) -> None:
         """End the run with an error if ``save_checkpoint`` was called against its rules."""
@@ -262,10 +257,10 @@ class RunMachine:
         outcome = Outcome("error", error_type="StorageError", message=message)
         if isinstance(self.state, Running):
             self._lifecycle.end_attempt(self.state, message, outcome)
-        elif isinstance(self.state, Closing) and self.state.outcome.kind in ("done", "stopped"):
+        elif isinstance(self.state, Closing) and self.state.outcome.is_success:
             self.state.outcome = outcome
 
-    # -- timers and users' requests -------------------------------------------------------------------------------
+    # -- timers and users' requests -----------------------------------------------------------------------------------
 
     def _on_timer(self, given: c.TimerFired) -> None:
         state, timer = self.state, given.timer
@@ -278,8 +273,10 @@ class RunMachine:
         is_undecided = isinstance(state, Ending) and not state.is_decided
         if timer == "grow":
             undisturbed = self._lifecycle.undisturbed_attempt()
-            if not (self._preemption.request_save_point(undisturbed) or self._pause.request_save_point(undisturbed)):
-                self._growth.on_timeout(undisturbed, self._checkpoints.is_bound_to_size)
+            if why := self._preemption.why or self._pause.why:
+                self._save_point.request(undisturbed, why)
+            else:
+                self._growth.on_timeout(undisturbed, self.checkpoints.is_bound_to_size)
         elif timer == "preemption" and isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._lifecycle.regroup(running, self._preemption.why or "")
         elif timer == "save_point":
@@ -297,36 +294,36 @@ class RunMachine:
         outcome = _outcome_of_stop(given)
         is_new = not (isinstance(state, (Closing, Closed)) or (isinstance(state, Ending) and state.preset is not None))
         if given.cancel and is_new:
-            self._emit(c.RecordEvent("cancel", {"why": given.why}))  # for a controller that is restarted
+            self._emit(c.RecordEvent("cancel", {"why": given.why}))  # a restarted controller reads it
         if isinstance(state, (Preparing, Paused)):
             self._lifecycle.close(outcome)
         elif isinstance(state, Running) and given.cancel:
             self._lifecycle.end_attempt(state, given.why, outcome)
         elif isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._save_point.cancel()
-            self._note_stop(given.why)
+            self._record_stop(given.why)
             self._emit(c.RequestStop(state.attempt))
         elif isinstance(state, Ending) and state.is_decided:
-            self._lifecycle.close_decided(outcome)
+            self._lifecycle.close(outcome)  # instead of the next attempt
         elif isinstance(state, Ending) and state.preset is None:
             if given.cancel:
                 state.preset = outcome  # an error that is about to arrive no longer matters
             elif not self._lifecycle.is_stopping:
-                self._note_stop(given.why)  # no further attempt; an exception that is about to arrive is still raised
+                self._record_stop(given.why)  # no further attempt; an exception that is about to arrive is still raised
 
-    def _note_stop(self, why: str) -> None:
+    def _record_stop(self, why: str) -> None:
         self._lifecycle.stop_reason = why
         self._emit(c.RecordEvent("stop", {"why": why}))
 
     def _on_pause_requested(self) -> None:
-        if isinstance(self.state, Preparing) and not self._checkpoints.has_unstored:
+        if isinstance(self.state, Preparing) and not self.checkpoints.has_unstored:
             self._lifecycle.pause_now(self.state)
         elif isinstance(self.state, Preparing):  # a checkpoint in memory alone is written once the workers are ready
             self._pause.is_requested = True
         elif isinstance(self.state, (Running, Ending)):  # if the attempt cannot be left, the run ends with it
             self._pause.request(self._lifecycle.undisturbed_attempt())
 
-    # -- commands -------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     def _emit(self, command: c.Command) -> None:
         self._commands.append(command)

@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from raysgd.controller.commands import (
-    AgreeOnSavePoint,
-    CancelSavePoint,
-    Command,
-    KillWorkers,
-    RecordEvent,
-    RequestStop,
-    SetTimer,
-)
+from raysgd.controller import commands as c
 from raysgd.controller.policies.failure import Failure
 from raysgd.controller.states import Running
 
-Emit = Callable[[Command], None]
+Emit = Callable[[c.Command], None]
 
 #: Seconds for the last ranks to reach the save point, once the checkpoint is committed.
 REACH_S = 2.0
@@ -37,7 +29,7 @@ FLAP_S = 60.0
 #: Seconds of a node's remaining time that are kept for leaving the attempt and for writing what was saved.
 LEAVE_S = 5.0
 
-_PAUSE_REASON = "the run is to pause"
+_PAUSE_REASON = "the run pauses"
 _SIZE_IS_FIXED = (
     "the group does not grow: a checkpoint saved with all_ranks=True can be loaded only by as many ranks as saved it, unless "
     "it has arrays in shards and is otherwise the same on all ranks; save the whole state from rank 0 for elastic training"
@@ -66,15 +58,16 @@ class SavePoint:
         self._failed: set[int] = set()
         self._is_late = False
 
-    def request(self, running: Running, why: str) -> None:
-        """Make the ranks of the attempt agree on a save."""
-        self.reset()
+    def request(self, running: Running | None, why: str | None) -> None:
+        """Make the ranks agree on a save. Nothing happens if they have agreed already, or without an attempt or a reason."""
+        if running is None or why is None or self.why is not None:
+            return
         self.why, self._attempt, self._serial = why, running.attempt, running.serial
-        self._emit(AgreeOnSavePoint(running.attempt))
+        self._emit(c.AgreeOnSavePoint(running.attempt))
 
     def on_reached(self, rank: int, number: int) -> None:
         """A rank waits after the save of checkpoint ``number``."""
-        if self.why is None:  # cancelled in the meantime; the rank gets that message too
+        if self.why is None:  # cancelled in the meantime: the rank will be released
             return
         self._waiting.add(rank)
         if self._number is None:
@@ -98,9 +91,9 @@ class SavePoint:
         self._is_late = self._is_committed()
 
     def cancel(self) -> None:
-        """Release the ranks that wait."""
+        """Cancel the save point and release the ranks that wait."""
         if self.why is not None:
-            self._emit(CancelSavePoint(self._attempt))
+            self._emit(c.CancelSavePoint(self._attempt))
         self.reset()
 
     def is_due(self, active: Collection[int]) -> bool:
@@ -119,9 +112,9 @@ class SavePoint:
     def _check(self) -> None:
         if self._number in self._failed:
             self.cancel()
-            self._emit(SetTimer("grow", self._serial, AGAIN_S))
+            self._emit(c.SetTimer("grow", self._serial, AGAIN_S))
         elif self._is_committed():
-            self._emit(SetTimer("save_point", self._serial, REACH_S))
+            self._emit(c.SetTimer("save_point", self._serial, REACH_S))
 
 
 class ScalingPolicy:
@@ -174,11 +167,12 @@ class Growth:
 
     def on_group_formed(self, running: Running, num_joining: int) -> None:
         """A group has formed, without ``num_joining`` workers that became ready in the meantime."""
-        if self._size is not None and running.num_ranks > self._size:
+        size = len(running.nodes)
+        if self._size is not None and size > self._size:
             self._policy.on_grown(self._clock())
         else:
             self._policy.on_taken_in()
-        self._size = running.num_ranks
+        self._size = size
         if num_joining:
             self.on_worker_ready(running)
 
@@ -207,12 +201,12 @@ class Growth:
         """Warn once that a larger group could not load the newest checkpoint."""
         if not self._has_warned:
             self._has_warned = True
-            self._emit(RecordEvent("warning", {"message": _SIZE_IS_FIXED}))
+            self._emit(c.warning(_SIZE_IS_FIXED))
 
     def _set_timer(self, running: Running | None) -> None:
         due = self._policy.grow_at()
         if running is not None and due is not None:
-            self._emit(SetTimer("grow", running.serial, max(0.0, due - self._clock())))
+            self._emit(c.SetTimer("grow", running.serial, max(0.0, due - self._clock())))
 
 
 class Preemption:
@@ -239,12 +233,12 @@ class Preemption:
         self.why: str | None = None
         self.saw_stop = False
 
-    def add(self, running: Running, ranks: Collection[int], nodes: tuple[str, ...], why: str) -> bool:
-        """Note that these ranks are preempted; returns whether any of them is new."""
+    def add(self, running: Running, ranks: Collection[int], why: str) -> bool:
+        """Record that these ranks are preempted; returns whether any of them is new."""
         new = sorted(set(ranks) - self._ranks)
         for rank in new:
-            data = {"attempt": running.attempt, "rank": rank, "node": nodes[rank], "why": why}
-            self._emit(RecordEvent("preemption", data))
+            data = {"attempt": running.attempt, "rank": rank, "node": running.nodes[rank], "why": why}
+            self._emit(c.RecordEvent("preemption", data))
             self.why = self.why or f"rank {rank} is preempted: {why}"
         self._ranks.update(new)
         return bool(new)
@@ -253,16 +247,10 @@ class Preemption:
         """Ask all ranks to leave. The attempt is ended if they have not left in time; ``within_s``: the node's time."""
         if not self._is_stop_requested:
             self._is_stop_requested = True
-            self._emit(RequestStop(running.attempt, ends_reports=False))
-            self.request_save_point(running)
-        delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
-        self._emit(SetTimer("preemption", running.serial, delay_s))
-
-    def request_save_point(self, running: Running | None) -> bool:
-        """Request a save point if a rank is preempted and none is agreed on; returns whether a rank is preempted."""
-        if running is not None and self.why is not None and self._save_point.why is None:
+            self._emit(c.RequestStop(running.attempt, ends_reports=False))
             self._save_point.request(running, self.why)
-        return self.why is not None
+        delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
+        self._emit(c.SetTimer("preemption", running.serial, delay_s))
 
     def explains(self, ranks: Collection[int]) -> bool:
         """Return whether all of these ranks are preempted."""
@@ -272,13 +260,13 @@ class Preemption:
         """Return whether a failure was announced. It is recorded as a reason to regroup then, not as a failure."""
         if not failure.is_announced and not self.explains(failure.ranks):
             return False
-        self._emit(RecordEvent("regroup", {"attempt": attempt, "why": failure.what}))
+        self._emit(c.RecordEvent("regroup", {"attempt": attempt, "why": failure.what}))
         return True
 
     def kill_preempted(self) -> None:
         """Kill the preempted processes, because the attempt is over."""
         if self._ranks:
-            self._emit(KillWorkers(tuple(sorted(self._ranks))))
+            self._emit(c.KillWorkers(tuple(sorted(self._ranks))))
         self._ranks.clear()
         self.why, self.saw_stop, self._is_stop_requested = None, False, False
 
@@ -294,19 +282,18 @@ class Pause:
         self._save_point = save_point
         self.is_requested = False
 
+    @property
+    def why(self) -> str | None:
+        """The reason to leave an attempt; None while no pause is requested."""
+        return _PAUSE_REASON if self.is_requested else None
+
     def request(self, running: Running | None) -> None:
         """Pause after the next save. ``running``: the attempt, if it can be left."""
         self.is_requested = True
-        self.request_save_point(running)
-
-    def request_save_point(self, running: Running | None) -> bool:
-        """Request a save point if a pause is requested and none is agreed on; returns whether a pause is requested."""
-        if self.is_requested and running is not None and self._save_point.why is None:
-            self._save_point.request(running, _PAUSE_REASON)
-        return self.is_requested
+        self._save_point.request(running, _PAUSE_REASON)
 
     def withdraw(self, running: Running | None) -> None:
-        """Do not pause; ranks that were to leave for the pause alone stay. ``running``: the attempt, if it can be left."""
+        """Do not pause: ranks that wait only for the pause resume. ``running``: the attempt, if it can be left."""
         self.is_requested = False
         if running is not None and self._save_point.why == _PAUSE_REASON:
             self._save_point.cancel()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raysgd.config import FailureConfig
-from raysgd.controller.states import Death, Outcome
+from raysgd.controller.states import Ending, Outcome
 from raysgd.session.events import Failed
 
 #: An exception that arrived at least this long before the first death was noticed is not a consequence of that death. A
@@ -40,20 +40,6 @@ class Failure:
     is_announced: bool = False
 
 
-@dataclass(frozen=True)
-class Retry:
-    """Start another attempt. ``number``: the number of the failure."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """End the run with an error, for this reason."""
-
-    why: str
-
-
 class FailurePolicy:
     """Counts the failures of a run. ``max_failures=k`` allows exactly k retries."""
 
@@ -70,12 +56,11 @@ class FailurePolicy:
         """Count the failures that happened before the controller's process was restarted."""
         self._failures.extend(failures)
 
-    def decide(self, failure: Failure) -> Retry | GiveUp:
-        """Count a failure, and decide between another attempt and the end of the run."""
+    def decide(self, failure: Failure) -> str | None:
+        """Count a failure; returns why the run must end, or None if another attempt follows."""
         self._failures.append(failure)
-        if self._max_failures < 0 or self.num_failures <= self._max_failures:
-            return Retry(self.num_failures)
-        return GiveUp(self._explain(failure))
+        is_allowed = self._max_failures < 0 or self.num_failures <= self._max_failures
+        return None if is_allowed else self._explain(failure)
 
     def restart_delay_s(self, *, was_entered: bool) -> float:
         """Return the seconds to wait before the next group; 0 if the last group had entered train_func."""
@@ -87,81 +72,68 @@ class FailurePolicy:
             limit = "FailureConfig(max_failures=0) allows none"
         else:
             limit = f"failure {self.num_failures} of the run; FailureConfig(max_failures={self._max_failures}) allows no more"
-        raised = next((past.raised for past in reversed(self._failures) if past.raised), "")
+        raised = next((each.raised for each in reversed(self._failures) if each.raised), "")
         exception = f". The last exception of train_func that came with a failure was {raised}" if raised else ""
         return f"{failure.what} ({limit}){exception}"
 
 
-@dataclass(frozen=True)
-class AttemptErrors:
-    """The errors and deaths of an attempt that are known so far.
-
-    Attributes:
-        errors: What each rank raised, in the order of arrival, because the clocks of two machines may differ.
-        arrived_at: When each error arrived, by the clock that deaths are noticed by.
-        deaths: The processes that died, without those that the controller killed.
-        nodes: The node of each rank.
-        is_complete: No further error or death is waited for.
-    """
-
-    errors: Mapping[int, Failed]
-    arrived_at: Mapping[int, float]
-    deaths: Sequence[Death]
-    nodes: Sequence[str]
-    is_complete: bool
-
-    def own_errors(self) -> dict[int, Failed]:
-        """Return the errors that are not about the process group, in the order of arrival."""
-        return {rank: error for rank, error in self.errors.items() if not error.in_collective and not error.in_setup}
-
-    def nodes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.nodes[rank] for rank in ranks))
-
-
-def find_cause(known: AttemptErrors) -> Outcome | Failure | None:
+def find_cause(ending: Ending, *, is_complete: bool) -> Outcome | Failure | None:
     """Return why an attempt ended.
 
     The exception that arrived first is the cause. A broken collective is the consequence of something else. So is an
     exception that arrived after a process had died.
 
+    Args:
+        ending: The errors and deaths so far.
+        is_complete: No further error or death is waited for.
+
     Returns:
         The user's exception as an `Outcome`, a `Failure` of the system, or None: wait for what explains a broken collective.
     """
-    own = known.own_errors()
-    if known.deaths:
-        first_death = min(death.timestamp for death in known.deaths)
-        own = {rank: error for rank, error in own.items() if known.arrived_at[rank] < first_death - _DEATH_DELAY_S}
+    own = _own_errors(ending)
+    if ending.deaths:
+        first_death = min(death.timestamp for death in ending.deaths)
+        own = {rank: error for rank, error in own.items() if ending.arrived_at[rank] < first_death - _DEATH_DELAY_S}
         if not own:
-            return _failure_by_death(known)
+            return _failure_by_death(ending)
     if own:
-        return _outcome_of(own, known)
-    if not known.is_complete:
+        return _outcome_of(own, ending)
+    if not is_complete:
         return None
-    in_setup = {rank: error for rank, error in known.errors.items() if error.in_setup}
+    in_setup = {rank: error for rank, error in ending.errors.items() if error.in_setup}
     if in_setup:
         ranks, first = tuple(sorted(in_setup)), next(iter(in_setup.values()))
-        return Failure(ranks, f"the process group could not be formed: {first.summary}", known.nodes_of(ranks))
-    if known.errors:
-        return _outcome_of(known.errors, known)
+        return Failure(ranks, f"the process group could not be formed: {first.summary}", _nodes_of(ranks, ending))
+    if ending.errors:
+        return _outcome_of(ending.errors, ending)
     return Failure((), "an attempt ended and no rank reported why")
 
 
-def _failure_by_death(known: AttemptErrors) -> Failure:
-    ranks = tuple(sorted({death.rank for death in known.deaths}))
-    nodes = known.nodes_of(ranks)
-    first = known.deaths[0]
+def _own_errors(ending: Ending) -> dict[int, Failed]:
+    """Return the errors that are not about the process group, in the order of arrival."""
+    return {rank: error for rank, error in ending.errors.items() if not error.in_collective and not error.in_setup}
+
+
+def _nodes_of(ranks: Sequence[int], ending: Ending) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(ending.running.nodes[rank] for rank in ranks))
+
+
+def _failure_by_death(ending: Ending) -> Failure:
+    ranks = tuple(sorted({death.rank for death in ending.deaths}))
+    nodes = _nodes_of(ranks, ending)
+    first = ending.deaths[0]
     reason = first.reason.rstrip(".")
-    if len(ranks) == 1:
-        how = "hung: it" if first.is_hang else "died:"
-        what = f"the worker process of rank {ranks[0]} on {nodes[0]} {how} {reason}"
-    else:
-        how = "hung: the first" if first.is_hang else "died:"
-        what = f"the worker processes of ranks {list(ranks)} on {', '.join(nodes)} {how} {reason}"
-    raised = [f"{error.summary} (rank {rank})" for rank, error in known.own_errors().items()]
+    who, which = f"process of rank {ranks[0]}", "it"
+    if len(ranks) > 1:
+        who, which = f"processes of ranks {list(ranks)}", "the first"
+    how = f"hung: {which}" if first.is_hang else "died:"
+    what = f"the worker {who} on {', '.join(nodes)} {how} {reason}"
+    raised = [f"{error.summary} (rank {rank})" for rank, error in _own_errors(ending).items()]
     return Failure(ranks, what, nodes, raised[-1] if raised else "")
 
 
-def _outcome_of(causes: Mapping[int, Failed], known: AttemptErrors) -> Outcome:
+def _outcome_of(causes: Mapping[int, Failed], ending: Ending) -> Outcome:
     rank = next(iter(causes))
-    followed = tuple((other, error.summary) for other, error in known.errors.items() if other != rank)
-    return Outcome("error", failed=causes[rank], rank=rank, node=known.nodes[rank], followed=followed, ranks=(rank,))
+    followed = tuple((other, error.summary) for other, error in ending.errors.items() if other != rank)
+    node = ending.running.nodes[rank]
+    return Outcome("error", failed=causes[rank], rank=rank, node=node, followed=followed, ranks=(rank,))

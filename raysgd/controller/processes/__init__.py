@@ -1,1 +1,1 @@
-"""The controller's side processes: callback host, data holder, placement guard."""
+"""Processes next to the TrainerActor: callback host, data holder."""

@@ -1,8 +1,7 @@
 """The process of the callbacks that run on the controller's side: loggers, early stopping.
 
-These are user objects, which the TrainerActor never unpickles, and they may be slow, which it must never be. So they have a
-process of their own. A Trainer has one, started with the first run that needs it. It outlives the driver, and a process of the
-TrainerActor.
+Callbacks are user objects, which the TrainerActor never unpickles, and they may be slow. So they have a process of their own.
+A Trainer has one, started with the first run that needs it. The process outlives the driver and a restart of the TrainerActor.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CallbackHost:
     def follow(self, run_id: str, info: RunInfo, blob: bytes, reduce: dict[str, str]) -> Failed | None:
         """Run the callbacks of one run; returns after their end, with the error of a critical one.
 
-        The next process of the TrainerActor may call it again for the same run, and gets the same answer.
+        A restarted TrainerActor may call it again for the same run, and gets the same answer.
         """
         if self._done is None or self._done[0] != run_id:
             self._done = run_id, self._follow(run_id, info, blob, reduce)
@@ -65,7 +64,7 @@ def _failed(error: BaseException) -> Failed:
     """Describe the error of a critical callback as a rank's error."""
     try:
         data: bytes | None = cloudpickle.dumps(error)
-    except Exception:  # a lock or a file in it; its text and type still arrive
+    except Exception:  # it may contain a lock or a file; its text and type still arrive
         data = None
     return Failed(
         exception=data,

@@ -1,4 +1,4 @@
-"""The process that holds the data of a detached run: objects that a driver puts into the object store end with the driver."""
+"""The process that holds the data of a detached run, because objects that a driver puts into the object store end with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DataHolder:
         self._kept: Kept | None = None
 
     def keep(self, given: Kept) -> Kept:
-        """Put all of it into the object store as objects of this process; returns the references to them."""
+        """Copy the data into objects that this process owns; returns the references to the copies."""
         copies: dict[Any, Any] = {}
 
         def own(ref: Any) -> Any:
@@ -58,7 +58,7 @@ class DataHolder:
 
 
 def _own_stream(source: Source) -> tuple[Any, ...]:
-    """Return the same stream with a host that ends with this process; nothing where the source is not a stream.
+    """Return the same stream with a host that ends with this process; nothing if the source is not a stream.
 
     Raises:
         ConfigError: The stream contains rows that the driver holds.
@@ -70,7 +70,7 @@ def _own_stream(source: Source) -> tuple[Any, ...]:
     dataset = ray.get(source.blocks[0].host.dataset.remote())
     if not dataset.has_serializable_lineage():
         raise ConfigError(
-            "a detached run outlives its driver, and its dataset is made of rows that the driver holds, as by from_items or "
-            "from_pandas: execute it, ds.materialize(), or have Ray read it from storage."
+            "a detached run outlives its driver, but this dataset contains rows that the driver holds, as with from_items or "
+            "from_pandas: call ds.materialize(), or let Ray read the rows from storage."
         )
     return (start_host(dataset),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
 from dataclasses import dataclass, field
 
 
@@ -45,12 +44,10 @@ class Barriers:
         self._barriers.clear()
 
     def _open_complete(self) -> None:
-        complete: Set[tuple[str, int]] = {
-            key for key, barrier in self._barriers.items() if self._expected <= set(barrier.waiting)
-        }
-        for key in complete:
-            barrier = self._barriers.pop(key)
-            self._resolve(barrier, barrier.payload)
+        for key, barrier in list(self._barriers.items()):
+            if self._expected <= barrier.waiting.keys():
+                del self._barriers[key]
+                self._resolve(barrier, barrier.payload)
 
     @staticmethod
     def _resolve(barrier: _Barrier, value: bytes | None) -> None:

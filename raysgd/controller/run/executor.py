@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
@@ -23,9 +23,8 @@ from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
-from raysgd.controller.run.watch import Watches
-from raysgd.controller.run.worker_group import WorkerGroupProtocol
-from raysgd.controller.run_plan import AttemptRecord, RunPlan
+from raysgd.controller.run.watch import Watch
+from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
 from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
@@ -34,29 +33,8 @@ from raysgd.session import events as e
 from raysgd.workers.liveness.deaths import was_sigterm
 from raysgd.workers.orders import AttemptOrder, RunOrder
 
-
-class ReturnValues:
-    """The return values of one attempt."""
-
-    def __init__(self) -> None:
-        self._by_rank: dict[int, Any] = {}
-
-    def clear(self) -> None:
-        """Drop the values of an attempt that did not succeed."""
-        self._by_rank.clear()
-
-    def returned(self, rank: int, event: e.Returned) -> None:
-        """Store the value of a rank that has returned, unless it is large and follows."""
-        if event.value is not None:
-            self._by_rank[rank] = event.value
-
-    def add_large(self, rank: int, value: Any) -> None:
-        """Store a large value."""
-        self._by_rank[rank] = value
-
-    def first(self, count: int) -> list[Any]:
-        """Return the values of the first ranks; None for a rank without a value."""
-        return [self._by_rank.get(rank) for rank in range(count)]
+if TYPE_CHECKING:
+    from raysgd.workers.group.group import WorkerGroup
 
 
 class Run:
@@ -66,15 +44,18 @@ class Run:
         storage: The run's folder.
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
-        last_attempt: The last attempt that this process began.
+        last_attempt: The last attempt of the earlier process.
         begins: Records an attempt before any rank enters it.
+
+    Attributes:
+        before_close: Awaited before the last frame; returns the error of a callback that failed after training, or None.
     """
 
     def __init__(
         self,
         request: RunRequest,
         info: RunInfo,
-        group: WorkerGroupProtocol,
+        group: WorkerGroup,
         storage: Storage,
         *,
         failure: FailureConfig,
@@ -92,32 +73,34 @@ class Run:
         self._failure = failure
         self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
         self._begins = begins
-        self._previous = previous = self._files.previous(last_attempt) if is_resumed else None
-        if previous is not None and previous.bound_size is not None:
+        self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
+        if previous.bound_size is not None:
             group.expect(previous.bound_size)
-        earlier, next_seq = ((), 0) if previous is None else (previous.frames, previous.next_seq)
         self.log = FrameLog(
-            self._files.journal, min_interval_s=stream_interval_s(1), earlier=earlier, next_seq=next_seq
+            self._files.journal,
+            min_interval_s=stream_interval_s(1),
+            earlier=previous.frames,
+            next_seq=previous.next_seq,
         )
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous)
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous if is_resumed else None)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
-        self._barriers.end()  # workers of an earlier process of the controller may still ask
-        self._loads = CheckpointReads()
+        self._barriers.end()  # workers of an earlier controller process may still call it
+        self._reads = CheckpointReads()
         self._rendezvous = ""
-        self._attempt = previous.attempt if previous is not None else 0
+        self._attempt = previous.attempt
         self._is_described = is_resumed and storage.exists("run.json")
-        self._size = previous.size if previous is not None else None
+        self._size = previous.size
         self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watches = Watches(group, failure, storage.child("flight_recorder"), self._feed, self._record_event)
+        self._watch: Watch | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._paused = asyncio.Event()
-        self._values = ReturnValues()
+        self._values: dict[int, Any] = {}  # what train_func returned in the attempt, by rank
         self._held = MemoryCheckpoints(
             group.memory, self._files.uri_of, lambda *given: self._feed(c.EventReceived(*given))
         )
@@ -129,7 +112,7 @@ class Run:
 
     async def execute(self) -> None:
         """Execute the run; returns when it is closed."""
-        if self._previous is None or not self._previous.frames:
+        if not self._previous.frames:
             self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
@@ -138,7 +121,7 @@ class Run:
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
         self._files.stop_flushing()
-        # It stays readable until the next run; its data is to be freed now.
+        # The run stays readable until the next one begins, but its data is released now.
         task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)
         self._request = dataclasses.replace(self._request, task=task)
         if self.before_close is not None:
@@ -152,19 +135,22 @@ class Run:
         self._files.close()
 
     async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
-        """End the run early, in order or at once (``cancel``); returns when that is recorded.
+        """End the run early; returns when that is recorded.
 
-        ``failed`` is the error of a callback that ends the run.
+        Args:
+            why: The reason, for the user.
+            cancel: End all ranks at once.
+            failed: The error of the callback that ends the run.
         """
         self._feed(c.StopRequested(why, cancel, failed))
         if not self.is_closed:
             await self._files.flush()
 
     def warn(self, message: str) -> None:
-        self._record_event(c.RecordEvent("warning", {"message": message}))
+        self._record_event(c.warning(message))
 
     def pause(self) -> None:
-        """Request a pause at the next checkpoint, in which the run holds no workers."""
+        """Pause at the next checkpoint. A paused run holds no workers."""
         self._feed(c.PauseRequested())
 
     async def resume(self) -> None:
@@ -173,7 +159,7 @@ class Run:
         await self._files.flush()
 
     async def wait_paused(self) -> None:
-        """Wait until the run is paused and that is recorded, or it is closed, or the pause was withdrawn."""
+        """Wait until a pause is recorded, the pause is withdrawn, or the run is closed."""
         await self._paused.wait()
         if not self.is_closed:
             await self._files.flush()
@@ -188,22 +174,22 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return the fields of `raysgd.result.RunStatus`."""
-        standing = self._machine.status()
-        standing["iteration"] = max(standing["iteration"], self.log.iteration)
-        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **standing}
+        status = self._machine.status()
+        status["iteration"] = max(status["iteration"], self.log.iteration)
+        return {"name": self._info.name, "run_dir": self._info.run_dir, "attempt": self._attempt, **status}
 
     def values(self, *, first_only: bool) -> list[Any]:
         """Return what train_func returned, by rank: a pickle, a reference to one, or None.
 
         Raises:
-            WorkerError: The process that had the values is gone.
+            WorkerError: An earlier controller process had the values.
         """
-        if self._previous is not None and self._previous.kind in ("done", "stopped"):
+        if self._previous.published is not None and self._previous.published.is_success:
             raise WorkerError(
                 "the run has ended, but what train_func returned was lost with the controller's process; its checkpoints "
                 f"and metrics are in {self._info.run_dir}"
             )
-        return self._values.first(1 if first_only else self._size or 0)
+        return [self._values.get(rank) for rank in range(1 if first_only else self._size or 0)]
 
     async def join_barrier(self, attempt: int, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
         if attempt != self._attempt:
@@ -214,13 +200,13 @@ class Run:
         """Return the URI of the newest committed checkpoint, the same for all ranks of an attempt; see `CheckpointReads`."""
         if attempt != self._attempt:
             return None
-        number = self._loads.newest_for(index, num_saves, self._machine.coordinator.newest_number)
+        number = self._reads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
         return None if number is None else self._files.uri_of(number)
 
-    # -- in -------------------------------------------------------------------------------------------------------
+    # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _feed(self, given: c.Input) -> None:
-        """Step the machine. An input that arrives while commands are executed is taken after them."""
+        """Step the machine. An input that arrives while commands are executed waits until they are done."""
         self._inputs.append(given)
         if self._is_acting:
             return
@@ -240,7 +226,7 @@ class Run:
         for command in commands:
             self._act(command)
 
-    # -- out ------------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     def _act(self, command: c.Command) -> None:  # noqa: C901  (a dispatch: a line or two a case)
         match command:
@@ -266,9 +252,8 @@ class Run:
             case c.CancelSavePoint():
                 self._spawn(self._group.agreement.call_off_save(command.attempt))
             case c.ReleaseWorkers():
-                if self._preparing is not None:
-                    self._preparing.cancel()
-                self._watches.end()
+                self._stop_preparing()
+                self._end_watch()
                 self._group.release()
             case c.LeaveGroup():
                 self._leaving = self._spawn(self._group.leave())
@@ -282,60 +267,59 @@ class Run:
             case c.StoreFromMemory():
                 self._spawn(self._store_held(command.manifest))
             case c.DeleteCheckpoint():
-                if self._loads.can_delete(command.number):
+                if self._reads.can_delete(command.number):
                     self._files.delete([command.number])
             case c.PublishOutcome():
                 self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
                 self._record_event(
-                    c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": _message(command.outcome)})
+                    c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": command.outcome.describe()})
                 )
-                self._files.flush_if_local()  # before readers get the outcome: they read the files next
+                self._files.flush_if_local()  # readers that get the outcome may read the files next
             case c.CloseRun():
-                self._files.delete(self._loads.end())
-                self._watches.end()
+                self._files.delete(self._reads.end())
+                self._end_watch()
                 self._held.close()
-                if self._preparing is not None:
-                    self._preparing.cancel()
+                self._stop_preparing()
                 self._closed.set()
 
     async def _prepare(self, command: c.PrepareGroup) -> None:
-        if self._leaving is not None:  # ranks that returned are still leaving the group they were in
+        if self._leaving is not None:  # ranks that returned may still be leaving the last process group
             await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
-            for line in await self._group.get_ready(keep_size=command.keep_size):
-                self._record_event(c.RecordEvent("warning", {"message": line}))
-            await self._group.check_storage(self._files.storage)
-            self._rendezvous = await self._group.open_rendezvous()
-            coordinator = self._machine.coordinator
-            while (held := coordinator.newest_in_memory) and not await self._held.is_reachable(
-                held, is_unstored=coordinator.has_unstored
-            ):
-                self._feed(c.MemoryCopyLost(held.number))
-        except WorkerDiedError as error:
-            message, announced = str(error), was_sigterm(str(error))
-            self._feed(c.GroupFailed(type(error).__name__, message, True, ranks=error.ranks, is_announced=announced))
-            return
-        except RaySGDError as error:
-            self._feed(c.GroupFailed(type(error).__name__, str(error), can_retry=False))
-            return
-        except Exception as error:  # the user must get every error, and not wait for ever
-            self._feed(c.GroupFailed("WorkerError", f"workers could not start: {type(error).__name__}: {error}", False))
+            await self._form_group(keep_size=command.keep_size)
+        except Exception as error:
+            self._feed(_group_failed(error))
             return
         self._attempt = command.attempt
         self._barriers = Barriers(self._group.size)
-        nodes = [self._describe_worker(rank) for rank in range(self._group.size)]
-        if not self._is_described:  # with the first group that is up, which need not be that of the first attempt
+        nodes = [self._record_worker(rank) for rank in range(self._group.size)]
+        if not self._is_described:  # run.json lists the first group that was ready, even if no rank entered train_func
             self._is_described = True
             self._spawn(self._files.write_run(describe_run(self._request, self._info, self._group)))
-        self._note_resize(self._group.size)
+        self._record_resize(self._group.size)
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
 
-    def _note_resize(self, size: int) -> None:
+    async def _form_group(self, *, keep_size: bool) -> None:
+        for message in await self._group.get_ready(keep_size=keep_size):
+            self.warn(message)
+        await self._group.check_storage(self._files.storage)
+        self._rendezvous = await self._group.open_rendezvous()
+        checkpoints = self._machine.checkpoints
+        while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
+            held, is_unstored=checkpoints.has_unstored
+        ):
+            self._feed(c.MemoryCopyLost(held.number))
+
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    def _record_resize(self, size: int) -> None:
         if self._size not in (None, size):
             self._record_event(c.RecordEvent("resize", {"old": self._size, "new": size}))
         self._previous_size, self._size = self._size, size
 
-    def _describe_worker(self, rank: int) -> str:
+    def _record_worker(self, rank: int) -> str:
         info = self._group.info(rank)
         assert info is not None
         data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
@@ -343,30 +327,40 @@ class Run:
         return info.node
 
     def _enter(self, command: c.StartAttempt) -> None:
+        attempt, start, size = command.attempt, command.start, self._group.size
         self._values.clear()
-        self._files.delete(self._loads.end())
-        self._loads = CheckpointReads(command.first_number)
-        self._held.begin_attempt(command.attempt, command.first_number, command.held)
-        self._begins(AttemptRecord(self._request.run_id, command.attempt, self._group.size, command.iterations_before))
-        self._watches.begin(command.attempt)
-        run = RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint)
-        shared = self._share(run)
-        for rank in range(self._group.size):
+        self._files.delete(self._reads.end())
+        self._reads = CheckpointReads(command.first_number)
+        self._held.begin_attempt(attempt, command.first_number, start.held)
+        self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        self._start_watch(attempt)
+        shared = self._share(RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint))
+        for rank in range(size):
             attempt_order = AttemptOrder(
-                attempt=command.attempt,
+                attempt=attempt,
                 member=self._group.member(rank, self._rendezvous),
-                checkpoint=command.checkpoint,
-                held=self._held.for_rank(command.held, rank),
+                checkpoint=start.uri,
+                held=self._held.for_rank(start.held, rank),
                 first_number=command.first_number,
                 previous_size=self._previous_size,
-                iterations_before=command.iterations_before,
-                time_before_s=command.time_before_s,
-                flush_interval_s=stream_interval_s(self._group.size),
+                iterations_before=start.iteration,
+                time_before_s=start.time_total_s,
+                flush_interval_s=stream_interval_s(size),
             )
             self._spawn(self._follow(rank, shared, attempt_order))
 
+    def _start_watch(self, attempt: int) -> None:
+        self._end_watch()
+        records = self._files.storage.child("flight_recorder").child(f"attempt_{attempt}").uri
+        self._watch = Watch(self._group, self._failure, records, attempt, self._feed, self._record_event)
+        self._watch.start()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
     async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
-        """Read a worker's stream to its end."""
+        """Read a worker's event stream to its end."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
@@ -378,11 +372,12 @@ class Run:
                             continue
                         if isinstance(event, e.Returned):
                             self._barriers.left(rank)
-                            self._values.returned(rank, event)
+                            if event.value is not None:
+                                self._values[rank] = event.value
                         if not self._held.intercept(rank, attempt, event):
                             self._feed(c.EventReceived(rank, attempt, event))
-                else:
-                    self._values.add_large(rank, item)
+                else:  # a large value comes as a reference of its own
+                    self._values[rank] = item
         except Exception as error:
             died = str(error)
         if died is None:
@@ -390,7 +385,7 @@ class Run:
         self._feed(c.StreamEnded(rank, attempt, died))
 
     def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
-        """Add reports to the frames as the worker encoded them; the state machine needs their number only."""
+        """Send reports to readers as the worker encoded them. The state machine gets only their number."""
         if self._machine.accepts(attempt):
             data = {"first": reports.first, "count": reports.count}
             self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
@@ -412,7 +407,7 @@ class Run:
                 self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
         if not command.amend:
-            self._files.delete(self._loads.on_committed(manifest.number))
+            self._files.delete(self._reads.on_committed(manifest.number))
             self._feed(c.CheckpointCommitted(manifest))
 
     def _publish_late_error(self, failed: e.Failed | None) -> None:
@@ -420,11 +415,11 @@ class Run:
         if failed is not None and has_succeeded(self._machine.state):
             self._act(c.PublishOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
-    def _emit_frame(self, say: c.EmitFrame) -> None:
-        self.log.append(lambda seq: Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows))
+    def _emit_frame(self, given: c.EmitFrame) -> None:
+        self.log.append(lambda seq: Frame(seq, given.kind, given.attempt, given.rank, given.data, given.rows))
 
-    def _record_event(self, note: c.RecordEvent) -> None:
-        data = {"kind": note.kind, "timestamp": time.time(), "data": note.data}
+    def _record_event(self, event: c.RecordEvent) -> None:
+        data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
         self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -434,13 +429,17 @@ class Run:
         return task
 
 
-def _message(outcome: Any) -> str:
-    if outcome.failed is not None:
-        return f"rank {outcome.rank}: {outcome.failed.summary}"
-    return str(outcome.message)
+def _group_failed(error: Exception) -> c.GroupFailed:
+    name, message = type(error).__name__, str(error)
+    if isinstance(error, WorkerDiedError):
+        return c.GroupFailed(name, message, can_retry=True, ranks=error.ranks, is_announced=was_sigterm(message))
+    if isinstance(error, RaySGDError):
+        return c.GroupFailed(name, message, can_retry=False)
+    # An unexpected error must reach the user as well, who would otherwise wait for ever.
+    return c.GroupFailed("WorkerError", f"workers could not start: {name}: {message}", can_retry=False)
 
 
-def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroupProtocol) -> dict[str, Any]:
+def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:
     """Return the content of ``run.json``, secrets included."""
     found = [group.info(rank) for rank in range(group.size)]
     workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]

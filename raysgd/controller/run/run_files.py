@@ -44,7 +44,7 @@ class RunFiles:
         return self.store.directory(number).uri
 
     def previous(self, last: AttemptRecord | None = None) -> PreviousState:
-        """Reopen the files of a run that another process of the controller began; returns what they say. Blocks.
+        """Reopen the files of a run that an earlier controller process began; returns the run's state. Blocks.
 
         Args:
             last: The last attempt, which the journal may not contain.
@@ -68,7 +68,7 @@ class RunFiles:
         Raises:
             Exception: It could not be written.
         """
-        await self._flush(self._writer)  # what was reported before it: nobody will make those reports again
+        await self._flush(self._writer)  # first the reports before it: a resumed run does not make them again
         await self._in_writer(self.store.commit, manifest)
 
     def delete(self, numbers: Iterable[int]) -> None:

@@ -68,9 +68,7 @@ def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a
                 outcome = command.outcome
                 data = {key: value for key, value in outcome_data(outcome).items() if not isinstance(value, bytes)}
                 yield Frame(0, frames.RUN_END, attempt, data=data)
-                failed = outcome.failed
-                message = outcome.message if failed is None else f"rank {outcome.rank}: {failed.summary}"
-                yield _event("run_end", attempt, {"kind": outcome.kind, "message": message})
+                yield _event("run_end", attempt, {"kind": outcome.kind, "message": outcome.describe()})
             case c.CloseRun():
                 yield Frame(0, frames.RUN_CLOSED, attempt)
 

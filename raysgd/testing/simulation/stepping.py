@@ -63,7 +63,7 @@ class SimulatedRun:
 
     def restart(self, past: PreviousState) -> None:
         """Restart the controller's process; the commands so far are kept."""
-        self._plan = replace(self._plan, past=past)
+        self._plan = replace(self._plan, previous=past)
         self._timers.clear()
         self._num_answered = len([command for command in self.all_of(c.CommitCheckpoint) if not command.amend])
         self._begin()
