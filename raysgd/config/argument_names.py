@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from raysgd.errors import UnknownArgumentError
@@ -132,6 +132,24 @@ CHECKPOINT_CONFIG_HINTS = {
 }
 
 
+def check_known(owner: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str]) -> None:
+    """Check that the names of all given arguments are known.
+
+    Raises:
+        UnknownArgumentError: One is not; the message says what to use instead.
+    """
+    for name in given:
+        if name in known:
+            continue
+        if name in hints:
+            advice = f": {hints[name]}."
+        elif hint := nearest(name, known):
+            advice = f"{hint}."
+        else:
+            advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
+        raise UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")
+
+
 def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callable[[F], F]:
     """Decorate a function so that an argument it does not have raises `UnknownArgumentError` with what to use instead.
 
@@ -143,13 +161,11 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callab
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        known.discard("self")
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.keys() <= known:
-                raise _unknown(
-                    owner, next(name for name in kwargs if name not in known), known - {"self", "cls"}, hints or {}
-                )
+            check_known(owner, kwargs, known, hints or {})
             return function(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
@@ -171,13 +187,3 @@ def nearest(name: object, known: Collection[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that is most like this one, or ``""``."""
     close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _unknown(owner: str, name: str, known: Collection[str], hints: Mapping[str, str]) -> UnknownArgumentError:
-    if name in hints:
-        advice = f": {hints[name]}."
-    elif hint := nearest(name, known):
-        advice = f"{hint}."
-    else:
-        advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
-    return UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")

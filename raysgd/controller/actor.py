@@ -60,11 +60,11 @@ class TrainerActor:
             remove_placement_groups(settings.name)
         self._group = WorkerGroup(
             f"{settings.name}-{uuid.uuid4().hex[:4]}" if self._is_restarted else settings.name,
-            settings.scaling,
-            settings.backend,
-            settings.failure,
+            settings.spec.scaling,
+            settings.spec.backend,
+            settings.spec.failure_config,
             controller=settings.name,
-            runtime_env=settings.runtime_env,
+            runtime_env=settings.spec.runtime_env,
             existing=settings.room,
         )
         self._group.slots.on_slot_added = self._guard_placements
@@ -81,7 +81,7 @@ class TrainerActor:
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
-        self._instances = Instances(self._group, settings.failure.abort_grace_s)
+        self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
         self._host: Any = None
         frame_server = FrameServer(self.stream)
         self._listener = Listener({downlink.KIND: frame_server.handle, uplink.KIND: self._group.streams.inboxes.handle})
@@ -302,16 +302,16 @@ class TrainerActor:
             run_dir=storage.uri,
             config=request.config,
             num_workers=self._group.size,
-            backend=settings.backend.name,
-            resources=[settings.scaling.bundle()] * self._group.size,
+            backend=settings.spec.backend.name,
+            resources=[settings.spec.scaling.bundle()] * self._group.size,
         )
         run = Run(
             request,
             info,
             self._group,
             storage,
-            failure=settings.failure,
-            checkpoint=settings.checkpoint,
+            failure=settings.spec.failure_config,
+            checkpoint=settings.spec.checkpoint_config,
             share=ray.put,
             is_resumed=is_resumed,
             last_attempt=get_attempt(settings.name, request.run_id) if is_resumed else None,

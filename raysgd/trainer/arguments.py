@@ -1,11 +1,11 @@
-"""Checks of the arguments of a run, before anything is started. Driver side."""
+"""The arguments of a run, and their checks before anything of the run is started. Driver side."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,8 +20,22 @@ from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from raysgd.callbacks.base import Callback
     from raysgd.config import ScalingConfig
     from raysgd.data.streams.stream import Stream
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The arguments of `raysgd.Trainer.run`, which documents them, as the user gave them."""
+
+    train_func: Any
+    config: Any = None
+    dataset: Any = None
+    callbacks: Sequence[Callback] = ()
+    resume_from: Any = None
+    reduce: Any = None
+    returns: Any = "first"
 
 
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.tune import PlacementGroupFactory
 
 from raysgd._util.text import with_article
+from raysgd.controller.requests import TrainerSpec
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError, InfeasibleError
-from raysgd.trainer.spec import HasSpec, TrainerSpec, num_workers_from_json, spec_of_trainer
+from raysgd.trainer.spec import ARGUMENTS, change_spec, make_spec, num_workers_from_json
 from raysgd.workers.pickling import Packed
 from raysgd.workers.placement.capacity import slot_bundle
 from raysgd.workers.placement.cluster import check_feasible
+
+if TYPE_CHECKING:
+    from raysgd.trainer.trainer import Trainer
 
 #: Where a trial's config has arguments of its Trainer: under a key, or returned by a function of the config.
 ArgumentsFrom = str | Callable[[dict[str, Any]], Mapping[str, Any]] | None
@@ -83,8 +87,7 @@ class Recipe:
         given = name(config) if callable(name) else config.get(str(name), {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{source} is {with_article(type(given).__name__)}; give a dict of arguments of Trainer.")
-        arguments = self.spec.to_arguments()
-        allowed = [name for name in arguments if name not in _FIXED_ARGUMENTS]
+        allowed = [name for name in ARGUMENTS if name not in _FIXED_ARGUMENTS]
         for name in given:
             if name not in allowed:
                 raise ConfigError(f"{source} has {name!r}; a trial's Trainer can have {', '.join(allowed)}.")
@@ -94,7 +97,7 @@ class Recipe:
             changed |= {"backend": self.spec.backend.name, "backend_args": {**own, **changed["backend_args"]}}
         if "num_workers" in changed:  # Tune may have written the config as JSON
             changed["num_workers"] = num_workers_from_json(changed["num_workers"])
-        return TrainerSpec.from_arguments(**{**arguments, **changed})
+        return change_spec(self.spec, changed)
 
     def resources(self, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the resources that Tune reserves for a trial.
@@ -122,7 +125,7 @@ def bundles_of(spec: TrainerSpec) -> PlacementGroupFactory:
     return PlacementGroupFactory([{}, *bundles], strategy=scaling.placement_strategy)
 
 
-def trial_resources(trainer: HasSpec | None = None, **arguments: Any) -> PlacementGroupFactory:
+def trial_resources(trainer: Trainer | None = None, **arguments: Any) -> PlacementGroupFactory:
     """Return the resources of a Tune function that makes a Trainer itself, for `ray.tune.with_resources`.
 
     Args:
@@ -132,4 +135,4 @@ def trial_resources(trainer: HasSpec | None = None, **arguments: Any) -> Placeme
     Raises:
         ConfigError: The arguments cannot work.
     """
-    return bundles_of(TrainerSpec.from_arguments(**arguments) if trainer is None else spec_of_trainer(trainer))
+    return bundles_of(make_spec(**arguments) if trainer is None else trainer._spec)

@@ -18,12 +18,12 @@ from raysgd.callbacks.progress.callback import ProgressCallback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller.requests import TrainerSpec
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS, Result
-from raysgd.trainer.arguments import resolve_data, start_streams
+from raysgd.trainer.arguments import RunArguments, resolve_data, start_streams
 from raysgd.trainer.runs import RunManager
-from raysgd.trainer.spec import TrainerSpec
 from raysgd.trainer.stream import ResultStream
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.recipe import Recipe, Work
@@ -207,13 +207,9 @@ class Trial:
         callbacks = loads(self._work.callbacks)
         if not any(isinstance(callback, ProgressCallback) for callback in callbacks):
             callbacks.append(ProgressCallback(mode="off"))  # Tune has a display of its own
+        train_func = self._work.train_func.bind(self._parameters)
         return self._runs.begin(
-            self._work.train_func.bind(self._parameters),
-            config,
-            dataset=dataset,
-            callbacks=callbacks,
-            resume_from=self._resume_from,
-            reduce=self._work.reduce,
+            RunArguments(train_func, config, dataset, callbacks, self._resume_from, self._work.reduce)
         )
 
     def _wait_for_saves(self, stream: ResultStream) -> None:
