@@ -70,23 +70,22 @@ class LinesDisplay:
     before it were skipped.
 
     Args:
+        info: The run.
         file: Where to write. None: ``sys.stdout`` at the time.
         clock: Returns monotonic seconds.
     """
 
-    def __init__(self, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, info: RunInfo, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._info = info
         self._file = file
         self._clock = clock
-        self._name = ""
-        self._start_at = 0.0
-        self._next_at = 0.0
+        self._start_at = self._next_at = clock()
         self._waiting: Result | None = None
         self._num_skipped = 0
         self._num_results = 0
 
-    def start(self, info: RunInfo) -> None:
-        self._name = info.name
-        self._start_at = self._next_at = self._clock()
+    def start(self) -> None:
+        info = self._info
         workers = "1 worker" if info.num_workers == 1 else f"{info.num_workers} workers"
         self._print(f"started with {workers}, {info.backend}; files in {redact_uri(info.run_dir)}")
 
@@ -100,14 +99,13 @@ class LinesDisplay:
 
     def event(self, event: Event) -> None:
         text = _event_text(event)
-        if self._waiting is not None and (text or self._clock() >= self._next_at):
+        if text or self._clock() >= self._next_at:
             self._show_waiting()
         if text:
             self._print(text)
 
     def end(self, error: BaseException | None) -> None:
-        if self._waiting is not None:
-            self._show_waiting()
+        self._show_waiting()
         took = duration(self._clock() - self._start_at)
         reason = "" if error is None else f": {one_line(error)}"
         self._print(f"{end_state(error)} after {took}, {self._num_results} results{reason}")
@@ -122,7 +120,7 @@ class LinesDisplay:
         self._print(f"{result_line(result)}{note}")
 
     def _print(self, text: str) -> None:
-        print(f"[{self._name}] {text}", file=self._file or sys.stdout, flush=True)
+        print(f"[{self._info.name}] {text}", file=self._file or sys.stdout, flush=True)
 
 
 def _event_text(event: Event) -> str:
