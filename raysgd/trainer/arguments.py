@@ -22,7 +22,6 @@ from raysgd.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from raysgd.callbacks.base import Callback
     from raysgd.config import ScalingConfig
-    from raysgd.data.streams.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -181,53 +180,37 @@ def resolve_start(resume_from: Any) -> tuple[Start, Any]:
     return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
 
 
-def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
-    """Resolve ``run(dataset=...)``; put its rows into the object store, where they stay as long as the plan.
+def plan_data(dataset: Any) -> DatasetPlan:
+    """Resolve ``run(dataset=...)`` and put its rows into the object store; a lazy dataset is not executed yet.
 
     Raises:
-        ConfigError: It cannot be a dataset, or it is lazy and the workers would leave no CPU to execute it.
+        ConfigError: It cannot be a dataset.
         SerializationError: A map-style dataset does not pickle.
     """
     if dataset is None:
         return NO_DATASETS
-    if isinstance(dataset, DatasetPlan):
-        return dataset
     from raysgd.data.sources.resolve import resolve_datasets  # imports NumPy, which a run without data does not need
-
-    def start(lazy: Any) -> Stream:
-        from raysgd.workers.dataset_stream import start_host
-
-        check_cpu_for_dataset(scaling)
-        return start_host(lazy)
-
-    here = ray.get_runtime_context()
-    return resolve_datasets(dataset, ray.put, start, session=(here.get_node_id(), here.get_job_id()))
-
-
-def plan_data(dataset: Any) -> DatasetPlan:
-    """Resolve a dataset for several runs; each of them executes the lazy datasets by `start_streams`."""
-    if dataset is None:
-        return NO_DATASETS
-    from raysgd.data.sources.resolve import resolve_datasets
 
     here = ray.get_runtime_context()
     return resolve_datasets(dataset, ray.put, cast("Any", _Lazy), session=(here.get_node_id(), here.get_job_id()))
 
 
-def start_streams(plan: DatasetPlan, scaling: ScalingConfig) -> DatasetPlan:
-    """Start the execution of a plan's lazy datasets for one run; return the plan of that run.
+def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
+    """Resolve ``run(dataset=...)``, or take a plan of `plan_data`, and start to execute its lazy datasets for one run.
 
     Raises:
-        ConfigError: The workers would leave no CPU to execute them.
+        ConfigError: As `plan_data`, or the workers would leave no CPU to execute a lazy dataset.
+        SerializationError: As `plan_data`.
     """
-    lazy = {name: source for name, source in plan.sources.items() if source.kind == "stream"}
+    plan = dataset if isinstance(dataset, DatasetPlan) else plan_data(dataset)
+    lazy = {name: each for name, each in plan.sources.items() if each.blocks and isinstance(each.blocks[0], _Lazy)}
     if not lazy:
         return plan
     from raysgd.workers.dataset_stream import start_host
 
     check_cpu_for_dataset(scaling)
-    hosts = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}
-    started = {key: start_host(given.dataset) for key, given in hosts.items()}
+    given = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}  # a dataset may have several names
+    started = {key: start_host(each.dataset) for key, each in given.items()}
     sources = {name: replace(source, blocks=(started[id(source.blocks[0])],)) for name, source in lazy.items()}
     return replace(plan, sources={**plan.sources, **sources})
 

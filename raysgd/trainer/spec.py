@@ -75,7 +75,7 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
         "seed": spec.seed,
         "deterministic": spec.deterministic,
         "runtime_env": plain(dict(spec.runtime_env or {})),
-        "scaling": _scaling_to_json(spec.scaling),
+        "scaling": plain({**vars(spec.scaling), "num_workers": _num_workers_to_json(spec.scaling)}),
         "backend_args": plain(vars(spec.backend)),
         "run_config": plain({**vars(spec.run_config), "storage_path": None if path is None else os.fspath(path)}),
         "failure_config": plain(vars(spec.failure_config)),
@@ -83,15 +83,9 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
     }
 
 
-def _scaling_to_json(scaling: ScalingConfig) -> dict[str, Any]:
+def _num_workers_to_json(scaling: ScalingConfig) -> Any:
     largest = None if math.isinf(scaling.max_workers) else scaling.max_workers
-    return {
-        "num_workers": [scaling.min_workers, largest] if scaling.is_elastic else scaling.min_workers,
-        "cpus_per_worker": scaling.cpus_per_worker,
-        "gpus_per_worker": scaling.gpus_per_worker,
-        "resources_per_worker": dict(scaling.resources_per_worker),
-        "placement_strategy": scaling.placement_strategy,
-    }
+    return [scaling.min_workers, largest] if scaling.is_elastic else scaling.min_workers
 
 
 def num_workers_from_json(value: Any) -> Any:

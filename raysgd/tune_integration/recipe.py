@@ -12,7 +12,7 @@ from ray.tune import PlacementGroupFactory
 from raysgd._util.text import with_article
 from raysgd.controller.requests import TrainerSpec
 from raysgd.data.plan import DatasetPlan
-from raysgd.errors import ConfigError, InfeasibleError
+from raysgd.errors import ConfigError
 from raysgd.trainer.spec import ARGUMENTS, change_spec, make_spec, num_workers_from_json
 from raysgd.workers.pickling import Packed
 from raysgd.workers.placement.capacity import slot_bundle
@@ -34,7 +34,7 @@ class Work:
     Attributes:
         train_func: The function, still pickled in the trials' processes, which so need nothing that it imports.
         parameters: Names of its arguments other than the config, which `ray.tune.with_parameters` gives.
-        datasets: The resolved ``dataset=``, or a function of the config that returns a dataset to resolve.
+        datasets: The plan of ``dataset=``, or a function of the config that returns a dataset.
         callbacks: A pickled list, unpickled for each run.
         reduce: Metrics to compute over all ranks.
         resume_from: Where a trial starts from.
@@ -42,10 +42,14 @@ class Work:
 
     train_func: Packed
     parameters: tuple[str, ...]
-    datasets: DatasetPlan | Callable[[dict[str, Any]], Any] | None = field(repr=False)
+    datasets: DatasetPlan | Callable[[dict[str, Any]], Any] = field(repr=False)
     callbacks: bytes = field(repr=False)
     reduce: Mapping[str, str] | None
     resume_from: Any = field(repr=False)
+
+    def dataset(self, config: dict[str, Any]) -> Any:
+        """Return the plan or the dataset of a trial with this config."""
+        return self.datasets(config) if callable(self.datasets) else self.datasets
 
 
 @dataclass(frozen=True)
@@ -105,15 +109,14 @@ class Recipe:
         Raises:
             InfeasibleError: The cluster can never hold a trial.
         """
-        if self.arguments_from is None:
-            if ray.is_initialized():
-                check_feasible(self.spec.scaling, self.spec.failure_config.num_spares)
-            return bundles_of(self.spec)
         try:
             spec = self.spec_for(config)
             if ray.is_initialized():
                 check_feasible(spec.scaling, spec.failure_config.num_spares)
-        except (ConfigError, InfeasibleError):  # only this trial is wrong: it raises when it begins
+        except ConfigError:
+            if self.arguments_from is None:  # every trial would fail
+                raise
+            # Only this trial is wrong, and raises the error when it begins.
             return PlacementGroupFactory([{"CPU": 0.001}])
         return bundles_of(spec)
 

@@ -20,7 +20,7 @@ from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments, check_tuned_func, plan_data, resolve_start
-from raysgd.tune_integration.folds import FoldsTrial
+from raysgd.tune_integration.folds import FoldsTrial, check_folds
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.trial import Trial
 from raysgd.workers.pickling import Packed, dumps_named
@@ -139,10 +139,8 @@ def make_trainable(
         reduce=reduce,
         resume_from=resume_from,
     )
-    if cross_validate and isinstance(work.datasets, DatasetPlan) and work.datasets.folds is None:
-        raise ConfigError(
-            "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
-        )
+    if cross_validate and isinstance(work.datasets, DatasetPlan):
+        check_folds(work.datasets)
     recipe = Recipe(spec, trainer_args_from, ray.put(work), is_by_folds=cross_validate)
     return type(
         work.train_func.name.rpartition(".")[2], (RaySGDTrainable,), {"_recipe": recipe, "__module__": __name__}

@@ -19,10 +19,9 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller.requests import TrainerSpec
-from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS, Result
-from raysgd.trainer.arguments import RunArguments, resolve_data, start_streams
+from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.runs import RunManager
 from raysgd.trainer.stream import ResultStream
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
@@ -194,13 +193,9 @@ class Trial:
         self._not_awaited: set[int] = set()  # saves that did not reach storage in time
 
     def _begin(self) -> ResultStream:
-        assert self._spec is not None
-        given = self._work.datasets
-        if given is None or isinstance(given, DatasetPlan):
-            return self._run(given and start_streams(given, self._spec.scaling), self._config)
-        return self._run(resolve_data(given(self._config), self._spec.scaling), self._config)
+        return self._run(self._work.dataset(self._config), self._config)
 
-    def _run(self, dataset: DatasetPlan | None, config: dict[str, Any]) -> ResultStream:
+    def _run(self, dataset: Any, config: dict[str, Any]) -> ResultStream:
         assert self._runs is not None and self._spec is not None
         kept = self._spec.checkpoint_config
         self._pruning = Pruning(RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order))
