@@ -14,7 +14,7 @@ import ray
 from ray.air.constants import TRAINING_ITERATION
 from ray.exceptions import RayError
 
-from raysgd.callbacks.progress.callback import ProgressCallback
+from raysgd.callbacks.progress.callback import default_callbacks
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
@@ -172,12 +172,9 @@ class Trial:
             stream = self._stream
             self._set_stream(None)
         runs, self._runs = self._runs, None
-        if stream is not None and stream.is_live:
-            stream.cancel()
-            stream.wait_closed(_END_S)
         if runs is not None:
             with contextlib.suppress(RayError):
-                runs.shutdown()
+                runs.shutdown()  # cancels a live run, and waits for its end
         if stream is not None:
             self._prune(stream)
 
@@ -199,9 +196,7 @@ class Trial:
         assert self._runs is not None and self._spec is not None
         kept = self._spec.checkpoint_config
         self._pruning = Pruning(RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order))
-        callbacks = loads(self._work.callbacks)
-        if not any(isinstance(callback, ProgressCallback) for callback in callbacks):
-            callbacks.append(ProgressCallback(mode="off"))  # Tune has a display of its own
+        callbacks = default_callbacks(loads(self._work.callbacks), mode="off")  # Tune has a display of its own
         train_func = self._work.train_func.bind(self._parameters)
         return self._runs.begin(
             RunArguments(train_func, config, dataset, callbacks, self._resume_from, self._work.reduce)

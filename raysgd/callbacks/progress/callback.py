@@ -86,8 +86,7 @@ def is_terminal(file: TextIO | None) -> bool:
     return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def default_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add a `ProgressCallback` to the callbacks, unless they have one (``mode="off"`` counts)."""
-    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
-        return list(callbacks)
-    return [*callbacks, ProgressCallback()]
+def default_callbacks(callbacks: Sequence[Callback], mode: Mode = "auto") -> list[Callback]:
+    """Add a `ProgressCallback` with this mode to the callbacks, unless they have one (``mode="off"`` counts)."""
+    has_one = any(isinstance(callback, ProgressCallback) for callback in callbacks)
+    return [*callbacks, *([] if has_one else [ProgressCallback(mode)])]

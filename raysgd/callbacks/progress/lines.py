@@ -9,7 +9,7 @@ from typing import TextIO
 
 from raysgd._util.redact import redact_uri
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.progress.state import failure_text, regroup_text, stop_text
+from raysgd.callbacks.progress.state import note_text
 from raysgd.callbacks.values import duration, end_state, flatten, one_line, short, split_automatic
 from raysgd.config.checks import check_count
 from raysgd.result import Event, Result, RunInfo
@@ -124,14 +124,8 @@ class LinesDisplay:
 
 
 def _event_text(event: Event) -> str:
-    if event.kind == "failure":
-        return failure_text(event.data)
-    if event.kind == "regroup":
-        return regroup_text(event.data)
-    if event.kind == "stop":
-        return stop_text(event.data)
     if event.kind == "warning":
         return f"warning: {event.data.get('message', '')}"
     if event.kind == "attempt_start" and event.data.get("attempt", 1) != 1:
         return f"attempt {event.data['attempt']} with {event.data.get('world_size', '?')} workers"
-    return ""
+    return note_text(event)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd.callbacks.values import clip, end_state, flatten, is_finite, one_line, split_automatic
+from raysgd.callbacks.values import clip, end_state, flatten, in_one_line, is_finite, one_line, split_automatic
 from raysgd.result import Event, Result, RunInfo
 
-_MAX_RECENT = 256  # results between two drawings that enter the histories; of more, the last ones
+_MAX_RECENT = 256  # of the results between two drawings, only this many last ones enter the histories
 _MAX_NOTES = 3
 _HUGE = 1e290  # larger values are drawn as this, so that sums stay finite
 
@@ -102,16 +102,11 @@ class ProgressState:
                 now.checkpoint, self._checkpoint_at = dict(data), self._clock()
             elif event.kind == "attempt_start":
                 self._begin_attempt(data)
-            elif event.kind == "stop" and now.state != "stopping":
-                now.state = "stopping"
-                self._notes.append(stop_text(data))
-            elif event.kind == "failure":
-                now.state = "recovering"
-                self._notes.append(failure_text(data))
-            elif event.kind == "regroup":
-                self._notes.append(regroup_text(data))
             elif event.kind == "warning":
                 self._notes.append(str(data.get("message", "")).partition("\n")[0])
+            elif (note := note_text(event)) and (event.kind, now.state) != ("stop", "stopping"):
+                self._notes.append(note)
+                now.state = {"stop": "stopping", "failure": "recovering"}.get(event.kind, now.state)
 
     def end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -155,19 +150,16 @@ class ProgressState:
                     now.histories.setdefault(key, History()).add(value)
 
 
-def stop_text(data: dict[str, Any]) -> str:
-    """Format a ``stop`` event, by which a callback or the user ends the run, as one line."""
-    return f"stopping: {' '.join(str(data.get('why', '')).split())}"
-
-
-def regroup_text(data: dict[str, Any]) -> str:
-    """Format a ``regroup`` event as one line."""
-    return f"the group forms again: {clip(' '.join(str(data.get('why', '')).split()), 120)}"
-
-
-def failure_text(data: dict[str, Any]) -> str:
-    """Format a ``failure`` event as one line."""
+def note_text(event: Event) -> str:
+    """Format a failure, a regroup or a stop, by which a callback or the user ends the run, as one line; others as ``""``."""
+    data = event.data
+    if event.kind == "stop":
+        return f"stopping: {in_one_line(data.get('why', ''))}"
+    if event.kind == "regroup":
+        return f"the group forms again: {clip(in_one_line(data.get('why', '')), 120)}"
+    if event.kind != "failure":
+        return ""
     ranks = ", ".join(map(str, data.get("ranks") or ()))
-    error = clip(" ".join(str(data.get("error", "")).split()), 120)
+    error = clip(in_one_line(data.get("error", "")), 120)
     action = data.get("action")
     return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")
