@@ -1,7 +1,7 @@
 """The folder of a logger's files below the run's folder, which may be on an object store. Runs where the logger runs.
 
-A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written to a temporary folder. Those
-that changed are uploaded now and then and at the end; always whole, since object stores cannot append.
+A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written to a temporary folder. Changed
+files are uploaded every half minute and at the end, always whole: object stores cannot append.
 """
 
 from __future__ import annotations

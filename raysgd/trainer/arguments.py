@@ -118,11 +118,11 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _is_any(function: Any, *kinds: Callable[[Any], bool]) -> bool:
-    """Return whether ``function`` is of one of the kinds: a function, a bound one, or an object with ``__call__``."""
+def _is_any(function: Any, *checks: Callable[[Any], bool]) -> bool:
+    """Return whether a check is true of the function, which may be a partial or an object with ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
-    return any(kind(plain) for kind in kinds for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
+    return any(check(plain) for check in checks for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
 
 
 def check_config(config: Any) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Channel:
         self._actor.stop.remote(run_id, why, cancel)
 
     def values(self, run_id: str, *, first_only: bool) -> list[Any]:
-        """Return what train_func returned on all ranks or the first, as `open_value` takes it; large values are not fetched."""
+        """Return what train_func returned on all ranks or the first, for `open_value`, which fetches large values."""
         return list(self.call("values", run_id, first_only))
 
     @staticmethod
@@ -160,8 +160,8 @@ class Channel:
             method: Its name.
             *args: Its arguments.
             timeout_s: Seconds to wait.
-            may_repeat: Call it again after a restart of the actor. A call that must not be repeated, such as of a user's function
-                that may have run, ends the actor.
+            may_repeat: Whether to call it again if the actor is restarted meanwhile. If not, a restart ends the actor: a
+                user's function that is called may have run already.
 
         Raises:
             Exception: What the method raised, as its own type.
@@ -199,7 +199,7 @@ class Channel:
                 forget(self.settings.name, self.settings.alias)
 
     def _send_again(self) -> bool:
-        """Send the live run to the restarted actor, and a request to stop it; returns whether there is a run."""
+        """Send the restarted actor the live run, and the request to stop it if there was one; return whether a run is live."""
         if self._request is None:
             return False
         self._actor.run.remote(self._request)
@@ -245,7 +245,7 @@ def raise_cause(error: RayTaskError) -> None:
 
 
 def _claim(alias: str, name: str) -> None:
-    """Register a Trainer under its alias; ends an earlier Trainer of that alias whose run is over.
+    """Register a Trainer under its alias; end an earlier Trainer of that alias whose run is over.
 
     Raises:
         ConfigError: The earlier Trainer's run is not over.
@@ -260,11 +260,11 @@ def _claim(alias: str, name: str) -> None:
 
 
 def _end_if_over(name: str) -> str | None:
-    """End a Trainer without a live run; returns the state of its run if that is not over."""
+    """End a Trainer that has no live run, and return None; otherwise return the state of its run."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        return "about to begin" if is_new(name) else None
+        return "about to begin" if is_new(name) else None  # its driver has registered it, and starts the actor next
     try:
         channel = Channel(get_settings(name), actor)
         status: Any = channel.call("status", timeout_s=_STATUS_TIMEOUT_S)

@@ -122,13 +122,7 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
         ConfigError: The run's files leave an argument out, a secret or a function, and it is not among the changes.
     """
     folder = Storage.from_uri(run_dir)
-    if not folder.exists("run.json"):
-        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
-    description = json.loads(folder.read_bytes("run.json"))
-    if "scaling" not in description or "failure_config" not in description:
-        raise CheckpointNotFoundError(
-            f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
-        )
+    description = _read_description(folder)
     saved = {name: value for name, value in _arguments_from_json(description).items() if name not in changes}
     for name, value in saved.items():
         if REDACTED in json.dumps(value, default=vars):
@@ -148,6 +142,17 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
     path, mark, options = folder.uri.partition("?")
     runs_uri = path.rstrip("/").rpartition("/")[0] + mark + options
     return RestoredRun({**saved, **changes}, runs_uri, checkpoint, skipped)
+
+
+def _read_description(folder: Storage) -> dict[str, Any]:
+    if not folder.exists("run.json"):
+        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
+    description: dict[str, Any] = json.loads(folder.read_bytes("run.json"))
+    if "scaling" not in description or "failure_config" not in description:
+        raise CheckpointNotFoundError(
+            f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
+        )
+    return description
 
 
 def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:

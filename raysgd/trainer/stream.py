@@ -126,7 +126,7 @@ class ResultStream:
         return self._outcome is not None and self._is_iterated and not self._results
 
     def get_returns(self) -> Any:
-        """Wait for the end of the run; returns what train_func returned (``returns="all"``: the list by rank).
+        """Wait for the end of the run and return what train_func returned (``returns="all"``: the list by rank).
 
         Raises:
             Exception: What train_func raised, as its own type.
@@ -163,7 +163,7 @@ class ResultStream:
             self._changed.wait_for(lambda: self._outcome is not None and (self._error is not None or self._is_closed))
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until nothing of the run continues; returns whether that is so."""
+        """Wait until the run is closed: nothing of it continues. Return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 

@@ -32,7 +32,7 @@ class Work:
     """What each trial runs. It is put into the object store once for all trials.
 
     Attributes:
-        train_func: The function, still pickled in the trials' processes, which so need nothing that it imports.
+        train_func: The pickled function. Trials' processes do not unpickle it, so they need nothing that it imports.
         parameters: Names of its arguments other than the config, which `ray.tune.with_parameters` gives.
         datasets: The plan of ``dataset=``, or a function of the config that returns a dataset.
         callbacks: A pickled list, unpickled for each run.

@@ -42,7 +42,7 @@ _ABANDONED_WITHOUT_CHECKPOINT_S = 60.0
 
 
 class Saved(NamedTuple):
-    """A checkpoint of a run, with its number and its round."""
+    """A checkpoint of a run, its number, and the round that it belongs to."""
 
     number: int
     round: int
@@ -233,7 +233,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
-        """Mark a call of Tune, which so has not abandoned the trial."""
+        """Mark the time of a call of Tune: until a while after it, the trial does not count as abandoned."""
         self._is_called = True
         try:
             yield

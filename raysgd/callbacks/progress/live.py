@@ -53,7 +53,7 @@ class LogStreams:
 
 
 class _Current:
-    """Writes to the stream that currently has the name in `sys`."""
+    """Writes to ``sys.stdout`` or ``sys.stderr``, whichever stream that is at the time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
