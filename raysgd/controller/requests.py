@@ -42,7 +42,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What a TrainerActor needs to know of its Trainer.
+    """The settings of a TrainerActor.
 
     Attributes:
         name: Unique in the cluster.

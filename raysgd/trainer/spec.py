@@ -95,7 +95,7 @@ def num_workers_from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What the folder of a run says about the run.
+    """The arguments and the newest checkpoint of a run, read from its folder.
 
     Attributes:
         arguments: The arguments of its Trainer, with the changes that were asked for.

@@ -29,7 +29,7 @@ _FIXED_ARGUMENTS = ("run_config",)
 
 @dataclass(frozen=True)
 class Work:
-    """What each trial runs. It is put into the object store once for all trials.
+    """The function, the data and the callbacks of all trials of a search. It is put into the object store once for all trials.
 
     Attributes:
         train_func: The pickled function. Trials' processes do not unpickle it, so they need nothing that it imports.
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How trials are made. It is small, since it travels with the trainable.
+    """The settings of a search's trials. It is small, since it travels with the trainable.
 
     Attributes:
         spec: The settings of the Trainer that was converted.
