@@ -29,7 +29,7 @@ _FIXED_ARGUMENTS = ("run_config",)
 
 @dataclass(frozen=True)
 class Work:
-    """The function, the data and the callbacks of all trials of a search. It is put into the object store once for all trials.
+    """The function, the data and the callbacks of a search's trials. It is put into the object store once for all of them.
 
     Attributes:
         train_func: The pickled function. Trials' processes do not unpickle it, so they need nothing that it imports.
