@@ -108,12 +108,12 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 class FileCallback(Callback):
-    """Base of the loggers that write one file into a folder of the run; ``on_run_start`` of each opens both."""
+    """Base of the loggers that write into a folder of the run, which their ``on_run_start`` opens."""
 
     runs_in = "controller"
 
     _folder: Folder | None = None
-    _writer: Any = None  # writes the file; has a close()
+    _writer: Any = None  # what a logger closes before the folder, if anything
 
     def on_event(self, event: Event) -> None:
         if self._folder is not None:

@@ -91,11 +91,10 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         InfeasibleError: The workers do not fit into the placement group that this process is in.
     """
     is_detached = spec.run_config.detached
+    failure_config = replace(spec.failure_config, on_resize=None)  # the workers alone unpickle code of the user
     return TrainerSettings(
         name=f"{spec.run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
-        spec=replace(
-            spec, failure_config=replace(spec.failure_config, on_resize=None)
-        ),  # the workers alone unpickle it
+        spec=replace(spec, failure_config=failure_config),
         # A detached Trainer outlives the placement group of this process.
         room=None if is_detached else find_room(spec.scaling, spec.failure_config.num_spares),
     )

@@ -28,8 +28,6 @@ from raysgd.errors import CheckpointNotFoundError, ConfigError
 
 _RUN_FOLDER = re.compile(r"run_[0-9]+")
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
-
-
 #: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
 _SCALING = tuple(each.name for each in fields(ScalingConfig))
 #: The names of all arguments of `raysgd.Trainer`.
