@@ -50,9 +50,9 @@ class Event:
     """An event of a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``resize``, ``preemption``, ``regroup``, ``paused``,
-            ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
-            ``straggler``, ``warning``, ``sample``, ``attempt_end``, ``run_end``.
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``entered``, ``resize``, ``preemption``, ``regroup``,
+            ``paused``, ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
+            ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: Details that JSON can hold.
     """

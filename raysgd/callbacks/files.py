@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._util.logs import get_logger
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import Folder, open_folder
+from raysgd.callbacks.folder import FileCallback, open_folder
 from raysgd.callbacks.values import flatten, split_automatic, strict_json
 from raysgd.config.checks import check_component, check_count
-from raysgd.result import Event, Result, RunInfo
+from raysgd.result import Result, RunInfo
 
 _BLOCK_BYTES = 1 << 16
 _FIRST_COLUMNS = ("training_iteration", "attempt")
@@ -61,7 +60,7 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(position)
 
 
-class JsonLinesCallback(Callback):
+class JsonLinesCallback(FileCallback):
     """Writes ``{run_dir}/results.jsonl``, for ``pandas.read_json(path, lines=True)``, jq and the like.
 
     A line has the keys of the result as they are, nested dicts too, in strict JSON: nan is ``null``, infinities are
@@ -73,40 +72,26 @@ class JsonLinesCallback(Callback):
         workers: Also write each rank's own metrics, as the lists ``workers`` and ``ranks``.
     """
 
-    runs_in = "controller"
+    _writer: AppendFile | None = None
 
     def __init__(self, filename: str = "results.jsonl", *, workers: bool = False) -> None:
         self._filename = check_component("JsonLinesCallback(filename)", filename)
         self._workers = workers
-        self._folder: Folder | None = None
-        self._file: AppendFile | None = None
 
     def on_run_start(self, info: RunInfo) -> None:
         self._folder = open_folder(info.run_dir)
         self._folder.fetch(self._filename)
-        self._file = AppendFile(self._folder.path / self._filename)
+        self._writer = AppendFile(self._folder.path / self._filename)
 
     def on_result(self, result: Result) -> None:
-        if self._file is None or self._folder is None:
+        if self._writer is None or self._folder is None:
             return
         record = {**result, "ranks": result.ranks, "workers": result.workers} if self._workers else result
-        self._file.write_line(strict_json(record))
+        self._writer.write_line(strict_json(record))
         self._folder.sync()
 
-    def on_event(self, event: Event) -> None:
-        if self._folder is not None:
-            self._folder.sync()
 
-    def on_run_end(self, error: BaseException | None) -> None:
-        file, self._file = self._file, None
-        folder, self._folder = self._folder, None
-        if file is not None:
-            file.close()
-        if folder is not None:
-            folder.close()
-
-
-class CsvCallback(Callback):
+class CsvCallback(FileCallback):
     """Writes ``{run_dir}/results.csv``, for ``pandas.read_csv(path)`` and spreadsheets.
 
     Nested metrics become columns such as ``val/loss``; lists are JSON text; None and absent metrics are empty cells; a
@@ -120,38 +105,24 @@ class CsvCallback(Callback):
         max_columns: Largest number of columns; further metrics are left out with a warning.
     """
 
-    runs_in = "controller"
+    _writer: _Table | None = None
 
     def __init__(self, filename: str = "results.csv", *, max_columns: int = 1000) -> None:
         self._filename = check_component("CsvCallback(filename)", filename)
         self._max_columns = check_count("CsvCallback(max_columns)", max_columns, minimum=1)
-        self._folder: Folder | None = None
-        self._table: _Table | None = None
 
     def on_run_start(self, info: RunInfo) -> None:
         self._folder = open_folder(info.run_dir)
         self._folder.fetch(self._filename)
-        self._table = _Table(self._folder.path / self._filename, self._max_columns)
+        self._writer = _Table(self._folder.path / self._filename, self._max_columns)
 
     def on_result(self, result: Result) -> None:
-        if self._table is None or self._folder is None:
+        if self._writer is None or self._folder is None:
             return
         own, automatic = split_automatic(result)
         first = {key: automatic[key] for key in _FIRST_COLUMNS if key in automatic}
-        self._table.add({**first, **flatten(own), **automatic})
+        self._writer.add({**first, **flatten(own), **automatic})
         self._folder.sync()
-
-    def on_event(self, event: Event) -> None:
-        if self._folder is not None:
-            self._folder.sync()
-
-    def on_run_end(self, error: BaseException | None) -> None:
-        table, self._table = self._table, None
-        folder, self._folder = self._folder, None
-        if table is not None:
-            table.close()
-        if folder is not None:
-            folder.close()
 
 
 class _Table:

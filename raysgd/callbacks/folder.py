@@ -1,7 +1,7 @@
 """The folder of a logger's files below the run's folder, which may be on an object store. Runs where the logger runs.
 
-A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written to a temporary folder. Those
-that changed are uploaded now and then and at the end; always whole, since object stores cannot append.
+A local run folder is written to directly. For a URI of ``pyarrow.fs`` the files are written to a temporary folder. Changed
+files are uploaded every half minute and at the end, always whole: object stores cannot append.
 """
 
 from __future__ import annotations
@@ -11,21 +11,36 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote, urlparse
+
+from raysgd.callbacks.base import Callback
+from raysgd.result import Event
 
 #: Seconds between two uploads; more if an upload takes long, so that uploads take a tenth of the time at most.
 UPLOAD_EVERY_S = 30.0
 
 
-class Folder(Protocol):
-    """A local folder to write files to, and the way of the files to where they belong.
+def open_folder(run_dir: str, *parts: str) -> Folder:
+    """Open the folder ``parts`` below ``run_dir``; make it if it does not exist."""
+    parsed = urlparse(run_dir)
+    if "://" not in run_dir:
+        return Folder(Path(run_dir).expanduser().joinpath(*parts))
+    if parsed.scheme == "file":
+        return Folder(Path(unquote(parsed.path)).joinpath(*parts))
+    return StoreFolder(below(run_dir, *parts))
+
+
+class Folder:
+    """A local folder, whose files are in place as soon as they are written.
 
     Attributes:
         path: The local folder to write files to.
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
 
     def fetch(self, name: str) -> None:
         """Copy a file that an earlier part of the same run left, if there is one, to ``path``."""
@@ -37,34 +52,7 @@ class Folder(Protocol):
         """Upload changed files, then delete local copies."""
 
 
-def open_folder(run_dir: str, *parts: str) -> Folder:
-    """Open the folder ``parts`` below ``run_dir``; make it if it does not exist."""
-    parsed = urlparse(run_dir)
-    if "://" not in run_dir:
-        return LocalFolder(Path(run_dir).expanduser().joinpath(*parts))
-    if parsed.scheme == "file":
-        return LocalFolder(Path(unquote(parsed.path)).joinpath(*parts))
-    return StoreFolder(below(run_dir, *parts))
-
-
-class LocalFolder:
-    """A folder of a file system that can append."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path
-
-    def fetch(self, name: str) -> None:
-        """Do nothing: the file is in place."""
-
-    def sync(self, *, force: bool = False) -> None:
-        """Do nothing: the files are in place."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class StoreFolder:
+class StoreFolder(Folder):
     """A folder of an object store, written through a temporary local one."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +64,7 @@ class StoreFolder:
         self._store.create_dir(self._root, recursive=True)
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._next_upload = clock() + UPLOAD_EVERY_S
-        self.path = Path(tempfile.mkdtemp(prefix="raysgd-"))
+        super().__init__(Path(tempfile.mkdtemp(prefix="raysgd-")))
 
     def fetch(self, name: str) -> None:
         from pyarrow import fs
@@ -117,6 +105,27 @@ class StoreFolder:
 def _stamp(file: Path) -> tuple[int, int]:
     info = file.stat()
     return info.st_size, info.st_mtime_ns
+
+
+class FileCallback(Callback):
+    """Base of the loggers that write into a folder of the run, which their ``on_run_start`` opens."""
+
+    runs_in = "controller"
+
+    _folder: Folder | None = None
+    _writer: Any = None  # what a logger closes before the folder, if anything
+
+    def on_event(self, event: Event) -> None:
+        if self._folder is not None:
+            self._folder.sync()
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        writer, folder = self._writer, self._folder
+        self._writer = self._folder = None
+        if writer is not None:
+            writer.close()
+        if folder is not None:
+            folder.close()
 
 
 def below(run_dir: str, *parts: str) -> str:

@@ -53,20 +53,18 @@ class CallbackRunner:
             callback.rank = self._rank
             self._started.append(callback)  # from here on on_run_end is called
             self._active.append(callback)
-            first, error = self._call_each([callback], "on_run_start", info)
+            first = self._call([callback], "on_run_start", info)
             stop = stop or first
-            if error is not None:
-                raise error
         return stop
 
     def result(self, result: Result) -> Stop | None:
-        return self._call("on_result", result)
+        return self._call(self._active, "on_result", result)
 
     def checkpoint(self, checkpoint: Checkpoint) -> Stop | None:
-        return self._call("on_checkpoint", checkpoint)
+        return self._call(self._active, "on_checkpoint", checkpoint)
 
     def event(self, event: Event) -> Stop | None:
-        return self._call("on_event", event)
+        return self._call(self._active, "on_event", event)
 
     def end(self, error: BaseException | None) -> None:
         """Call ``on_run_end`` of each callback that was started; a second call does nothing.
@@ -89,15 +87,7 @@ class CallbackRunner:
         if raised is not None:
             raise raised
 
-    def _call(self, hook: str, argument: object) -> Stop | None:
-        stop, error = self._call_each(self._active, hook, argument)
-        if error is not None:
-            raise error
-        return stop
-
-    def _call_each(
-        self, callbacks: list[Callback], hook: str, argument: object
-    ) -> tuple[Stop | None, Exception | None]:
+    def _call(self, callbacks: list[Callback], hook: str, argument: object) -> Stop | None:
         stop: Stop | None = None
         fatal: Exception | None = None
         for callback in callbacks:
@@ -113,7 +103,9 @@ class CallbackRunner:
                 continue
             if self._failures:
                 self._failures.pop((id(callback), hook), None)
-        return stop, fatal
+        if fatal is not None:
+            raise fatal
+        return stop
 
     def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
         key = (id(callback), hook)

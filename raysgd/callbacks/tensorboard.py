@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import Folder, open_folder
+from raysgd.callbacks.folder import FileCallback, open_folder
 from raysgd.callbacks.values import numbers, split_automatic, strict_json
 from raysgd.config.checks import check_component
-from raysgd.result import Event, Result, RunInfo
+from raysgd.result import Result, RunInfo
 
 
-class TensorBoardCallback(Callback):
+class TensorBoardCallback(FileCallback):
     """Writes event files to ``{run_dir}/tensorboard``, for ``tensorboard --logdir`` of that folder or one above.
 
     Every number is a scalar at step ``training_iteration``: nested metrics under tags such as ``val/loss``, what raysgd
@@ -30,12 +29,10 @@ class TensorBoardCallback(Callback):
         subdir: Folder in the run's folder.
     """
 
-    runs_in = "controller"
+    _writer: _EventFile | None = None
 
     def __init__(self, subdir: str = "tensorboard") -> None:
         self._subdir = check_component("TensorBoardCallback(subdir)", subdir)
-        self._folder: Folder | None = None
-        self._writer: _EventFile | None = None
         self._last_step: int | None = None
 
     def on_run_start(self, info: RunInfo) -> None:
@@ -57,18 +54,6 @@ class TensorBoardCallback(Callback):
         scalars = numbers(own) | {f"raysgd/{key}": value for key, value in numbers(automatic).items()}
         self._writer.add_scalars(scalars, step, time.time() if when is None else when)
         self._folder.sync()
-
-    def on_event(self, event: Event) -> None:
-        if self._folder is not None:
-            self._folder.sync()
-
-    def on_run_end(self, error: BaseException | None) -> None:
-        writer, self._writer = self._writer, None
-        folder, self._folder = self._folder, None
-        if writer is not None:
-            writer.close()
-        if folder is not None:
-            folder.close()
 
 
 @contextlib.contextmanager

@@ -26,12 +26,17 @@ def short(value: Any) -> str:
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e6
         return f"{value:.1f}" if whole else f"{value:.4g}"
-    return clip(" ".join(str(value).split()), _MAX_TEXT)
+    return clip(in_one_line(value), _MAX_TEXT)
 
 
 def clip(text: str, width: int) -> str:
     """Cut the text to ``width`` characters, with ``...`` at its end."""
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
+
+
+def in_one_line(value: Any) -> str:
+    """Return the text of a value with each run of white space as one blank."""
+    return " ".join(str(value).split())
 
 
 def duration(seconds: float) -> str:
@@ -61,7 +66,7 @@ def size(num_bytes: float) -> str:
 
 def one_line(error: BaseException, width: int = 200) -> str:
     """Format an exception as ``ValueError: its text``, on one line."""
-    text = " ".join(str(error).split())
+    text = in_one_line(error)
     return clip(f"{type(error).__name__}: {text}" if text else type(error).__name__, width)
 
 

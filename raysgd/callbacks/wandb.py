@@ -6,10 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd._util.imports import import_optional, require
-from raysgd.callbacks.base import Callback
-from raysgd.callbacks.folder import Folder, StoreFolder, open_folder, parent_of
+from raysgd.callbacks.folder import FileCallback, StoreFolder, open_folder, parent_of
 from raysgd.callbacks.values import flatten, one_line
-from raysgd.result import Event, Result, RunInfo
+from raysgd.result import Result, RunInfo
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
@@ -19,7 +18,7 @@ _STEP = "training_iteration"
 _SETTLE_S = 1.0
 
 
-class WandbCallback(Callback):
+class WandbCallback(FileCallback):
     """Logs each result to a W&B run of its own, with ``training_iteration`` as the x-axis of every metric.
 
     The W&B run of a failed run ends with exit code 1 and has ``error`` in its summary. Results that are repeated after a
@@ -36,8 +35,6 @@ class WandbCallback(Callback):
         ImportError: wandb is not installed.
     """
 
-    runs_in = "controller"
-
     def __init__(
         self,
         project: str | None = None,
@@ -48,7 +45,6 @@ class WandbCallback(Callback):
         self._project = project
         self._mode = mode
         self._init = init
-        self._folder: Folder | None = None
         self._run: Any = None
 
     def on_run_start(self, info: RunInfo) -> None:
@@ -75,18 +71,12 @@ class WandbCallback(Callback):
         if self._run is not None and checkpoint.path is not None:
             self._run.summary["last_checkpoint"] = str(checkpoint.path)
 
-    def on_event(self, event: Event) -> None:
-        if self._folder is not None:
-            self._folder.sync()
-
     def on_run_end(self, error: BaseException | None) -> None:
         run, self._run = self._run, None
-        folder, self._folder = self._folder, None
         if run is not None:
             if error is not None:
                 run.summary["error"] = one_line(error)
             run.finish(exit_code=0 if error is None else 1)
-        if isinstance(folder, StoreFolder):
+        if isinstance(self._folder, StoreFolder):
             time.sleep(_SETTLE_S)
-        if folder is not None:
-            folder.close()
+        super().on_run_end(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from raysgd.errors import UnknownArgumentError
@@ -27,86 +27,70 @@ _SCALING = (
 )
 
 
-def _use(name: str) -> str:
-    return f"use {name}="
+def _use(**names: str) -> dict[str, str]:
+    """Return the hints to use the arguments with these names, by the names that others give them."""
+    return {other: f"use {name}=" for name, others in names.items() for other in others.split()}
+
+
+def _each(advice: str, names: str) -> dict[str, str]:
+    """Return the same advice for each of these arguments."""
+    return {name: advice.format(name) for name in names.split()}
 
 
 #: What other libraries, and earlier drafts of this one, call the arguments of a Trainer.
 TRAINER_HINTS = {
-    "workers": _use("num_workers"),
-    "n_workers": _use("num_workers"),
-    "nproc_per_node": _use("num_workers"),
-    "world_size": _use("num_workers"),
-    "cpu_per_worker": _use("cpus_per_worker"),
-    "num_cpus_per_worker": _use("cpus_per_worker"),
-    "num_cpus": _use("cpus_per_worker"),
-    "gpu_per_worker": _use("gpus_per_worker"),
-    "num_gpus_per_worker": _use("gpus_per_worker"),
-    "num_gpus": _use("gpus_per_worker"),
+    **_use(
+        num_workers="workers n_workers nproc_per_node world_size",
+        cpus_per_worker="cpu_per_worker num_cpus_per_worker num_cpus",
+        gpus_per_worker="gpu_per_worker num_gpus_per_worker num_gpus",
+        resources_per_worker="resources",
+        backend_args="backend_config torch_config horovod_config tensorflow_config jax_config",
+        run_config="run",
+        failure_config="failure",
+        checkpoint_config="checkpoint",
+    ),
     "use_gpu": "use gpus_per_worker=1",
-    "resources": _use("resources_per_worker"),
     "scaling_config": _SCALING,
     "ScalingConfig": _SCALING,
-    **dict.fromkeys(
-        ("backend_config", "torch_config", "horovod_config", "tensorflow_config", "jax_config"), _use("backend_args")
-    ),
-    "run": _use("run_config"),
-    "failure": _use("failure_config"),
-    "checkpoint": _use("checkpoint_config"),
-    "name": _RUN_CONFIG.format("name"),
-    "storage_path": _RUN_CONFIG.format("storage_path"),
+    **_each(_RUN_CONFIG, "name storage_path detached"),
     "logdir": _RUN_CONFIG.format("storage_path"),
-    "detached": _RUN_CONFIG.format("detached"),
-    "max_failures": _FAILURE_CONFIG.format("max_failures"),
+    **_each(_FAILURE_CONFIG, "max_failures num_spares"),
     "max_retries": _FAILURE_CONFIG.format("max_failures"),
-    "num_spares": _FAILURE_CONFIG.format("num_spares"),
-    "num_to_keep": _CHECKPOINT_CONFIG.format("num_to_keep"),
-    "train_func": _GIVE_TO_RUN.format("train_func"),
+    **_each(_CHECKPOINT_CONFIG, "num_to_keep"),
+    **_each(_GIVE_TO_RUN, "train_func config dataset callbacks resume_from"),
     "train_loop_per_worker": _GIVE_TO_RUN.format("train_func"),
-    "config": _GIVE_TO_RUN.format("config"),
     "train_loop_config": _GIVE_TO_RUN.format("config"),
-    "dataset": _GIVE_TO_RUN.format("dataset"),
     "datasets": _GIVE_TO_RUN.format("dataset"),
-    "callbacks": _GIVE_TO_RUN.format("callbacks"),
-    "resume_from": _GIVE_TO_RUN.format("resume_from"),
     "resume_from_checkpoint": _GIVE_TO_RUN.format("resume_from"),
 }
 
 #: The same for `Trainer.run`, `Trainer.run_generator` and `Trainer.to_trainable`.
 RUN_HINTS = {
-    "train_loop_per_worker": _use("train_func"),
-    "train_fn": _use("train_func"),
-    "training_function": _use("train_func"),
-    "train_loop_config": _use("config"),
-    "train_config": _use("config"),
-    "args": "put the values into config=, which train_func gets",
-    "kwargs": "put the values into config=, which train_func gets",
-    "datasets": _use("dataset"),
-    "data": _use("dataset"),
-    "callback": _use("callbacks"),
-    "checkpoint": _use("resume_from"),
-    "resume_from_checkpoint": _use("resume_from"),
-    "checkpoint_path": _use("resume_from"),
-    "metrics_reduce": _use("reduce"),
-    **{
-        name: _GIVE_TO_TRAINER.format(name)
-        for name in (
-            "num_workers", "backend", "backend_args", "cpus_per_worker", "gpus_per_worker", "resources_per_worker",
-            "placement_strategy", "runtime_env", "seed", "run_config", "failure_config", "checkpoint_config",
-        )
-    },
+    **_use(
+        train_func="train_loop_per_worker train_fn training_function",
+        config="train_loop_config train_config",
+        dataset="datasets data",
+        callbacks="callback",
+        resume_from="checkpoint resume_from_checkpoint checkpoint_path",
+        reduce="metrics_reduce",
+    ),
+    **_each("put the values into config=, which train_func gets", "args kwargs"),
+    **_each(
+        _GIVE_TO_TRAINER,
+        "num_workers backend backend_args cpus_per_worker gpus_per_worker resources_per_worker placement_strategy "
+        "runtime_env seed run_config failure_config checkpoint_config",
+    ),
     "workers": _GIVE_TO_TRAINER.format("num_workers"),
     "gpu_per_worker": _GIVE_TO_TRAINER.format("gpus_per_worker"),
     "use_gpu": "give gpus_per_worker=1 to raysgd.Trainer(...)",
     "scaling_config": _SCALING,
     "checkpoint_strategy": _GIVE_TO_TRAINER.format("checkpoint_config"),
-}  # fmt: skip
+}
 
 RUN_CONFIG_HINTS = {
-    "failure_config": _GIVE_TO_TRAINER.format("failure_config"),
-    "checkpoint_config": _GIVE_TO_TRAINER.format("checkpoint_config"),
-    "callbacks": _GIVE_TO_RUN.format("callbacks"),
-    "local_dir": _use("storage_path"),
+    **_each(_GIVE_TO_TRAINER, "failure_config checkpoint_config"),
+    **_each(_GIVE_TO_RUN, "callbacks"),
+    **_use(storage_path="local_dir"),
     "storage_filesystem": "give the file system as a URI in storage_path=",
     "stop": "raise raysgd.Stop in a callback, or use raysgd.callbacks.EarlyStoppingCallback",
     "verbose": "give callbacks=[raysgd.callbacks.ProgressCallback(mode=...)] to Trainer.run(...)",
@@ -114,22 +98,38 @@ RUN_CONFIG_HINTS = {
 }
 
 FAILURE_CONFIG_HINTS = {
-    "max_retries": _use("max_failures"),
+    **_use(max_failures="max_retries", num_spares="spares"),
     "fail_fast": "use max_failures=0",
-    "spares": _use("num_spares"),
     "timeout_s": "use heartbeat_timeout_s=, progress_timeout_s= or start_timeout_s=",
 }
 
 CHECKPOINT_CONFIG_HINTS = {
-    "checkpoint_score_attribute": _use("score_attribute"),
-    "checkpoint_score_order": _use("score_order"),
-    "mode": _use("score_order"),
-    "metric": _use("score_attribute"),
-    "max_to_keep": _use("num_to_keep"),
-    "save_total_limit": _use("num_to_keep"),
+    **_use(
+        score_attribute="checkpoint_score_attribute metric",
+        score_order="checkpoint_score_order mode",
+        num_to_keep="max_to_keep save_total_limit",
+    ),
     "checkpoint_frequency": "call raysgd.save_checkpoint in train_func as often as wanted",
     "checkpoint_at_end": "call raysgd.save_checkpoint at the end of train_func",
 }
+
+
+def check_known(owner: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str]) -> None:
+    """Check that the names of all given arguments are known.
+
+    Raises:
+        UnknownArgumentError: One is not; the message says what to use instead.
+    """
+    for name in given:
+        if name in known:
+            continue
+        if name in hints:
+            advice = f": {hints[name]}."
+        elif hint := nearest(name, known):
+            advice = f"{hint}."
+        else:
+            advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
+        raise UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")
 
 
 def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callable[[F], F]:
@@ -143,13 +143,11 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callab
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        known.discard("self")
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.keys() <= known:
-                raise _unknown(
-                    owner, next(name for name in kwargs if name not in known), known - {"self", "cls"}, hints or {}
-                )
+            check_known(owner, kwargs, known, hints or {})
             return function(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
@@ -171,13 +169,3 @@ def nearest(name: object, known: Collection[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that is most like this one, or ``""``."""
     close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _unknown(owner: str, name: str, known: Collection[str], hints: Mapping[str, str]) -> UnknownArgumentError:
-    if name in hints:
-        advice = f": {hints[name]}."
-    elif hint := nearest(name, known):
-        advice = f"{hint}."
-    else:
-        advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
-    return UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")

@@ -43,6 +43,15 @@ def check_choice(name: str, value: Any, allowed: Collection[str]) -> str:
     return str(value)
 
 
+def check_instance(name: str, value: Any, kind: type[T]) -> T:
+    """Check that a value is of a config class; return its default instance for None."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a {kind.__name__}(...).")
+    return value
+
+
 def check_names(name: str, value: Any) -> list[str]:
     """Check that a value is a list of one or more strings. A single string is refused: its letters would be the names."""
     if isinstance(value, str) or not isinstance(value, Sequence):

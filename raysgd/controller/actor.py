@@ -61,11 +61,11 @@ class TrainerActor:
             remove_placement_groups(settings.name)
         self._group = WorkerGroup(
             f"{settings.name}-{uuid.uuid4().hex[:4]}" if self._is_restarted else settings.name,
-            settings.scaling,
-            settings.backend,
-            settings.failure,
+            settings.spec.scaling,
+            settings.spec.backend,
+            settings.spec.failure_config,
             controller=settings.name,
-            runtime_env=settings.runtime_env,
+            runtime_env=settings.spec.runtime_env,
             existing=settings.room,
         )
         self._group.slots.on_slot_added = self._guard_placements
@@ -82,7 +82,7 @@ class TrainerActor:
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
-        self._instances = Instances(self._group, settings.failure.abort_grace_s)
+        self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
         self._host: Any = None
         self._listener = Listener(
             {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
@@ -318,16 +318,16 @@ class TrainerActor:
             run_dir=storage.uri,
             config=request.config,
             num_workers=self._group.size,
-            backend=settings.backend.name,
-            resources=[settings.scaling.bundle()] * self._group.size,
+            backend=settings.spec.backend.name,
+            resources=[settings.spec.scaling.bundle()] * self._group.size,
         )
         run = Run(
             request,
             info,
             self._group,
             storage,
-            failure=settings.failure,
-            checkpoint=settings.checkpoint,
+            failure=settings.spec.failure_config,
+            checkpoint=settings.spec.checkpoint_config,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=None if record is None else get_attempt(settings.name, request.run_id),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.backends.base import BackendConfig
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.checks import check_count, check_instance
 from raysgd.controller.run_plan import Start
 from raysgd.errors import UsageError
 from raysgd.workers.orders import Blob, WorkerTask
@@ -16,28 +17,47 @@ if TYPE_CHECKING:
     from raysgd.workers.placement.slots import ExistingPlacement
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """The settings of a Trainer; `raysgd.Trainer` documents them as its arguments. None stands for a default config."""
+
+    scaling: ScalingConfig
+    backend: BackendConfig
+    runtime_env: Mapping[str, Any] | None = None
+    seed: int | None = None
+    deterministic: bool = False
+    run_config: RunConfig = field(default_factory=RunConfig)
+    failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            check_count("seed", self.seed, minimum=0)
+        kinds = {"run_config": RunConfig, "failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
+        for name, kind in kinds.items():
+            object.__setattr__(self, name, check_instance(name, getattr(self, name), kind))
+        if self.runtime_env is not None:  # a copy: a later change of the caller's dict must not change these settings
+            object.__setattr__(self, "runtime_env", dict(self.runtime_env))
+
+
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The settings of all runs of a Trainer.
+    """The settings of a TrainerActor.
 
     Attributes:
         name: Unique in the cluster.
-        alias: The name by which other drivers find a detached Trainer; None: it ends with its driver.
+        spec: The Trainer's settings, without ``on_resize``, a function of the user.
         room: Bundles of an existing placement group for its first workers.
-        run: For drivers that attach, as are ``seed`` and ``deterministic``.
     """
 
     name: str
-    scaling: ScalingConfig
-    backend: BackendConfig
-    failure: FailureConfig
-    checkpoint: CheckpointConfig
-    runtime_env: Mapping[str, Any] | None = None
-    alias: str | None = None
+    spec: TrainerSpec
     room: ExistingPlacement | None = None
-    run: RunConfig = field(default_factory=RunConfig)
-    seed: int | None = None
-    deterministic: bool = False
+
+    @property
+    def alias(self) -> str | None:
+        """The name by which other drivers find a detached Trainer. None: the Trainer ends with its driver."""
+        return self.spec.run_config.name if self.spec.run_config.detached else None
 
 
 class RunNotGiven(UsageError):

@@ -1,11 +1,11 @@
-"""Checks of the arguments of a run, before anything is started. Driver side."""
+"""The arguments of a run, and their checks before anything of the run is started. Driver side."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,8 +20,21 @@ from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from raysgd.callbacks.base import Callback
     from raysgd.config import ScalingConfig
-    from raysgd.data.streams.stream import Stream
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The arguments of `raysgd.Trainer.run`, which documents them, as the user gave them."""
+
+    train_func: Any
+    config: Any = None
+    dataset: Any = None
+    callbacks: Sequence[Callback] = ()
+    resume_from: Any = None
+    reduce: Any = None
+    returns: Any = "first"
 
 
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -105,11 +118,11 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _is_any(function: Any, *kinds: Callable[[Any], bool]) -> bool:
-    """Return whether ``function`` is of one of the kinds: a function, a bound one, or an object with ``__call__``."""
+def _is_any(function: Any, *checks: Callable[[Any], bool]) -> bool:
+    """Return whether a check is true of the function, which may be a partial or an object with ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
-    return any(kind(plain) for kind in kinds for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
+    return any(check(plain) for check in checks for plain in (function, getattr(function, "__call__", None)))  # noqa: B004
 
 
 def check_config(config: Any) -> dict[str, Any]:
@@ -167,53 +180,37 @@ def resolve_start(resume_from: Any) -> tuple[Start, Any]:
     return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
 
 
-def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
-    """Resolve ``run(dataset=...)``; put its rows into the object store, where they stay as long as the plan.
+def plan_data(dataset: Any) -> DatasetPlan:
+    """Resolve ``run(dataset=...)`` and put its rows into the object store; a lazy dataset is not executed yet.
 
     Raises:
-        ConfigError: It cannot be a dataset, or it is lazy and the workers would leave no CPU to execute it.
+        ConfigError: It cannot be a dataset.
         SerializationError: A map-style dataset does not pickle.
     """
     if dataset is None:
         return NO_DATASETS
-    if isinstance(dataset, DatasetPlan):
-        return dataset
     from raysgd.data.sources.resolve import resolve_datasets  # imports NumPy, which a run without data does not need
-
-    def start(lazy: Any) -> Stream:
-        from raysgd.workers.dataset_stream import start_host
-
-        check_cpu_for_dataset(scaling)
-        return start_host(lazy)
-
-    here = ray.get_runtime_context()
-    return resolve_datasets(dataset, ray.put, start, session=(here.get_node_id(), here.get_job_id()))
-
-
-def plan_data(dataset: Any) -> DatasetPlan:
-    """Resolve a dataset for several runs; each of them executes the lazy datasets by `start_streams`."""
-    if dataset is None:
-        return NO_DATASETS
-    from raysgd.data.sources.resolve import resolve_datasets
 
     here = ray.get_runtime_context()
     return resolve_datasets(dataset, ray.put, cast("Any", _Lazy), session=(here.get_node_id(), here.get_job_id()))
 
 
-def start_streams(plan: DatasetPlan, scaling: ScalingConfig) -> DatasetPlan:
-    """Start the execution of a plan's lazy datasets for one run; return the plan of that run.
+def resolve_data(dataset: Any, scaling: ScalingConfig) -> DatasetPlan:
+    """Resolve ``run(dataset=...)``, or take a plan of `plan_data`, and start to execute its lazy datasets for one run.
 
     Raises:
-        ConfigError: The workers would leave no CPU to execute them.
+        ConfigError: As `plan_data`, or the workers would leave no CPU to execute a lazy dataset.
+        SerializationError: As `plan_data`.
     """
-    lazy = {name: source for name, source in plan.sources.items() if source.kind == "stream"}
+    plan = dataset if isinstance(dataset, DatasetPlan) else plan_data(dataset)
+    lazy = {name: each for name, each in plan.sources.items() if each.blocks and isinstance(each.blocks[0], _Lazy)}
     if not lazy:
         return plan
     from raysgd.workers.dataset_stream import start_host
 
     check_cpu_for_dataset(scaling)
-    hosts = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}
-    started = {key: start_host(given.dataset) for key, given in hosts.items()}
+    given = {id(source.blocks[0]): source.blocks[0] for source in lazy.values()}  # a dataset may have several names
+    started = {key: start_host(each.dataset) for key, each in given.items()}
     sources = {name: replace(source, blocks=(started[id(source.blocks[0])],)) for name, source in lazy.items()}
     return replace(plan, sources={**plan.sources, **sources})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -24,13 +24,20 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import ScalingConfig
 from raysgd.config.run import DEFAULT_STORAGE_PATH
 from raysgd.controller.journal.callback_reader import CallbackReader
-from raysgd.controller.requests import RunRequest, TrainerSettings
+from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
 from raysgd.controller.rounds import check_reduce
 from raysgd.errors import InfeasibleError, UsageError
 from raysgd.result import RunInfo
-from raysgd.trainer.arguments import check_config, check_returns, check_train_func, resolve_data, resolve_start
+from raysgd.trainer.arguments import (
+    RunArguments,
+    check_config,
+    check_returns,
+    check_train_func,
+    resolve_data,
+    resolve_start,
+)
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.spec import TrainerSpec, describe_run
+from raysgd.trainer.spec import describe_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.orders import WorkerTask
 from raysgd.workers.pickling import dumps_named
@@ -83,34 +90,13 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
     Raises:
         InfeasibleError: The workers do not fit into the placement group that this process is in.
     """
-    run_config, failure_config = spec.run_config, spec.failure_config
+    is_detached = spec.run_config.detached
+    failure_config = replace(spec.failure_config, on_resize=None)  # the workers alone unpickle code of the user
     return TrainerSettings(
-        name=f"{run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
-        scaling=spec.scaling,
-        backend=spec.backend,
-        failure=dataclasses.replace(failure_config, on_resize=None),  # user code: the workers alone unpickle it
-        checkpoint=spec.checkpoint_config,
-        runtime_env=spec.runtime_env,
-        alias=run_config.name if run_config.detached else None,
+        name=f"{spec.run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
+        spec=replace(spec, failure_config=failure_config),
         # A detached Trainer outlives the placement group of this process.
-        room=None if run_config.detached else find_room(spec.scaling, failure_config.num_spares),
-        run=run_config,
-        seed=spec.seed,
-        deterministic=spec.deterministic,
-    )
-
-
-def spec_of_settings(settings: TrainerSettings) -> TrainerSpec:
-    """Return the spec of a Trainer from the settings of its TrainerActor. ``on_resize`` is left out: it is a function."""
-    return TrainerSpec(
-        settings.scaling,
-        settings.backend,
-        settings.run,
-        settings.failure,
-        settings.checkpoint,
-        settings.runtime_env,
-        settings.seed,
-        settings.deterministic,
+        room=None if is_detached else find_room(spec.scaling, spec.failure_config.num_spares),
     )
 
 
@@ -161,31 +147,35 @@ def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
     return Storage.from_uri(spec.run_config.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
 
 
-def begin_run(
-    channel: Channel,
-    spec: TrainerSpec,
-    train_func: Any,
-    config: Any,
-    *,
-    runs_uri: str,
-    dataset: Any,
-    callbacks: Sequence[Callback],
-    resume_from: Any,
-    reduce: Any,
-    returns: Any,
-) -> ResultStream:
+def begin_run(channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str) -> ResultStream:
     """Check the arguments of a run, start the run, and return the stream of its results."""
-    function, config = check_train_func(train_func), check_config(config)
-    reduce, returns = check_reduce(reduce), check_returns(returns)
-    check_callbacks(callbacks)
-    start, state = resolve_start(resume_from)
-    shown_config = redact(plain(config))
-    is_detached = spec.run_config.detached
-    # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
-    share = bytes if is_detached else _share
+    callbacks = check_callbacks(run.callbacks)
     by_process = _split_by_process(
-        callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=is_detached
+        callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=spec.run_config.detached
     )
+    request = _make_request(spec, run, runs_uri, by_process)
+    info = RunInfo("", "", request.config, spec.scaling.min_workers, spec.backend.name)
+
+    def make_reader(stream: ResultStream) -> CallbackReader | None:
+        if not by_process["driver"]:
+            return None
+        runner = CallbackRunner(by_process["driver"], get_logger().warning)
+        return CallbackReader(runner, info, request.reduce, stream.stop, error_of=lambda _: stream.error)
+
+    channel.begin(request)
+    return ResultStream(
+        channel, request.run_id, reduce=request.reduce, returns=request.task.returns, make_reader=make_reader
+    )
+
+
+def _make_request(
+    spec: TrainerSpec, run: RunArguments, runs_uri: str, callbacks: Mapping[str, list[Callback]]
+) -> RunRequest:
+    function, config = check_train_func(run.train_func), check_config(run.config)
+    reduce, returns = check_reduce(run.reduce), check_returns(run.returns)
+    start, state = resolve_start(run.resume_from)
+    # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
+    share = bytes if spec.run_config.detached else _share
     on_resize = spec.failure_config.on_resize
     task = WorkerTask(
         run_id=uuid.uuid4().hex,
@@ -193,31 +183,21 @@ def begin_run(
         returns=returns,
         seed=spec.seed,
         deterministic=spec.deterministic,
-        callbacks=_dump_callbacks(by_process["worker"]),
+        callbacks=_dump_callbacks(callbacks["worker"]),
         initial_state=None if state is None else _share(dumps_named(state, "resume_from")),  # may be large
-        datasets=resolve_data(dataset, spec.scaling),
+        datasets=resolve_data(run.dataset, spec.scaling),
         on_resize=None if on_resize is None else share(dumps_named(on_resize, "on_resize")),
     )
-    request = RunRequest(
+    return RunRequest(
         task=task,
         runs_uri=runs_uri,
-        config=shown_config,
+        config=redact(plain(config)),
         start=start,
         reduce=reduce,
-        host_callbacks=_dump_callbacks(by_process["controller"]),
+        host_callbacks=_dump_callbacks(callbacks["controller"]),
         description=describe_run(spec, function),
         secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
     )
-    info = RunInfo("", "", shown_config, spec.scaling.min_workers, spec.backend.name)
-
-    def make_reader(stream: ResultStream) -> CallbackReader | None:
-        if not by_process["driver"]:
-            return None
-        runner = CallbackRunner(by_process["driver"], get_logger().warning)
-        return CallbackReader(runner, info, reduce, stream.stop, error_of=lambda _: stream.error)
-
-    channel.begin(request)
-    return ResultStream(channel, request.run_id, reduce=reduce, returns=returns, make_reader=make_reader)
 
 
 def share_call(obj: Any, name: str) -> Any:

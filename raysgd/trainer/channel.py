@@ -45,12 +45,16 @@ class Channel:
     Args:
         settings: Its settings.
         actor: Its handle.
+
+    Attributes:
+        settings: As above.
+        is_gone: Whether the TrainerActor has died; then this channel is of no more use.
     """
 
     def __init__(self, settings: TrainerSettings, actor: Any) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.is_gone = False
         self._actor = actor
-        self._is_gone = False
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
         self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
 
@@ -61,8 +65,7 @@ class Channel:
         Raises:
             ConfigError: A detached Trainer of that name has a run that is not over.
         """
-        # On the driver's node: its disk holds a local storage_path. An actor without CPUs is placed by chance if it is not
-        # bound to a node; and were that node gone, so would be the driver, unless that does not matter.
+        # On the driver's node, whose disk holds a local storage_path. A detached Trainer may move if that node is lost.
         here = ray.get_runtime_context().get_node_id()
         is_detached = settings.alias is not None
         put_settings(settings)
@@ -105,22 +108,13 @@ class Channel:
             "Trainer.restore(run_dir) resumes from a run's folder."
         )
 
-    @property
-    def settings(self) -> TrainerSettings:
-        return self._settings
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the TrainerActor has died; then this channel is of no more use."""
-        return self._is_gone
-
     def begin(self, request: RunRequest) -> None:
         """Start a run; returns at once, but for a detached run, which other drivers can find from then on."""
-        if self._settings.alias is not None:
+        if self.settings.alias is not None:
             request = self._keep_data(request)
         self._request = request
         self._actor.run.remote(request)
-        if self._settings.alias is not None:
+        if self.settings.alias is not None:
             self.call("endpoint")
 
     def stream(self, run_id: str) -> Iterator[list[Frame]]:
@@ -132,7 +126,7 @@ class Channel:
         try:
             yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again)
         except RayActorError:
-            self._is_gone = True
+            self.is_gone = True
             self._tidy_up()
             raise
         finally:
@@ -149,7 +143,7 @@ class Channel:
         self._actor.stop.remote(run_id, why, cancel)
 
     def values(self, run_id: str, *, first_only: bool) -> list[Any]:
-        """Return what train_func returned on all ranks or the first, as `open_value` takes it; large values are not fetched."""
+        """Return what train_func returned on all ranks or the first, for `open_value`, which fetches large values."""
         return list(self.call("values", run_id, first_only))
 
     @staticmethod
@@ -166,8 +160,8 @@ class Channel:
             method: Its name.
             *args: Its arguments.
             timeout_s: Seconds to wait.
-            may_repeat: Call it again after a restart of the actor. A call that must not be repeated, such as of a user's function
-                that may have run, ends the actor.
+            may_repeat: Whether to call it again if the actor is restarted meanwhile. If not, a restart ends the actor: a
+                user's function that is called may have run already.
 
         Raises:
             Exception: What the method raised, as its own type.
@@ -185,7 +179,7 @@ class Channel:
                     self._send_again()
                     continue
                 self.close()
-                self._is_gone = True
+                self.is_gone = True
                 raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
 
     def close(self, timeout_s: float = 10) -> None:
@@ -201,11 +195,11 @@ class Channel:
         """Remove what the dead TrainerActor left: its placement groups would exist as long as the driver."""
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # the cluster may be gone as well
-                remove_placement_groups(self._settings.name)
-                forget(self._settings.name, self._settings.alias)
+                remove_placement_groups(self.settings.name)
+                forget(self.settings.name, self.settings.alias)
 
     def _send_again(self) -> bool:
-        """Send the live run to the restarted actor, and a request to stop it; returns whether there is a run."""
+        """Send the restarted actor the live run, and the request to stop it if there was one; return whether a run is live."""
         if self._request is None:
             return False
         self._actor.run.remote(self._request)
@@ -223,7 +217,7 @@ class Channel:
         data_holder: Any = (
             ray.remote(DataHolder)
             .options(
-                name=data_holder_name(self._settings.name, request.run_id),
+                name=data_holder_name(self.settings.name, request.run_id),
                 namespace=NAMESPACE,
                 num_cpus=0,
                 lifetime="detached",
@@ -251,7 +245,7 @@ def raise_cause(error: RayTaskError) -> None:
 
 
 def _claim(alias: str, name: str) -> None:
-    """Register a Trainer under its alias; ends an earlier Trainer of that alias whose run is over.
+    """Register a Trainer under its alias; end an earlier Trainer of that alias whose run is over.
 
     Raises:
         ConfigError: The earlier Trainer's run is not over.
@@ -260,27 +254,27 @@ def _claim(alias: str, name: str) -> None:
         if (state := _end_if_over(other)) is not None:
             raise ConfigError(
                 f"a detached Trainer {alias!r} is in this cluster already, and its run is {state}: "
-                f"Trainer.attach({alias!r}) takes hold of it; or give another RunConfig(name=...)."
+                f"Trainer.attach({alias!r}) attaches to it; or give another RunConfig(name=...)."
             )
         forget(other, alias)
 
 
 def _end_if_over(name: str) -> str | None:
-    """End a Trainer without a live run; returns the state of its run if that is not over."""
+    """End a Trainer that has no live run, and return None; otherwise return the state of its run."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        return "about to begin" if is_new(name) else None
+        return "about to begin" if is_new(name) else None  # its driver has registered it, and starts the actor next
     try:
-        status: Any = Channel(get_settings(name), actor).call("status", timeout_s=_STATUS_TIMEOUT_S)
+        channel = Channel(get_settings(name), actor)
+        status: Any = channel.call("status", timeout_s=_STATUS_TIMEOUT_S)
     except (LookupError, RaySGDError):  # it is gone by now
         return None
     except RayError:
         return "not known"
     if status is not None and status["state"] not in OVER:
         return str(status["state"])
-    with contextlib.suppress(LookupError):
-        Channel(get_settings(name), actor).close()
+    channel.close()
     deadline = time.monotonic() + _STATUS_TIMEOUT_S
     while time.monotonic() < deadline and name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]:
         time.sleep(0.05)

@@ -7,25 +7,25 @@ runs, and releases everything. `raysgd.Trainer` and the trials of Ray Tune are b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from raysgd._util.logs import get_logger
-from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_choice, check_count
+from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
 from raysgd.result import RunStatus
 from raysgd.trainer import assembly
+from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import OVER, Channel
-from raysgd.trainer.spec import TrainerSpec
 from raysgd.trainer.stream import ResultStream
 
 #: Seconds that an interrupted run has to write pending checkpoints and to let its workers leave.
@@ -193,33 +193,14 @@ class RunManager:
             name = run_dir.partition("?")[0].rstrip("/").rpartition("/")[2] or "a run"
             raise TrainerBusyError(f"{name} is running; wait for its end with get_returns(), or cancel() it.")
 
-    def begin(
-        self,
-        train_func: Any,
-        config: Any,
-        *,
-        dataset: Any,
-        callbacks: Sequence[Callback],
-        resume_from: Any,
-        reduce: Any,
-        returns: Any = "first",
-    ) -> ResultStream:
-        """Start a run; the arguments and errors are those of `raysgd.Trainer.run`."""
+    def begin(self, run: RunArguments) -> ResultStream:
+        """Start a run; the errors are those of `raysgd.Trainer.run`."""
         self.check_idle()
         channel = self.connect()
-        runs_uri = self._runs_uri or assembly.runs_folder(self.spec, train_func)
-        self.latest.stream = stream = assembly.begin_run(
-            channel,
-            self.spec,
-            train_func,
-            config,
-            runs_uri=runs_uri,
-            dataset=dataset,
-            callbacks=callbacks,
-            resume_from=self._resume_from if resume_from is None else resume_from,
-            reduce=reduce,
-            returns=returns,
-        )
+        runs_uri = self._runs_uri or assembly.runs_folder(self.spec, run.train_func)
+        if run.resume_from is None:
+            run = replace(run, resume_from=self._resume_from)
+        self.latest.stream = stream = assembly.begin_run(channel, self.spec, run, runs_uri)
         self._resume_from = None
         self._runs_uri = runs_uri  # not before: a train_func that was refused must not name the folder
         return stream

@@ -1,4 +1,4 @@
-"""All settings of a Trainer: made from its arguments, written to ``run.json``, and read from there. Driver side.
+"""The settings of a Trainer: made from its arguments, written to ``run.json``, and read from there. Driver side.
 
 `Trainer`, `Trainer.restore` and the trials of Ray Tune all get their settings here, so that each of them checks the same.
 """
@@ -13,119 +13,45 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from raysgd._util.redact import REDACTED, plain, redact_arguments
-from raysgd._util.text import with_article
-from raysgd.backends.base import BackendConfig
 from raysgd.backends.registry import resolve_backend
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
-from raysgd.config.checks import check_count
-from raysgd.config.run import BackendName
-from raysgd.config.scaling import PlacementStrategy
+from raysgd.config.argument_names import TRAINER_HINTS, check_known
+from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 
 _RUN_FOLDER = re.compile(r"run_[0-9]+")
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
+#: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
+_SCALING = tuple(each.name for each in fields(ScalingConfig))
+#: The names of all arguments of `raysgd.Trainer`.
+ARGUMENTS = (*_SCALING, "backend_args", *(each.name for each in fields(TrainerSpec) if each.name != "scaling"))
 
 
-@dataclass(frozen=True)
-class TrainerSpec:
-    """The checked settings of a Trainer."""
+def make_spec(**arguments: Any) -> TrainerSpec:
+    """Make the settings of a Trainer from the arguments of `raysgd.Trainer`, which documents them.
 
-    scaling: ScalingConfig
-    backend: BackendConfig
-    run_config: RunConfig
-    failure_config: FailureConfig
-    checkpoint_config: CheckpointConfig
-    runtime_env: Mapping[str, Any] | None = None
-    seed: int | None = None
-    deterministic: bool = False
-
-    @classmethod
-    @refuse_unknown("Trainer", TRAINER_HINTS)
-    def from_arguments(
-        cls,
-        num_workers: int | tuple[int, float] = 1,
-        backend: BackendName | str | BackendConfig = "torch",
-        backend_args: BackendConfig | Mapping[str, Any] | None = None,
-        *,
-        cpus_per_worker: float = 1,
-        gpus_per_worker: float = 0,
-        resources_per_worker: Mapping[str, float] | None = None,
-        placement_strategy: PlacementStrategy = "PACK",
-        runtime_env: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        deterministic: bool = False,
-        run_config: RunConfig | None = None,
-        failure_config: FailureConfig | None = None,
-        checkpoint_config: CheckpointConfig | None = None,
-    ) -> TrainerSpec:
-        """Check the arguments of a `raysgd.Trainer`, which documents them.
-
-        Raises:
-            ConfigError: An argument that cannot work.
-        """
-        if seed is not None:
-            check_count("seed", seed, minimum=0)
-        return cls(
-            ScalingConfig(
-                num_workers=num_workers,
-                cpus_per_worker=cpus_per_worker,
-                gpus_per_worker=gpus_per_worker,
-                resources_per_worker=resources_per_worker or {},
-                placement_strategy=placement_strategy,
-            ),
-            resolve_backend(backend, backend_args),
-            _check_instance("run_config", run_config, RunConfig),
-            _check_instance("failure_config", failure_config, FailureConfig),
-            _check_instance("checkpoint_config", checkpoint_config, CheckpointConfig),
-            None if runtime_env is None else dict(runtime_env),
-            seed,
-            deterministic,
-        )
-
-    def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments that `from_arguments` makes an equal spec of."""
-        return {
-            "num_workers": self.scaling.num_workers,
-            "backend": self.backend,
-            "backend_args": None,
-            "cpus_per_worker": self.scaling.cpus_per_worker,
-            "gpus_per_worker": self.scaling.gpus_per_worker,
-            "resources_per_worker": self.scaling.resources_per_worker,
-            "placement_strategy": self.scaling.placement_strategy,
-            "runtime_env": self.runtime_env,
-            "seed": self.seed,
-            "deterministic": self.deterministic,
-            "run_config": self.run_config,
-            "failure_config": self.failure_config,
-            "checkpoint_config": self.checkpoint_config,
-        }
+    Raises:
+        ConfigError: An argument cannot work, or does not exist.
+    """
+    return change_spec(TrainerSpec(scaling=ScalingConfig(), backend=resolve_backend("torch", None)), arguments)
 
 
-class HasSpec(Protocol):
-    """A `raysgd.Trainer`, for the modules that it imports itself."""
-
-    _spec: TrainerSpec
-
-
-def spec_of_trainer(trainer: HasSpec) -> TrainerSpec:
-    """Return the settings of a Trainer, without a public attribute for them."""
-    return trainer._spec
-
-
-def _check_instance(name: str, value: Any, kind: type) -> Any:
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a {kind.__name__}(...).")
-    return value
+def change_spec(spec: TrainerSpec, arguments: Mapping[str, Any]) -> TrainerSpec:
+    """Return the settings with these arguments of `raysgd.Trainer` in place of the earlier ones. Errors as for `make_spec`."""
+    check_known("Trainer", arguments, ARGUMENTS, TRAINER_HINTS)
+    scaling = {name: value for name, value in arguments.items() if name in _SCALING}
+    changes = {name: value for name, value in arguments.items() if name not in _SCALING}
+    if "backend" in changes or "backend_args" in changes:
+        name = changes.get("backend", spec.backend.name)
+        changes["backend"] = resolve_backend(name, changes.pop("backend_args", None))
+    return replace(spec, scaling=replace(spec.scaling, **scaling), **changes)
 
 
 # -- in run.json -------------------------------------------------------------------------------------------------------
@@ -147,7 +73,7 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
         "seed": spec.seed,
         "deterministic": spec.deterministic,
         "runtime_env": plain(dict(spec.runtime_env or {})),
-        "scaling": _scaling_to_json(spec.scaling),
+        "scaling": plain({**vars(spec.scaling), "num_workers": _num_workers_to_json(spec.scaling)}),
         "backend_args": plain(vars(spec.backend)),
         "run_config": plain({**vars(spec.run_config), "storage_path": None if path is None else os.fspath(path)}),
         "failure_config": plain(vars(spec.failure_config)),
@@ -155,15 +81,9 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
     }
 
 
-def _scaling_to_json(scaling: ScalingConfig) -> dict[str, Any]:
+def _num_workers_to_json(scaling: ScalingConfig) -> Any:
     largest = None if math.isinf(scaling.max_workers) else scaling.max_workers
-    return {
-        "num_workers": [scaling.min_workers, largest] if scaling.is_elastic else scaling.min_workers,
-        "cpus_per_worker": scaling.cpus_per_worker,
-        "gpus_per_worker": scaling.gpus_per_worker,
-        "resources_per_worker": dict(scaling.resources_per_worker),
-        "placement_strategy": scaling.placement_strategy,
-    }
+    return [scaling.min_workers, largest] if scaling.is_elastic else scaling.min_workers
 
 
 def num_workers_from_json(value: Any) -> Any:
@@ -173,16 +93,16 @@ def num_workers_from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What the folder of a run says about the run.
+    """The arguments and the newest checkpoint of a run, read from its folder.
 
     Attributes:
-        spec: The settings of its Trainer, with the changes that were asked for.
+        arguments: The arguments of its Trainer, with the changes that were asked for.
         runs_uri: The folder that holds the run's folder, and gets the folder of the next run.
         checkpoint: The newest checkpoint that is whole; None: there is none.
         skipped: A line for each newer checkpoint that is damaged.
     """
 
-    spec: TrainerSpec
+    arguments: dict[str, Any]
     runs_uri: str
     checkpoint: Checkpoint | None
     skipped: list[str]
@@ -200,13 +120,7 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
         ConfigError: The run's files leave an argument out, a secret or a function, and it is not among the changes.
     """
     folder = Storage.from_uri(run_dir)
-    if not folder.exists("run.json"):
-        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
-    description = json.loads(folder.read_bytes("run.json"))
-    if "scaling" not in description or "failure_config" not in description:
-        raise CheckpointNotFoundError(
-            f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
-        )
+    description = _read_description(folder)
     saved = {name: value for name, value in _arguments_from_json(description).items() if name not in changes}
     for name, value in saved.items():
         if REDACTED in json.dumps(value, default=vars):
@@ -225,7 +139,18 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
     skipped = [f"checkpoint {each.number} is damaged and was skipped: {each.error}" for each in newest.skipped]
     path, mark, options = folder.uri.partition("?")
     runs_uri = path.rstrip("/").rpartition("/")[0] + mark + options
-    return RestoredRun(TrainerSpec.from_arguments(**{**saved, **changes}), runs_uri, checkpoint, skipped)
+    return RestoredRun({**saved, **changes}, runs_uri, checkpoint, skipped)
+
+
+def _read_description(folder: Storage) -> dict[str, Any]:
+    if not folder.exists("run.json"):
+        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
+    description: dict[str, Any] = json.loads(folder.read_bytes("run.json"))
+    if "scaling" not in description or "failure_config" not in description:
+        raise CheckpointNotFoundError(
+            f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
+        )
+    return description
 
 
 def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,15 +59,10 @@ class ResultStream:
         self._channel = channel
         self._run_id = run_id
         self._returns = returns
-        self._buffer_bytes = buffer_bytes
         self._from_iteration = from_iteration
         self._merger = RoundMerger(reduce)
         self._results: deque[Result] = deque()
-        self._buffer: deque[Frame] = deque()
-        self._buffered_bytes = 0
-        self._next_seq = 0  # of the next frame to buffer
-        self._last_seen_seq = -1
-        self._is_behind = False
+        self._buffer = _Buffer(buffer_bytes)
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._outcome: dict[str, Any] | None = None
@@ -99,7 +94,7 @@ class ResultStream:
                 return result
             if self._is_iterated:
                 raise StopIteration
-            if self._is_behind:
+            if self._buffer.is_behind:
                 self._catch_up()
                 continue
             with self._changed:
@@ -116,7 +111,7 @@ class ResultStream:
                 return result
             if self._is_iterated:
                 raise StopAsyncIteration
-            if self._is_behind:
+            if self._buffer.is_behind:
                 await asyncio.to_thread(self._catch_up)  # it waits for the TrainerActor, which the loop must not
             else:
                 await self._wait_async()
@@ -126,7 +121,7 @@ class ResultStream:
         return self._outcome is not None and self._is_iterated and not self._results
 
     def get_returns(self) -> Any:
-        """Wait for the end of the run; returns what train_func returned (``returns="all"``: the list by rank).
+        """Wait for the end of the run and return what train_func returned (``returns="all"``: the list by rank).
 
         Raises:
             Exception: What train_func raised, as its own type.
@@ -163,7 +158,7 @@ class ResultStream:
             self._changed.wait_for(lambda: self._outcome is not None and (self._error is not None or self._is_closed))
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until nothing of the run continues; returns whether that is so."""
+        """Wait until the run is closed: nothing of it continues. Return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
@@ -203,7 +198,7 @@ class ResultStream:
     def is_drained(self) -> bool:
         """Whether the run is closed and every result was taken."""
         with self._changed:
-            return self._is_closed and not self._results and not self._is_behind and not self._has_results_to_come()
+            return self._is_closed and not self._results and not self._buffer.has_results
 
     @property
     def error(self) -> BaseException | None:
@@ -248,21 +243,10 @@ class ResultStream:
                 self._values_lost = error
         with self._changed:
             for frame in batch:
-                self._last_seen_seq = frame.seq
-                self._buffer_frame(frame)
+                self._buffer.add(frame)
             if is_closed:
                 self._is_closed = True
             self._wake()
-
-    def _buffer_frame(self, frame: Frame) -> None:
-        if frame.kind not in _OF_ROUNDS or self._is_behind or frame.seq < self._next_seq:
-            return
-        if self._buffered_bytes > self._buffer_bytes:
-            self._is_behind = True
-            return
-        self._buffer.append(frame)
-        self._buffered_bytes += frame.size_bytes
-        self._next_seq = frame.seq + 1
 
     def _update(self, frame: Frame) -> None:
         """Update what the stream knows of the run."""
@@ -297,7 +281,7 @@ class ResultStream:
             is_cancelled = self._outcome is None and self._is_cancelled
             self._error = self._error or (RunCancelledError("the run was cancelled") if is_cancelled else error)
             self._outcome = self._outcome or {"kind": "error"}
-            self._buffer.append(Frame(-1, frames.RUN_END, 0))
+            self._buffer.frames.append(Frame(-1, frames.RUN_END, 0))
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -310,7 +294,11 @@ class ResultStream:
     def _take(self) -> Result | None:
         """Return the next result that is here, or None. Raises the run's error after its last result."""
         while not self._results:
-            if self._is_iterated or (frame := self._next_frame()) is None:
+            if self._is_iterated:
+                return None
+            with self._changed:
+                frame = self._buffer.pop()
+            if frame is None:
                 return None
             found = self._merger.feed(frame)
             self._results.extend(result for result in found if result["training_iteration"] >= self._from_iteration)
@@ -324,35 +312,14 @@ class ResultStream:
         if self._error is not None and not (self._is_cancelled and isinstance(self._error, RunCancelledError)):
             raise self._error
 
-    def _next_frame(self) -> Frame | None:
-        with self._changed:
-            if not self._buffer:
-                return None
-            frame = self._buffer.popleft()
-            self._buffered_bytes -= frame.size_bytes
-            return frame
-
     def _catch_up(self) -> None:
-        """Fetch frames that were not buffered. The iteration is behind until it has all frames that the reader has received.
-
-        Meanwhile the reader buffers nothing; once the iteration has caught up, it buffers what comes next.
-        """
-        fetched = self._channel.frames(self._run_id, self._next_seq)
+        """Fetch frames that were not buffered."""
+        fetched = self._channel.frames(self._run_id, self._buffer.next_seq)
         with self._changed:
-            for frame in fetched:
-                if frame.seq < self._next_seq:  # of another fetch, whose task was cancelled
-                    continue
-                self._next_seq = frame.seq + 1
-                if frame.kind in _OF_ROUNDS:
-                    self._buffer.append(frame)
-                    self._buffered_bytes += frame.size_bytes
-            self._is_behind = self._next_seq <= self._last_seen_seq
+            self._buffer.add_fetched(fetched)
 
     def _has_more(self) -> bool:
-        return bool(self._buffer) or self._is_behind or self._is_iterated
-
-    def _has_results_to_come(self) -> bool:
-        return any(frame.kind in (frames.REPORTS, frames.ATTEMPT_END) for frame in self._buffer)
+        return bool(self._buffer.frames) or self._buffer.is_behind or self._is_iterated
 
     async def _wait_async(self) -> None:
         loop = asyncio.get_running_loop()
@@ -362,6 +329,64 @@ class ResultStream:
                 return
             self._waiters.append((loop, future))
         await future
+
+
+class _Buffer:
+    """The frames that wait for the iteration, up to some bytes. Used under the lock of the stream.
+
+    When it is full, the iteration is behind: nothing is added until the iteration has fetched all frames that were received
+    meanwhile. Then the next ones are added again.
+
+    Attributes:
+        frames: The frames, oldest first.
+        next_seq: The number of the next frame to add.
+        is_behind: Whether frames are missing that were received.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.frames: deque[Frame] = deque()
+        self.next_seq = 0
+        self.is_behind = False
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._last_seen_seq = -1
+
+    def add(self, frame: Frame) -> None:
+        """Add a frame that was received, unless the iteration does not need it or is behind."""
+        self._last_seen_seq = frame.seq
+        if frame.kind not in _OF_ROUNDS or self.is_behind or frame.seq < self.next_seq:
+            return
+        if self._num_bytes > self._max_bytes:
+            self.is_behind = True
+        else:
+            self._append(frame)
+
+    def add_fetched(self, fetched: list[Frame]) -> None:
+        for frame in fetched:
+            if frame.seq < self.next_seq:  # of another fetch, whose task was cancelled
+                continue
+            self.next_seq = frame.seq + 1
+            if frame.kind in _OF_ROUNDS:
+                self._append(frame)
+        self.is_behind = self.next_seq <= self._last_seen_seq
+
+    def pop(self) -> Frame | None:
+        """Return the oldest frame, or None."""
+        if not self.frames:
+            return None
+        frame = self.frames.popleft()
+        self._num_bytes -= frame.size_bytes
+        return frame
+
+    @property
+    def has_results(self) -> bool:
+        """Whether results are still to come out of these frames."""
+        return self.is_behind or any(frame.kind in (frames.REPORTS, frames.ATTEMPT_END) for frame in self.frames)
+
+    def _append(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self._num_bytes += frame.size_bytes
+        self.next_seq = frame.seq + 1
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

@@ -27,10 +27,11 @@ from raysgd.errors import SerializationError, UsageError
 from raysgd.result import RunStatus
 from raysgd.session import context
 from raysgd.trainer import assembly
+from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.class_api import ClassApi
 from raysgd.trainer.runs import RunManager
-from raysgd.trainer.spec import TrainerSpec, restore_run
+from raysgd.trainer.spec import make_spec, restore_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable
 from raysgd.workers.placement.capacity import describe_bundle
@@ -86,10 +87,10 @@ class Trainer:
             raise UsageError(
                 "a Trainer inside train_func would wait for workers that can never start; make it in the driver."
             )
-        spec = TrainerSpec.from_arguments(
-            num_workers,
-            backend,
-            backend_args,
+        spec = make_spec(
+            num_workers=num_workers,
+            backend=backend,
+            backend_args=backend_args,
             cpus_per_worker=cpus_per_worker,
             gpus_per_worker=gpus_per_worker,
             resources_per_worker=resources_per_worker,
@@ -125,7 +126,7 @@ class Trainer:
         assembly.connect_ray(must_exist=True)
         channel = Channel.attach(name)
         trainer = cls.__new__(cls)
-        trainer._connect_parts(RunManager(assembly.spec_of_settings(channel.settings), channel=channel))
+        trainer._connect_parts(RunManager(channel.settings.spec, channel=channel))
         return trainer
 
     @classmethod
@@ -144,8 +145,8 @@ class Trainer:
             ConfigError: The run's files leave out an argument, a secret or a function, and it is not given.
         """
         restored = restore_run(run_dir, changes)
-        trainer = cls(**restored.spec.to_arguments())  # as a new Trainer: it refuses to be made inside a train_func
-        trainer._connect_parts(RunManager(restored.spec, runs_uri=restored.runs_uri, resume_from=restored.checkpoint))
+        trainer = cls(**restored.arguments)
+        trainer._connect_parts(RunManager(trainer._spec, runs_uri=restored.runs_uri, resume_from=restored.checkpoint))
         for line in restored.skipped:
             get_logger().warning(line)
         return trainer
@@ -190,15 +191,7 @@ class Trainer:
         """
         stream = None
         try:
-            stream = self.run_generator(
-                train_func,
-                config,
-                dataset=dataset,
-                callbacks=callbacks,
-                resume_from=resume_from,
-                reduce=reduce,
-                returns=returns,
-            )
+            stream = self._begin(RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns))
             return stream.get_returns()
         except KeyboardInterrupt:
             self._runs.interrupt(stream)
@@ -217,17 +210,11 @@ class Trainer:
         returns: Returns = "first",
     ) -> ResultStream:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
-        self._runs.check_idle()
+        return self._begin(RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns))
+
+    def _begin(self, run: RunArguments) -> ResultStream:
         self._class_api.check_no_instances()
-        return self._runs.begin(
-            train_func,
-            config,
-            dataset=dataset,
-            callbacks=callbacks,
-            resume_from=resume_from,
-            reduce=reduce,
-            returns=returns,
-        )
+        return self._runs.begin(run)
 
     @refuse_unknown("Trainer.to_trainable", RUN_HINTS)
     def to_trainable(
@@ -270,11 +257,7 @@ class Trainer:
         integration = importlib.import_module("raysgd.tune_integration.trainable")
         trainable = integration.make_trainable(
             self._spec,
-            train_func,
-            dataset,
-            callbacks=callbacks,
-            resume_from=resume_from,
-            reduce=reduce,
+            RunArguments(train_func, None, dataset, callbacks, resume_from, reduce),
             trainer_args_from=trainer_args_from,
             cross_validate=cross_validate,
         )

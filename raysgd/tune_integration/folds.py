@@ -16,7 +16,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.data.plan import UNNAMED, DatasetPlan
 from raysgd.errors import CheckpointCorruptError, ConfigError
 from raysgd.result import AUTOMATIC_KEYS, Result
-from raysgd.trainer.arguments import resolve_data, start_streams
+from raysgd.trainer.arguments import resolve_data
 from raysgd.tune_integration.copies import copy_checkpoint
 from raysgd.tune_integration.trial import Trial, newest
 
@@ -95,15 +95,21 @@ class FoldsTrial(Trial):
 
     def _make_plan(self) -> DatasetPlan:
         assert self._spec is not None
-        given = self._work.datasets
-        plan = (
-            given if isinstance(given, DatasetPlan) else resolve_data(given and given(self._config), self._spec.scaling)
+        plan = resolve_data(self._work.dataset(self._config), self._spec.scaling)
+        check_folds(plan)
+        return plan
+
+
+def check_folds(plan: DatasetPlan) -> None:
+    """Check that a dataset for ``cross_validate=True`` has folds.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if plan.folds is None:
+        raise ConfigError(
+            "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
         )
-        if plan.folds is None:
-            raise ConfigError(
-                "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
-            )
-        return start_streams(plan, self._spec.scaling)
 
 
 def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.tune import PlacementGroupFactory
 
 from raysgd._util.text import with_article
+from raysgd.controller.requests import TrainerSpec
 from raysgd.data.plan import DatasetPlan
-from raysgd.errors import ConfigError, InfeasibleError
-from raysgd.trainer.spec import HasSpec, TrainerSpec, num_workers_from_json, spec_of_trainer
+from raysgd.errors import ConfigError
+from raysgd.trainer.spec import ARGUMENTS, change_spec, make_spec, num_workers_from_json
 from raysgd.workers.pickling import Packed
 from raysgd.workers.placement.capacity import slot_bundle
 from raysgd.workers.placement.cluster import check_feasible
+
+if TYPE_CHECKING:
+    from raysgd.trainer.trainer import Trainer
 
 #: Where a trial's config has arguments of its Trainer: under a key, or returned by a function of the config.
 ArgumentsFrom = str | Callable[[dict[str, Any]], Mapping[str, Any]] | None
@@ -25,12 +29,12 @@ _FIXED_ARGUMENTS = ("run_config",)
 
 @dataclass(frozen=True)
 class Work:
-    """What each trial runs. It is put into the object store once for all trials.
+    """The function, the data and the callbacks of a search's trials. It is put into the object store once for all of them.
 
     Attributes:
-        train_func: The function, still pickled in the trials' processes, which so need nothing that it imports.
+        train_func: The pickled function. Trials' processes do not unpickle it, so they need nothing that it imports.
         parameters: Names of its arguments other than the config, which `ray.tune.with_parameters` gives.
-        datasets: The resolved ``dataset=``, or a function of the config that returns a dataset to resolve.
+        datasets: The plan of ``dataset=``, or a function of the config that returns a dataset.
         callbacks: A pickled list, unpickled for each run.
         reduce: Metrics to compute over all ranks.
         resume_from: Where a trial starts from.
@@ -38,15 +42,19 @@ class Work:
 
     train_func: Packed
     parameters: tuple[str, ...]
-    datasets: DatasetPlan | Callable[[dict[str, Any]], Any] | None = field(repr=False)
+    datasets: DatasetPlan | Callable[[dict[str, Any]], Any] = field(repr=False)
     callbacks: bytes = field(repr=False)
     reduce: Mapping[str, str] | None
     resume_from: Any = field(repr=False)
 
+    def dataset(self, config: dict[str, Any]) -> Any:
+        """Return the plan or the dataset of a trial with this config."""
+        return self.datasets(config) if callable(self.datasets) else self.datasets
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """How trials are made. It is small, since it travels with the trainable.
+    """The settings of a search's trials. It is small, since it travels with the trainable.
 
     Attributes:
         spec: The settings of the Trainer that was converted.
@@ -83,8 +91,7 @@ class Recipe:
         given = name(config) if callable(name) else config.get(str(name), {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{source} is {with_article(type(given).__name__)}; give a dict of arguments of Trainer.")
-        arguments = self.spec.to_arguments()
-        allowed = [name for name in arguments if name not in _FIXED_ARGUMENTS]
+        allowed = [name for name in ARGUMENTS if name not in _FIXED_ARGUMENTS]
         for name in given:
             if name not in allowed:
                 raise ConfigError(f"{source} has {name!r}; a trial's Trainer can have {', '.join(allowed)}.")
@@ -94,7 +101,7 @@ class Recipe:
             changed |= {"backend": self.spec.backend.name, "backend_args": {**own, **changed["backend_args"]}}
         if "num_workers" in changed:  # Tune may have written the config as JSON
             changed["num_workers"] = num_workers_from_json(changed["num_workers"])
-        return TrainerSpec.from_arguments(**{**arguments, **changed})
+        return change_spec(self.spec, changed)
 
     def resources(self, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the resources that Tune reserves for a trial.
@@ -102,15 +109,14 @@ class Recipe:
         Raises:
             InfeasibleError: The cluster can never hold a trial.
         """
-        if self.arguments_from is None:
-            if ray.is_initialized():
-                check_feasible(self.spec.scaling, self.spec.failure_config.num_spares)
-            return bundles_of(self.spec)
         try:
             spec = self.spec_for(config)
             if ray.is_initialized():
                 check_feasible(spec.scaling, spec.failure_config.num_spares)
-        except (ConfigError, InfeasibleError):  # only this trial is wrong: it raises when it begins
+        except ConfigError:
+            if self.arguments_from is None:  # every trial would fail
+                raise
+            # Only this trial is wrong, and raises the error when it begins.
             return PlacementGroupFactory([{"CPU": 0.001}])
         return bundles_of(spec)
 
@@ -122,7 +128,7 @@ def bundles_of(spec: TrainerSpec) -> PlacementGroupFactory:
     return PlacementGroupFactory([{}, *bundles], strategy=scaling.placement_strategy)
 
 
-def trial_resources(trainer: HasSpec | None = None, **arguments: Any) -> PlacementGroupFactory:
+def trial_resources(trainer: Trainer | None = None, **arguments: Any) -> PlacementGroupFactory:
     """Return the resources of a Tune function that makes a Trainer itself, for `ray.tune.with_resources`.
 
     Args:
@@ -132,4 +138,4 @@ def trial_resources(trainer: HasSpec | None = None, **arguments: Any) -> Placeme
     Raises:
         ConfigError: The arguments cannot work.
     """
-    return bundles_of(TrainerSpec.from_arguments(**arguments) if trainer is None else spec_of_trainer(trainer))
+    return bundles_of(make_spec(**arguments) if trainer is None else trainer._spec)

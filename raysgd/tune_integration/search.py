@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ray import tune
 
-from raysgd.trainer.spec import HasSpec, spec_of_trainer
-
-
-class Tunable(HasSpec, Protocol):
-    """A `raysgd.Trainer`, which imports this package and so is not imported here."""
-
-    def to_trainable(self, train_func: Callable[..., Any], dataset: Any = None, /, **options: Any) -> Any: ...
+if TYPE_CHECKING:
+    from raysgd.trainer.trainer import Trainer
 
 
 def search(
-    trainer: Tunable,
+    trainer: Trainer,
     train_func: Callable[..., Any],
     space: Mapping[str, Any],
     dataset: Any = None,
@@ -60,7 +55,7 @@ def search(
         Exception: As for `raysgd.Trainer.to_trainable` and `ray.tune.Tuner.fit`. A trial's error is in its result instead.
     """
     files = run_config or tune.RunConfig()
-    kept = spec_of_trainer(trainer).checkpoint_config
+    kept = trainer._spec.checkpoint_config
     if files.checkpoint_config in (None, tune.CheckpointConfig()):
         files = dataclasses.replace(
             files,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -12,16 +11,16 @@ from ray.tune import Checkpoint as TuneCheckpoint
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
-from raysgd.callbacks.base import Callback, check_callbacks
+from raysgd.callbacks.base import check_callbacks
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller.requests import TrainerSpec
 from raysgd.controller.rounds import check_reduce
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
-from raysgd.trainer.arguments import check_tuned_func, plan_data, resolve_start
-from raysgd.trainer.spec import TrainerSpec
-from raysgd.tune_integration.folds import FoldsTrial
+from raysgd.trainer.arguments import RunArguments, check_tuned_func, plan_data, resolve_start
+from raysgd.tune_integration.folds import FoldsTrial, check_folds
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.trial import Trial
 from raysgd.workers.pickling import Packed, dumps_named
@@ -112,43 +111,36 @@ class RaySGDTrainable(Trainable):
 
 
 def make_trainable(
-    spec: TrainerSpec,
-    train_func: Callable[..., Any],
-    dataset: Any = None,
-    *,
-    callbacks: Sequence[Callback] = (),
-    resume_from: Any = None,
-    reduce: dict[str, str] | None = None,
-    trainer_args_from: ArgumentsFrom = None,
-    cross_validate: bool = False,
+    spec: TrainerSpec, run: RunArguments, *, trainer_args_from: ArgumentsFrom, cross_validate: bool
 ) -> type[Trainable]:
     """Make the trainable of `raysgd.Trainer.to_trainable`, which documents the arguments and errors."""
     if spec.run_config.detached:
         raise ConfigError(
             "RunConfig(detached=True) is for runs that outlive their driver, but a trial ends with its search; leave it out."
         )
+    resume_from = run.resume_from
     if isinstance(resume_from, (str, PathLike)):  # trials have another working directory
         resume_from = Checkpoint.from_path(resume_from)
     resolve_start(resume_from)
-    function, parameters = check_tuned_func(train_func)
-    check_callbacks(callbacks)
+    function, parameters = check_tuned_func(run.train_func)
+    callbacks = check_callbacks(run.callbacks)
+    reduce = check_reduce(run.reduce)
     if trainer_args_from is not None and not isinstance(trainer_args_from, str) and not callable(trainer_args_from):
         raise ConfigError(
             f"trainer_args_from={trainer_args_from!r} is neither a key of the config nor a function of it."
         )
     assembly.connect_ray()
+    dataset = run.dataset
     work = Work(
         train_func=Packed.of(function, "train_func"),
         parameters=parameters,
         datasets=dataset if callable(dataset) and not hasattr(dataset, "__getitem__") else plan_data(dataset),
-        callbacks=dumps_named(list(callbacks), "callbacks"),
-        reduce=check_reduce(reduce),
+        callbacks=dumps_named(callbacks, "callbacks"),
+        reduce=reduce,
         resume_from=resume_from,
     )
-    if cross_validate and isinstance(work.datasets, DatasetPlan) and work.datasets.folds is None:
-        raise ConfigError(
-            "cross_validate=True needs a dataset of (train, validation) pairs; make it by raysgd.data.to_cv."
-        )
+    if cross_validate and isinstance(work.datasets, DatasetPlan):
+        check_folds(work.datasets)
     recipe = Recipe(spec, trainer_args_from, ray.put(work), is_by_folds=cross_validate)
     return type(
         work.train_func.name.rpartition(".")[2], (RaySGDTrainable,), {"_recipe": recipe, "__module__": __name__}

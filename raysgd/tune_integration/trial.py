@@ -14,16 +14,15 @@ import ray
 from ray.air.constants import TRAINING_ITERATION
 from ray.exceptions import RayError
 
-from raysgd.callbacks.progress.callback import ProgressCallback
+from raysgd.callbacks.progress.callback import default_callbacks
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.data.plan import DatasetPlan
+from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS, Result
-from raysgd.trainer.arguments import resolve_data, start_streams
+from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.runs import RunManager
-from raysgd.trainer.spec import TrainerSpec
 from raysgd.trainer.stream import ResultStream
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.recipe import Recipe, Work
@@ -43,7 +42,7 @@ _ABANDONED_WITHOUT_CHECKPOINT_S = 60.0
 
 
 class Saved(NamedTuple):
-    """A checkpoint of a run, with its number and its round."""
+    """A checkpoint of a run, its number, and the round that it belongs to."""
 
     number: int
     round: int
@@ -173,12 +172,9 @@ class Trial:
             stream = self._stream
             self._set_stream(None)
         runs, self._runs = self._runs, None
-        if stream is not None and stream.is_live:
-            stream.cancel()
-            stream.wait_closed(_END_S)
         if runs is not None:
             with contextlib.suppress(RayError):
-                runs.shutdown()
+                runs.shutdown()  # cancels a live run, and waits for its end
         if stream is not None:
             self._prune(stream)
 
@@ -194,26 +190,16 @@ class Trial:
         self._not_awaited: set[int] = set()  # saves that did not reach storage in time
 
     def _begin(self) -> ResultStream:
-        assert self._spec is not None
-        given = self._work.datasets
-        if given is None or isinstance(given, DatasetPlan):
-            return self._run(given and start_streams(given, self._spec.scaling), self._config)
-        return self._run(resolve_data(given(self._config), self._spec.scaling), self._config)
+        return self._run(self._work.dataset(self._config), self._config)
 
-    def _run(self, dataset: DatasetPlan | None, config: dict[str, Any]) -> ResultStream:
+    def _run(self, dataset: Any, config: dict[str, Any]) -> ResultStream:
         assert self._runs is not None and self._spec is not None
         kept = self._spec.checkpoint_config
         self._pruning = Pruning(RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order))
-        callbacks = loads(self._work.callbacks)
-        if not any(isinstance(callback, ProgressCallback) for callback in callbacks):
-            callbacks.append(ProgressCallback(mode="off"))  # Tune has a display of its own
+        callbacks = default_callbacks(loads(self._work.callbacks), mode="off")  # Tune has a display of its own
+        train_func = self._work.train_func.bind(self._parameters)
         return self._runs.begin(
-            self._work.train_func.bind(self._parameters),
-            config,
-            dataset=dataset,
-            callbacks=callbacks,
-            resume_from=self._resume_from,
-            reduce=self._work.reduce,
+            RunArguments(train_func, config, dataset, callbacks, self._resume_from, self._work.reduce)
         )
 
     def _wait_for_saves(self, stream: ResultStream) -> None:
@@ -247,7 +233,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
-        """Mark a call of Tune, which so has not abandoned the trial."""
+        """Mark the time of a call of Tune: until a while after it, the trial does not count as abandoned."""
         self._is_called = True
         try:
             yield

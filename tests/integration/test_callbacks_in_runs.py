@@ -153,6 +153,12 @@ def test_driver_callback_is_the_given_object_in_every_run(trainer: raysgd.Traine
     assert hooks(tmp_path, "driver").count("on_run_start") == 2
 
 
+def test_callbacks_of_an_iterator_are_called(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    given: Any = iter([*quiet(), Witness(tmp_path)])
+    trainer.run(three_steps, callbacks=given)
+    assert hooks(tmp_path, "driver")[-1] == "on_run_end"
+
+
 def test_each_worker_has_its_own_copy_of_a_callback(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     trainer.run(three_steps, callbacks=[*quiet(), InWorker(tmp_path)])
     assert sorted(os.listdir(tmp_path)) == ["rank-0.jsonl", "rank-1.jsonl"]

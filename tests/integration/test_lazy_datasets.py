@@ -289,3 +289,12 @@ def test_detached_run_executes_a_lazy_dataset_without_its_driver(ray_cluster: An
     finally:
         ray.kill(data_holder)
         ray.kill(controller)
+
+
+def test_lazy_dataset_of_several_folds_is_executed_once_for_all_runs_of_a_plan(ray_cluster: Any) -> None:
+    train, scaling = lazy(50, 5), ScalingConfig(num_workers=1)
+    plan = resolve_data(((train, lazy(10, 2)), (train, lazy(10, 2))), scaling)
+    hosts = [source.blocks[0] for source in plan.sources.values()]
+    assert plan.folds is not None and len(plan.folds) == 2
+    assert len({id(host) for host in hosts}) == 3
+    assert resolve_data(plan, scaling) is plan

@@ -14,7 +14,7 @@ import tensorboardX  # noqa: F401 - sets an environment variable, which must not
 from raysgd.callbacks import CsvCallback, JsonLinesCallback, TensorBoardCallback
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.files import AppendFile
-from raysgd.callbacks.folder import UPLOAD_EVERY_S, LocalFolder, StoreFolder, below, open_folder, parent_of
+from raysgd.callbacks.folder import UPLOAD_EVERY_S, StoreFolder, below, open_folder, parent_of
 from raysgd.result import RunInfo
 from raysgd.testing.callback_suite import make_result
 
@@ -78,7 +78,7 @@ def test_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_a_local_folder_is_written_in_place(prefix: str, tmp_path: Path) -> None:
     folder = open_folder(f"{prefix}{tmp_path}/run a", "logs")
-    assert isinstance(folder, LocalFolder)
+    assert not isinstance(folder, StoreFolder)
     assert folder.path == tmp_path / "run a" / "logs"
     assert folder.path.is_dir()
 

@@ -10,7 +10,7 @@ import pytest
 from raysgd.callbacks import ProgressCallback
 from raysgd.callbacks.progress.callback import make_display
 from raysgd.callbacks.progress.lines import LinesDisplay
-from raysgd.callbacks.progress.live import TerminalDisplay
+from raysgd.callbacks.progress.live import TableDisplay, TerminalScreen
 from raysgd.result import Event
 from raysgd.testing.callback_suite import drive, make_info, make_result
 
@@ -21,8 +21,8 @@ class Played:
     def __init__(self, tmp_path: Path) -> None:
         self.now = 0.0
         self.file = io.StringIO()
-        self.display = LinesDisplay(self.file, clock=lambda: self.now)
-        self.display.start(make_info(tmp_path / "digits"))
+        self.display = LinesDisplay(make_info(tmp_path / "digits"), self.file, clock=lambda: self.now)
+        self.display.start()
 
     def result(self, iteration: int) -> None:
         self.display.result(make_result(iteration))
@@ -118,16 +118,17 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("mode", "file", "term", "expected"),
     [
-        ("auto", Terminal(), "xterm", TerminalDisplay),
+        ("auto", Terminal(), "xterm", TerminalScreen),
         ("auto", Terminal(), "dumb", LinesDisplay),
         ("auto", Terminal(), "", LinesDisplay),
         ("auto", io.StringIO(), "xterm", LinesDisplay),
-        ("live", io.StringIO(), "dumb", TerminalDisplay),
+        ("live", io.StringIO(), "dumb", TerminalScreen),
         ("lines", Terminal(), "xterm", LinesDisplay),
     ],
 )
 def test_the_display_fits_what_it_is_shown_on(
-    mode: str, file: io.StringIO, term: str, expected: type, monkeypatch: pytest.MonkeyPatch
+    mode: str, file: io.StringIO, term: str, expected: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", term)
-    assert isinstance(make_display(mode, 4, file), expected)
+    display = make_display(mode, 4, file, make_info(tmp_path))
+    assert isinstance(display.screen if isinstance(display, TableDisplay) else display, expected)

@@ -192,6 +192,6 @@ def test_results_between_two_drawings_are_bounded(run: Run) -> None:
     for iteration in range(1, 5001):
         run.state.result(make_result(iteration))
     snapshot = run.state.snapshot()
-    assert (snapshot.iteration, snapshot.num_results) == (5000, 5000)
+    assert snapshot.iteration == 5000
     assert math.isclose(snapshot.metrics["loss"], 1 / 5000)
     assert len(snapshot.histories["loss"].means()) <= 300

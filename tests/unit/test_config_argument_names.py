@@ -20,6 +20,7 @@ from raysgd.config.run import BackendName, Reduction, Returns
 from raysgd.controller.rounds import REDUCTIONS
 from raysgd.errors import ConfigError, UnknownArgumentError
 from raysgd.trainer.arguments import check_returns
+from raysgd.trainer.spec import ARGUMENTS, make_spec
 
 
 def train_func() -> None: ...
@@ -104,6 +105,12 @@ def test_signatures_are_visible_and_no_hint_is_about_an_argument_that_exists(fun
     parameters = inspect.signature(function).parameters
     assert not any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     assert len(parameters) >= 3 and not parameters.keys() & hints.keys()
+
+
+def test_settings_know_exactly_the_arguments_of_a_trainer() -> None:
+    assert set(ARGUMENTS) == set(inspect.signature(raysgd.Trainer).parameters)
+    with pytest.raises(UnknownArgumentError, match="Trainer has no argument 'use_gpu': use gpus_per_worker=1"):
+        make_spec(use_gpu=True)
 
 
 def test_literal_types_name_the_values_that_are_accepted() -> None:

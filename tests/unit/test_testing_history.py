@@ -37,7 +37,7 @@ from raysgd.testing.simulation import (
     running,
     saved,
 )
-from raysgd.trainer.spec import TrainerSpec, describe_run
+from raysgd.trainer.spec import describe_run, make_spec
 
 Frames = list[Frame]
 
@@ -392,7 +392,7 @@ def write_run(folder: Path, history: History, upto: int | None = None) -> None:
     for frame in history.frames[:upto]:
         journal.append(frame)
     journal.flush()
-    spec = TrainerSpec.from_arguments(2, "none", failure_config=FailureConfig(max_failures=1))
+    spec = make_spec(num_workers=2, backend="none", failure_config=FailureConfig(max_failures=1))
     (folder / "run.json").write_text(json.dumps(describe_run(spec, write_run)))
 
 

@@ -13,15 +13,15 @@ from raysgd.backends.torch import TorchConfig
 from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
 from raysgd.session import context
 from raysgd.session.local import LocalSession
-from raysgd.trainer.spec import TrainerSpec, describe_run, restore_run
+from raysgd.trainer.spec import describe_run, make_spec, restore_run
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """The folder of a run without checkpoints."""
-    spec = TrainerSpec.from_arguments(
-        (2, math.inf),
-        TorchConfig(timeout_s=5),
+    spec = make_spec(
+        num_workers=(2, math.inf),
+        backend=TorchConfig(timeout_s=5),
         seed=3,
         failure_config=raysgd.FailureConfig(num_spares=1),
         checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
@@ -36,12 +36,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_restored_settings_are_those_of_the_run(run_dir: Path, tmp_path: Path) -> None:
     restored = restore_run(run_dir, {})
-    assert restored.spec.scaling.num_workers == (2, math.inf)
-    assert restored.spec.backend == TorchConfig(timeout_s=5)
-    assert restored.spec.failure_config == raysgd.FailureConfig(num_spares=1)
-    assert restored.spec.checkpoint_config == raysgd.CheckpointConfig(num_to_keep=2)
-    assert restored.spec.run_config == raysgd.RunConfig(name="runs", storage_path=str(tmp_path))
-    assert restored.spec.seed == 3 and restored.checkpoint is None
+    spec = make_spec(**restored.arguments)
+    assert spec.scaling.num_workers == (2, math.inf)
+    assert spec.backend == TorchConfig(timeout_s=5)
+    assert spec.failure_config == raysgd.FailureConfig(num_spares=1)
+    assert spec.checkpoint_config == raysgd.CheckpointConfig(num_to_keep=2)
+    assert spec.run_config == raysgd.RunConfig(name="runs", storage_path=str(tmp_path))
+    assert spec.seed == 3 and restored.checkpoint is None
     assert restored.runs_uri == str(tmp_path / "runs")
 
 

@@ -23,7 +23,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.trainer.arguments import check_tuned_func
-from raysgd.trainer.spec import spec_of_trainer
+from raysgd.trainer.spec import make_spec
 from raysgd.tune_integration import trial_resources
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.folds import numbers_of, summary
@@ -32,7 +32,7 @@ from raysgd.workers.pickling import Packed, dumps, loads
 
 
 def recipe(arguments_from: Any = None, **arguments: Any) -> Recipe:
-    return Recipe(spec_of_trainer(raysgd.Trainer(**{"backend": "none", **arguments})), arguments_from, None)
+    return Recipe(make_spec(**{"backend": "none", **arguments}), arguments_from, None)
 
 
 def test_trial_reserves_a_bundle_per_worker_and_spare() -> None:

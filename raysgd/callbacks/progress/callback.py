@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Literal, Protocol, TextIO, get_args
+from typing import TYPE_CHECKING, Literal, TextIO, get_args
 
 from raysgd.callbacks.base import Callback
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.result import Event, Result, RunInfo
 
+if TYPE_CHECKING:
+    from raysgd.callbacks.progress.lines import LinesDisplay
+    from raysgd.callbacks.progress.live import TableDisplay
+
 Mode = Literal["auto", "live", "lines", "off"]
-
-
-class Display(Protocol):
-    """Shows one run, from ``start`` to ``end``."""
-
-    def start(self, info: RunInfo) -> None: ...
-
-    def result(self, result: Result) -> None: ...
-
-    def event(self, event: Event) -> None: ...
-
-    def end(self, error: BaseException | None) -> None: ...
 
 
 class ProgressCallback(Callback):
@@ -43,12 +35,12 @@ class ProgressCallback(Callback):
         self._mode = check_choice("ProgressCallback(mode)", mode, get_args(Mode))
         self._refresh_hz = check_amount("ProgressCallback(refresh_hz)", refresh_hz, positive=True)
         self._file = file
-        self._display: Display | None = None
+        self._display: LinesDisplay | TableDisplay | None = None
 
     def on_run_start(self, info: RunInfo) -> None:
-        self._display = make_display(self._mode, self._refresh_hz, self._file)
+        self._display = make_display(self._mode, self._refresh_hz, self._file, info)
         if self._display is not None:
-            self._display.start(info)
+            self._display.start()
 
     def on_result(self, result: Result) -> None:
         if self._display is not None:
@@ -64,18 +56,20 @@ class ProgressCallback(Callback):
             display.end(error)
 
 
-def make_display(mode: str, refresh_hz: float, file: TextIO | None) -> Display | None:
-    """Make the display for a mode; None for ``"off"``."""
+def make_display(
+    mode: str, refresh_hz: float, file: TextIO | None, info: RunInfo
+) -> LinesDisplay | TableDisplay | None:
+    """Make the display of a run for a mode; None for ``"off"``."""
     if mode == "off":
         return None
-    notebook = file is None and in_notebook()
-    if mode == "lines" or (mode == "auto" and not notebook and not is_terminal(file)):
+    is_notebook = file is None and in_notebook()
+    if mode == "lines" or (mode == "auto" and not is_notebook and not is_terminal(file)):
         from raysgd.callbacks.progress.lines import LinesDisplay
 
-        return LinesDisplay(file)
-    from raysgd.callbacks.progress.live import NotebookDisplay, TerminalDisplay
+        return LinesDisplay(info, file)
+    from raysgd.callbacks.progress.live import NotebookScreen, TableDisplay, TerminalScreen
 
-    return NotebookDisplay(refresh_hz) if notebook else TerminalDisplay(refresh_hz, file)
+    return TableDisplay(info, NotebookScreen(refresh_hz) if is_notebook else TerminalScreen(refresh_hz, file))
 
 
 def in_notebook() -> bool:
@@ -92,8 +86,7 @@ def is_terminal(file: TextIO | None) -> bool:
     return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def default_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add a `ProgressCallback` to the callbacks, unless they have one (``mode="off"`` counts)."""
-    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
-        return list(callbacks)
-    return [*callbacks, ProgressCallback()]
+def default_callbacks(callbacks: Sequence[Callback], mode: Mode = "auto") -> list[Callback]:
+    """Add a `ProgressCallback` with this mode to the callbacks, unless they have one (``mode="off"`` counts)."""
+    has_one = any(isinstance(callback, ProgressCallback) for callback in callbacks)
+    return [*callbacks, *([] if has_one else [ProgressCallback(mode)])]

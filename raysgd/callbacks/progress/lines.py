@@ -9,7 +9,7 @@ from typing import TextIO
 
 from raysgd._util.redact import redact_uri
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.progress.state import failure_text, regroup_text, stop_text
+from raysgd.callbacks.progress.state import note_text
 from raysgd.callbacks.values import duration, end_state, flatten, one_line, short, split_automatic
 from raysgd.config.checks import check_count
 from raysgd.result import Event, Result, RunInfo
@@ -70,23 +70,22 @@ class LinesDisplay:
     before it were skipped.
 
     Args:
+        info: The run.
         file: Where to write. None: ``sys.stdout`` at the time.
         clock: Returns monotonic seconds.
     """
 
-    def __init__(self, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, info: RunInfo, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._info = info
         self._file = file
         self._clock = clock
-        self._name = ""
-        self._start_at = 0.0
-        self._next_at = 0.0
+        self._start_at = self._next_at = clock()
         self._waiting: Result | None = None
         self._num_skipped = 0
         self._num_results = 0
 
-    def start(self, info: RunInfo) -> None:
-        self._name = info.name
-        self._start_at = self._next_at = self._clock()
+    def start(self) -> None:
+        info = self._info
         workers = "1 worker" if info.num_workers == 1 else f"{info.num_workers} workers"
         self._print(f"started with {workers}, {info.backend}; files in {redact_uri(info.run_dir)}")
 
@@ -100,14 +99,13 @@ class LinesDisplay:
 
     def event(self, event: Event) -> None:
         text = _event_text(event)
-        if self._waiting is not None and (text or self._clock() >= self._next_at):
+        if text or self._clock() >= self._next_at:
             self._show_waiting()
         if text:
             self._print(text)
 
     def end(self, error: BaseException | None) -> None:
-        if self._waiting is not None:
-            self._show_waiting()
+        self._show_waiting()
         took = duration(self._clock() - self._start_at)
         reason = "" if error is None else f": {one_line(error)}"
         self._print(f"{end_state(error)} after {took}, {self._num_results} results{reason}")
@@ -122,18 +120,12 @@ class LinesDisplay:
         self._print(f"{result_line(result)}{note}")
 
     def _print(self, text: str) -> None:
-        print(f"[{self._name}] {text}", file=self._file or sys.stdout, flush=True)
+        print(f"[{self._info.name}] {text}", file=self._file or sys.stdout, flush=True)
 
 
 def _event_text(event: Event) -> str:
-    if event.kind == "failure":
-        return failure_text(event.data)
-    if event.kind == "regroup":
-        return regroup_text(event.data)
-    if event.kind == "stop":
-        return stop_text(event.data)
     if event.kind == "warning":
         return f"warning: {event.data.get('message', '')}"
     if event.kind == "attempt_start" and event.data.get("attempt", 1) != 1:
         return f"attempt {event.data['attempt']} with {event.data.get('world_size', '?')} workers"
-    return ""
+    return note_text(event)

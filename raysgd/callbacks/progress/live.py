@@ -12,6 +12,7 @@ import io
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raysgd.callbacks.progress.state import ProgressState
@@ -52,7 +53,7 @@ class LogStreams:
 
 
 class _Current:
-    """Writes to the stream that currently has the name in `sys`."""
+    """Writes to ``sys.stdout`` or ``sys.stderr``, whichever stream that is at the time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,8 +71,43 @@ def _stream_handlers() -> list[logging.StreamHandler[Any]]:
     return [handler for handler in dict.fromkeys(handlers) if isinstance(handler, logging.StreamHandler)]
 
 
-class TerminalDisplay:
-    """A rich live table. Output of the driver scrolls by above it.
+class TableDisplay:
+    """Keeps the state of a run, which a screen draws.
+
+    Args:
+        info: The run.
+        screen: Where the table is drawn.
+    """
+
+    def __init__(self, info: RunInfo, screen: TerminalScreen | NotebookScreen) -> None:
+        self._state = ProgressState(info)
+        self.screen = screen
+
+    def start(self) -> None:
+        self.screen.open(self._draw)
+
+    def result(self, result: Result) -> None:
+        self._state.result(result)
+
+    def event(self, event: Event) -> None:
+        self._state.event(event)
+
+    def end(self, error: BaseException | None) -> None:
+        self._state.end(error)
+        self.screen.close()
+
+    def _draw(self) -> RenderableType:
+        """Draw the current state. An error is shown in place of the table; it must not end the drawing thread."""
+        from raysgd.callbacks.progress.view import ProgressView
+
+        try:
+            return ProgressView(self._state.snapshot())
+        except Exception as error:
+            return f"the progress display failed: {error!r}"
+
+
+class TerminalScreen:
+    """Redraws the table in a terminal. Output of the driver scrolls by above it.
 
     Args:
         refresh_hz: How often the table is drawn, per second.
@@ -81,49 +117,32 @@ class TerminalDisplay:
     def __init__(self, refresh_hz: float, file: TextIO | None = None) -> None:
         self._refresh_hz = refresh_hz
         self._file = file
-        self._state: ProgressState | None = None
         self._live: Live | None = None
         self._logs = LogStreams()
 
-    def start(self, info: RunInfo) -> None:
+    def open(self, draw: Callable[[], RenderableType]) -> None:
         from rich.live import Live
 
-        self._state = ProgressState(info)
         console = _console(self._file)
         self._live = Live(
-            get_renderable=self._draw,
+            get_renderable=draw,
             console=console,
             refresh_per_second=self._refresh_hz,
             redirect_stdout=self._file is None,
             redirect_stderr=self._file is None and sys.stderr.isatty(),  # do not redirect a stderr that goes to a file
         )
         # The thread that ends a run is a daemon; if the interpreter exits first, the last table is drawn here.
-        atexit.register(self._stop)
+        atexit.register(self.close)
         self._logs.move()
         self._live.start()
         # Keep the cursor visible, so that a driver that is killed leaves a usable terminal.
         console.show_cursor(True)
         self._live.refresh()
 
-    def result(self, result: Result) -> None:
-        if self._state is not None:
-            self._state.result(result)
-
-    def event(self, event: Event) -> None:
-        if self._state is not None:
-            self._state.event(event)
-
-    def end(self, error: BaseException | None) -> None:
-        if self._state is not None:
-            self._state.end(error)
-        self._stop()
-
-    def _draw(self) -> RenderableType:
-        return draw(self._state)
-
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Draw the table for the last time and restore the streams. May be called again."""
         live, self._live = self._live, None
-        atexit.unregister(self._stop)
+        atexit.unregister(self.close)
         if live is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):  # the stream may be closed
@@ -132,8 +151,8 @@ class TerminalDisplay:
         self._logs.restore()  # not before: output past the proxies would be overdrawn
 
 
-class NotebookDisplay:
-    """A table in the output of a notebook's cell, replaced in place.
+class NotebookScreen:
+    """Replaces the table in the output of a notebook's cell.
 
     Args:
         refresh_hz: How often the table is drawn, per second.
@@ -141,53 +160,28 @@ class NotebookDisplay:
 
     def __init__(self, refresh_hz: float) -> None:
         self._interval_s = 1 / refresh_hz
-        self._state: ProgressState | None = None
-        self._handle: Any = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, info: RunInfo) -> None:
+    def open(self, draw: Callable[[], RenderableType]) -> None:
         from IPython.display import display
 
-        self._state = ProgressState(info)
-        self._handle = display(self._bundle(), raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        self._thread = threading.Thread(target=self._refresh, name="raysgd-progress", daemon=True)
+        handle: Any = display(mime_bundle(draw()), raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+        def refresh() -> None:
+            is_last = False
+            while not is_last:
+                is_last = self._done.wait(self._interval_s)
+                handle.update(mime_bundle(draw()), raw=True)
+
+        self._thread = threading.Thread(target=refresh, name="raysgd-progress", daemon=True)
         self._thread.start()
 
-    def result(self, result: Result) -> None:
-        if self._state is not None:
-            self._state.result(result)
-
-    def event(self, event: Event) -> None:
-        if self._state is not None:
-            self._state.event(event)
-
-    def end(self, error: BaseException | None) -> None:
+    def close(self) -> None:
+        """Draw the table for the last time."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
-        if self._state is not None:
-            self._state.end(error)
-            self._handle.update(self._bundle(), raw=True)
-
-    def _refresh(self) -> None:
-        while not self._done.wait(self._interval_s):
-            self._handle.update(self._bundle(), raw=True)
-
-    def _bundle(self) -> dict[str, str]:
-        return mime_bundle(draw(self._state))
-
-
-def draw(state: ProgressState | None) -> RenderableType:
-    """Draw the current state. An error in drawing is shown in place of the table; it must not end the drawing thread."""
-    from raysgd.callbacks.progress.view import ProgressView
-
-    if state is None:
-        return ""
-    try:
-        return ProgressView(state.snapshot())
-    except Exception as error:
-        return f"the progress display failed: {error!r}"
 
 
 def mime_bundle(renderable: RenderableType) -> dict[str, str]:

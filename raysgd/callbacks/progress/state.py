@@ -9,14 +9,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd.callbacks.values import clip, end_state, flatten, is_finite, one_line, split_automatic
+from raysgd.callbacks.values import clip, end_state, flatten, in_one_line, is_finite, one_line, split_automatic
 from raysgd.result import Event, Result, RunInfo
 
-_MAX_RECENT = 256  # results between two drawings that enter the histories; of more, the last ones
+_MAX_RECENT = 256  # of the results between two drawings, only this many last ones enter the histories
 _MAX_NOTES = 3
 _HUGE = 1e290  # larger values are drawn as this, so that sums stay finite
 
@@ -57,19 +57,18 @@ class Snapshot:
     """The run at one moment, for drawing."""
 
     info: RunInfo
-    state: str
-    elapsed_s: float
-    iteration: int
-    attempt: int
     world_size: int
-    num_results: int
-    metrics: dict[str, Any]
-    histories: dict[str, History]
-    workers: list[dict[str, Any]]
-    checkpoint: dict[str, Any] | None
-    checkpoint_age_s: float
-    notes: list[str]
-    error: str
+    state: str = "starting"
+    error: str = ""
+    elapsed_s: float = 0.0
+    iteration: int = 0
+    attempt: int = 1
+    metrics: dict[str, Any] = field(default_factory=dict)
+    histories: dict[str, History] = field(default_factory=dict)
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
+    checkpoint: dict[str, Any] | None = None
+    checkpoint_age_s: float = 0.0
+    notes: Sequence[str] = ()
 
 
 class ProgressState:
@@ -81,108 +80,86 @@ class ProgressState:
     """
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
-        self._info = info
         self._clock = clock
-        self._start = clock()
+        self._start_at = clock()
+        self._end_at: float | None = None
+        self._checkpoint_at = 0.0
         self._lock = threading.Lock()
         self._recent: deque[Result] = deque(maxlen=_MAX_RECENT)
-        self._num_results = 0
-        self._metrics: dict[str, Any] = {}
-        self._histories: dict[str, History] = {}
-        self._workers: dict[int, dict[str, Any]] = {}
-        self._checkpoint: dict[str, Any] | None = None
-        self._checkpoint_at = 0.0
         self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
-        self._state, self._error = "starting", ""
-        self._iteration, self._attempt, self._world_size = 0, 1, info.num_workers
-        self._end: float | None = None
+        self._now = Snapshot(info, info.num_workers)
 
     def result(self, result: Result) -> None:
         with self._lock:
             self._recent.append(result)
-            self._num_results += 1
 
     def event(self, event: Event) -> None:
-        data = event.data
+        data, now = event.data, self._now
         with self._lock:
             if event.kind in ("sample", "worker_up"):
-                self._workers.setdefault(data["rank"], {}).update(data)
+                now.workers.setdefault(data["rank"], {}).update(data)
             elif event.kind == "checkpoint":
-                self._checkpoint, self._checkpoint_at = dict(data), self._clock()
+                now.checkpoint, self._checkpoint_at = dict(data), self._clock()
             elif event.kind == "attempt_start":
                 self._begin_attempt(data)
-            elif event.kind == "stop" and self._state != "stopping":
-                self._state = "stopping"
-                self._notes.append(stop_text(data))
-            elif event.kind == "failure":
-                self._state = "recovering"
-                self._notes.append(failure_text(data))
-            elif event.kind == "regroup":
-                self._notes.append(regroup_text(data))
             elif event.kind == "warning":
                 self._notes.append(str(data.get("message", "")).partition("\n")[0])
+            elif (note := note_text(event)) and (event.kind, now.state) != ("stop", "stopping"):
+                self._notes.append(note)
+                now.state = {"stop": "stopping", "failure": "recovering"}.get(event.kind, now.state)
 
     def end(self, error: BaseException | None) -> None:
         with self._lock:
-            self._end = self._clock()
-            self._state = end_state(error)
-            self._error = "" if error is None else one_line(error)
+            self._end_at = self._clock()
+            self._now.state = end_state(error)
+            self._now.error = "" if error is None else one_line(error)
 
     def snapshot(self) -> Snapshot:
         with self._lock:
             self._process_recent()
-            now = self._clock()
-            return Snapshot(
-                info=self._info,
-                state=self._state,
-                elapsed_s=(now if self._end is None else self._end) - self._start,
-                iteration=self._iteration,
-                attempt=self._attempt,
-                world_size=self._world_size,
-                num_results=self._num_results,
-                metrics=dict(self._metrics),
-                histories=dict(self._histories),
-                workers=[dict(self._workers[rank]) for rank in sorted(self._workers)],
-                checkpoint=self._checkpoint,
-                checkpoint_age_s=now - self._checkpoint_at,
+            now_s, workers = self._clock(), self._now.workers
+            return replace(
+                self._now,
+                elapsed_s=(now_s if self._end_at is None else self._end_at) - self._start_at,
+                metrics=dict(self._now.metrics),
+                histories=dict(self._now.histories),
+                workers={rank: dict(workers[rank]) for rank in sorted(workers)},
+                checkpoint_age_s=now_s - self._checkpoint_at,
                 notes=list(self._notes),
-                error=self._error,
             )
 
     def _begin_attempt(self, data: dict[str, Any]) -> None:
-        self._attempt = data.get("attempt", self._attempt)
-        self._world_size = data.get("world_size", self._world_size)
-        self._state = "running"
-        self._workers = {rank: row for rank, row in self._workers.items() if rank < self._world_size}
+        now = self._now
+        now.attempt = data.get("attempt", now.attempt)
+        now.world_size = data.get("world_size", now.world_size)
+        now.state = "running"
+        now.workers = {rank: row for rank, row in now.workers.items() if rank < now.world_size}
 
     def _process_recent(self) -> None:
+        now = self._now
         while self._recent:
-            result = self._recent.popleft()
-            own, automatic = split_automatic(result)
-            self._iteration = automatic.get("training_iteration", self._iteration)
-            self._attempt = automatic.get("attempt", self._attempt)
-            self._world_size = automatic.get("world_size", self._world_size)
-            if self._state == "starting":
-                self._state = "running"
+            own, automatic = split_automatic(self._recent.popleft())
+            now.iteration = automatic.get("training_iteration", now.iteration)
+            now.attempt = automatic.get("attempt", now.attempt)
+            now.world_size = automatic.get("world_size", now.world_size)
+            if now.state == "starting":
+                now.state = "running"
             for key, value in flatten(own).items():
-                self._metrics[key] = value
+                now.metrics[key] = value
                 if is_finite(value):
-                    self._histories.setdefault(key, History()).add(value)
+                    now.histories.setdefault(key, History()).add(value)
 
 
-def stop_text(data: dict[str, Any]) -> str:
-    """Format a ``stop`` event, by which a callback or the user ends the run, as one line."""
-    return f"stopping: {' '.join(str(data.get('why', '')).split())}"
-
-
-def regroup_text(data: dict[str, Any]) -> str:
-    """Format a ``regroup`` event as one line."""
-    return f"the group forms again: {clip(' '.join(str(data.get('why', '')).split()), 120)}"
-
-
-def failure_text(data: dict[str, Any]) -> str:
-    """Format a ``failure`` event as one line."""
+def note_text(event: Event) -> str:
+    """Format a failure, a regroup or a stop, by which a callback or the user ends the run, as one line; others as ``""``."""
+    data = event.data
+    if event.kind == "stop":
+        return f"stopping: {in_one_line(data.get('why', ''))}"
+    if event.kind == "regroup":
+        return f"the group forms again: {clip(in_one_line(data.get('why', '')), 120)}"
+    if event.kind != "failure":
+        return ""
     ranks = ", ".join(map(str, data.get("ranks") or ()))
-    error = clip(" ".join(str(data.get("error", "")).split()), 120)
+    error = clip(in_one_line(data.get("error", "")), 120)
     action = data.get("action")
     return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")

@@ -154,7 +154,7 @@ class ProgressView:
             spark = not options.ascii_only and options.max_width >= _SPARK_FROM_WIDTH
             parts += ["", metrics_table(snapshot, num_metrics, options.max_width, spark=spark)]
         if snapshot.workers:
-            parts += ["", workers_table(snapshot.workers, num_workers, console, options)]
+            parts += ["", workers_table(list(snapshot.workers.values()), num_workers, console, options)]
         if foot:
             parts += ["", *foot]
         return parts
