@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, final
 
-from raysgd.checkpoint.storage.files import Chunk, FileInfo, Files
+from raysgd.checkpoint.storage.files import Chunk
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 
@@ -17,7 +17,8 @@ class FaultyStore:
     """A `CheckpointStore` for a writer, whose folders fail or delay writes on demand.
 
     Args:
-        reach: Called with the phase, ``"write"`` or ``"half_written"``, and the number of the checkpoint.
+        reach: Called before the first byte of a file and in its middle, with the phase, ``"write"`` or ``"half_written"``,
+            and the number of the checkpoint.
     """
 
     def __init__(self, store: CheckpointStore, reach: Callable[[str, int], None]) -> None:
@@ -30,8 +31,8 @@ class FaultyStore:
         self._delays: list[float] = []
 
     def directory(self, number: int) -> Storage:
-        folder = self._store.directory(number)
-        folder._files = FaultyFiles(folder._files, lambda phase: self._reach(phase, number), self.check)
+        folder = self._store.directory(number)  # a new object, with `Files` of its own
+        folder._files.write = functools.partial(self._write, folder._files.write, number)  # type: ignore[method-assign]
         return folder
 
     def fail(self, error: int, times: int, for_s: float | None) -> None:
@@ -46,8 +47,15 @@ class FaultyStore:
         with self._lock:
             self._delays += [delay_s] * times
 
-    def check(self) -> None:
-        """Delay the current write, and raise its planned error."""
+    def _write(
+        self, write: Callable[..., tuple[int, int]], number: int, name: str, chunks: Iterable[Chunk], *, atomic: bool
+    ) -> tuple[int, int]:
+        """Write a file of a checkpoint in place of `Files.write`."""
+        self._reach("write", number)
+        self._delay_or_fail()
+        return write(name, self._split_first(number, chunks), atomic=atomic)
+
+    def _delay_or_fail(self) -> None:
         with self._lock:
             delay_s = self._delays.pop() if self._delays else 0.0
         time.sleep(delay_s)
@@ -57,52 +65,13 @@ class FaultyStore:
             self._times = max(0, self._times - 1)
         raise OSError(self._error, f"{os.strerror(self._error)} (a planned fault)")
 
-
-@final
-class FaultyFiles(Files):
-    """Files whose writes report their progress and may fail.
-
-    Args:
-        reach: Called with ``"write"`` before the first byte of a file, and with ``"half_written"``.
-        check: Raises the planned error of a write.
-    """
-
-    def __init__(self, files: Files, reach: Callable[[str], None], check: Callable[[], None]) -> None:
-        self.root = files.root
-        self._files = files
-        self._reach = reach
-        self._check = check
-
-    def write(self, name: str, chunks: Iterable[Chunk], *, atomic: bool) -> tuple[int, int]:
-        self._reach("write")
-        self._check()
-        return self._files.write(name, self._split_first(chunks), atomic=atomic)
-
-    def _split_first(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def _split_first(self, number: int, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the same bytes, with the phase ``"half_written"`` in the middle of the first chunk."""
-        for number, chunk in enumerate(chunks):
-            if number:
+        for place, chunk in enumerate(chunks):
+            if place:
                 yield chunk
                 continue
             view = memoryview(chunk).cast("B")
             yield view[: len(view) // 2]
-            self._reach("half_written")
+            self._reach("half_written", number)
             yield view[len(view) // 2 :]
-
-    def open_input(self, name: str) -> BinaryIO:
-        return self._files.open_input(name)
-
-    def info(self, name: str) -> FileInfo | None:
-        return self._files.info(name)
-
-    def list_names(self, name: str) -> list[str]:
-        return self._files.list_names(name)
-
-    def make_dirs(self, name: str) -> None:
-        self._files.make_dirs(name)
-
-    def delete_file(self, name: str) -> None:
-        self._files.delete_file(name)
-
-    def delete_dir(self, name: str) -> None:
-        self._files.delete_dir(name)

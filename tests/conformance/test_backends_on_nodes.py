@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd.testing.backend_suite import BackendOnNodesSuite
+from raysgd.testing.backend_nodes_suite import BackendOnNodesSuite
 from support.cluster import cluster_of_two
 from support.frameworks import needs_horovod
 from support.runs import quiet, travels_by_value

@@ -17,7 +17,8 @@ import pytest
 import ray
 
 import raysgd
-from raysgd.testing.backend_suite import BackendOnNodesSuite, BackendSuite
+from raysgd.testing.backend_nodes_suite import BackendOnNodesSuite
+from raysgd.testing.backend_suite import BackendSuite
 from support.cluster import ClusterState, cluster_of_two, start_ray
 from support.project import ROOT
 from support.runs import make_trainer, quiet, travels_by_value

@@ -17,7 +17,7 @@ from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
-from raysgd.testing.simulation.ranks import RETURNED, part, saved
+from raysgd.testing.simulation.events import RETURNED, part, saved
 
 C = TypeVar("C", bound=c.Command)
 
@@ -147,10 +147,10 @@ class SimulatedRun:
         return new
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [note.data for note in self.all_of(c.RecordEvent) if note.kind == kind]
+        return [command.data for command in self.all_of(c.RecordEvent) if command.kind == kind]
 
     def emitted(self, kind: str) -> list[c.EmitFrame]:
-        return [say for say in self.all_of(c.EmitFrame) if say.kind == kind]
+        return [command for command in self.all_of(c.EmitFrame) if command.kind == kind]
 
     @property
     def entries(self) -> list[c.StartAttempt]:
@@ -171,11 +171,10 @@ class SimulatedRun:
     @property
     def frames(self) -> list[Frame]:
         """The frames that readers get, numbered."""
+        emitted = [command for command in self.all_of(c.EmitFrame) if command.kind != frames.EVENT]
         return [
-            Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows)
-            for seq, say in enumerate(
-                say for say in self.commands if isinstance(say, c.EmitFrame) and say.kind != frames.EVENT
-            )
+            Frame(seq, command.kind, command.attempt, command.rank, command.data, command.rows)
+            for seq, command in enumerate(emitted)
         ]
 
     def _keep(self, commands: list[c.Command]) -> list[c.Command]:
