@@ -98,7 +98,7 @@ class BackendSuite(BackendUnderTest):
         self._check_sums(seen)
 
     def test_trainer_can_run_again(self, tmp_path: Path) -> None:
-        """In the same processes if they can join a second group, else in new ones."""
+        """The second run has the same processes if they can join a second group, else new ones."""
         with self.trainer(tmp_path, 2) as trainer:
             first, second = (run_all(trainer, self._sum_and_describe()) for _ in range(2))
         self._check_sums(second)
@@ -133,7 +133,7 @@ class BackendSuite(BackendUnderTest):
                 self._check_kept(before, after)
 
     def test_error_of_one_rank_is_raised(self, tmp_path: Path) -> None:
-        """Not the collective errors of the ranks that wait for it."""
+        """The collective errors of the ranks that wait for that rank are not raised."""
         with self.trainer(tmp_path, 3) as trainer:
             with pytest.raises(LookupError, match="the cause"):
                 run_all(trainer, self._raise_in_rank(1))

@@ -32,7 +32,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class History:
-    """What a run has left behind.
+    """The files that a run has left behind.
 
     Attributes:
         frames: The frames of its journal, in order.

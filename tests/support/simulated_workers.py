@@ -20,7 +20,7 @@ class SimulatedRank:
 
     Attributes:
         first_save_after: Reports before its first save.
-        unscored: A save whose round has not been reported yet, in a loop that saves before it reports.
+        unscored: A save that its round's report will follow, in a loop that saves before it reports.
         unwritten: Saves that are not on storage yet.
         has_left: It has sent its last event.
         was_ended: Its attempt was ended.
