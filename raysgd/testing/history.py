@@ -60,7 +60,7 @@ def check_history(
     """Check the files of a run that has ended: its journal, its metrics and its checkpoints.
 
     It may be called as soon as the run has returned or raised, and waits until the last file is written. A run that was lost
-    with its TrainerActor is checked as far as its journal goes; its missing end is a violation.
+    with its TrainerActor is checked up to the end of its journal; its missing end is a violation.
 
     - The journal is complete, and the run has exactly one end.
     - Attempts are numbered without gaps and follow each other: only one group lives at a time.
@@ -99,7 +99,7 @@ def _read(storage: Storage, max_failures: int | None, within_s: float | None) ->
 
 
 def _frames(storage: Storage) -> list[Frame]:
-    """Read the journal; that of a lost run up to the first gap, because its files were flushed one after the other."""
+    """Read the journal. A lost run's counts up to its first gap, because its files were flushed one after the other."""
     deadline = time.monotonic() + CLOSING_TIMEOUT_S
     while True:
         frames = stored_frames(storage)

@@ -2,7 +2,7 @@
 
 No other module of raysgd knows about faults. When a wrapped train_func is entered, it replaces some methods of its session
 (and functions of torch, for collectives) by its own; when it leaves, it restores them. The writer of the attempt's
-checkpoints is not restored: it belongs to the attempt, and still writes afterwards.
+checkpoints is not restored: it belongs to the attempt, and writes until the attempt's end.
 """
 
 from __future__ import annotations

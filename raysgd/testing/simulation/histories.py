@@ -1,4 +1,4 @@
-"""The history that the files of a simulated run would have: the machine's commands, and what `Run` adds to them."""
+"""The history that the files of a simulated run would have: the commands of its machine, and what `Run` adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysgd.testing.simulation.stepping import SimulatedRun
 
 
 def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
-    """Return what `raysgd.testing.check_history` would read of a simulated run."""
+    """Return the history that `raysgd.testing.check_history` would read from the files of a simulated run."""
     made = tuple(replace(frame, seq=seq) for seq, frame in enumerate(_frames(run)))
     return History(made, _stored(run), max_failures, within_s)
 
@@ -71,7 +71,7 @@ def _stored(run: SimulatedRun) -> dict[int, Stored]:
 
 
 def _with_files(manifest: Manifest) -> Manifest:
-    """Simulated parts have no files."""
+    """Return the manifest with a file for each part, because simulated parts have none."""
     ranks = range(manifest.world_size) if manifest.all_ranks else range(1)
     return replace(manifest, parts={rank: [FileEntry(f"r{rank}", 10, 1)] for rank in ranks})
 

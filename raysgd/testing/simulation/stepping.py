@@ -75,11 +75,11 @@ class SimulatedRun:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def feed(self, given: c.Input) -> list[c.Command]:
-        """Step the machine; returns the commands of this step."""
+        """Step the machine; return the commands of this step."""
         return self._keep(self.machine.step(given))
 
     def ready(self, *, enters: bool = True) -> list[c.Command]:
-        """Make all workers ready; they enter train_func if an attempt starts. Returns the commands before that."""
+        """Make all workers ready; they enter train_func if an attempt starts. Return the commands before that."""
         nodes = tuple(f"node{rank}" for rank in range(self.num_ranks))
         commands = self.feed(c.GroupReady(nodes))
         if enters and any(isinstance(command, c.StartAttempt) for command in commands):
@@ -88,7 +88,7 @@ class SimulatedRun:
         return commands
 
     def deliver(self, rank: int, *events: e.WorkerEvent, attempt: int | None = None) -> list[c.Command]:
-        """Deliver events of a worker, of the last attempt if none is given; reports become frames, as in a run."""
+        """Deliver a worker's events, by default of the last attempt; reports become frames, as in a run."""
         given = self.attempt if attempt is None else attempt
         commands: list[c.Command] = []
         for event in events:
@@ -141,7 +141,7 @@ class SimulatedRun:
         return [command for command in self.commands if isinstance(command, kind)]
 
     def unanswered(self) -> list[c.CommitCheckpoint]:
-        """Return the pending commits, which are not pending any more after this call."""
+        """Return the commits since the last call; the caller answers them."""
         commits = [command for command in self.all_of(c.CommitCheckpoint) if not command.amend]
         new, self._num_answered = commits[self._num_answered :], len(commits)
         return new
