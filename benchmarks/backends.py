@@ -12,4 +12,4 @@ from bench.pages.backends import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "backends", BACKENDS, PAGE)
+    run_program(__doc__.splitlines()[0], BACKENDS, PAGE)

@@ -12,4 +12,4 @@ from bench.pages.recovery import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "recovery", RECOVERY, PAGE)
+    run_program(__doc__.splitlines()[0], RECOVERY, PAGE)

@@ -2,8 +2,8 @@
 
     python benchmarks/scale.py [--quick] [--output FOLDER]
 
-1, 8, 64 and 512 simulated workers at 10 Hz through the controller's own seam, then 64 real actors without a CPU. Adds to
-the results.json, the page and the pictures that vs_ray_train.py wrote.
+There are 1, 8, 64 and 512 simulated workers at 10 Hz, then 64 real actors without a CPU. The results are added to the
+results.json, the page and the pictures that vs_ray_train.py wrote.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 from bench import results
 from bench.children import run_module, work_folder
 from bench.machine import describe_machine
+from bench.pages.comparison import PAGE
+from bench.program import PUBLISHED, SCRATCH, write_page
 from bench.results import growth, rounded
-from report import PUBLISHED, SCRATCH, write_report
 
 SIMULATED = (1, 8, 64, 512)
 REAL = 64
@@ -29,7 +30,7 @@ _TIMEOUT_S = 600.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few workers, short: does it all work?")
+    parser.add_argument("--quick", action="store_true", help="few workers, a short time: does it all work?")
     parser.add_argument("--output", type=Path, help="folder for the results")
     args = parser.parse_args()
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
@@ -39,12 +40,12 @@ def main() -> None:
         simulated = [_measure("bench.scale_simulated", n, seconds, work) for n in SIMULATED[: 2 if args.quick else 4]]
         real = _measure("bench.scale_real", 4 if args.quick else REAL, seconds, work)
     document["scale"] = {"quick": args.quick, "simulated": simulated, "real": real, **conclude(simulated)}
-    write_report(document, output)
-    print(f"{output / 'index.md'}")
+    write_page(document, output, PAGE)
+    print(output / PAGE.file_name)
 
 
 def conclude(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How CPU grows with workers: the exponent over the whole range, and a sentence."""
+    """Return the exponent with which CPU grows with the number of workers, and a sentence about it."""
     good = [point for point in points if "error" not in point and point["cpu_share"] > 0]
     if len(good) < 2:
         return {}

@@ -11,4 +11,4 @@ from bench.pages.search import PAGE
 from bench.program import run_program
 
 if __name__ == "__main__":
-    run_program(__doc__.splitlines()[0], "tune", TUNE, PAGE)
+    run_program(__doc__.splitlines()[0], TUNE, PAGE)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -119,6 +120,18 @@ def ray_cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> It
 
 
 @pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, _no_process_is_left: None) -> Iterator[Any]:
+    """Yield a `ray.cluster_utils.Cluster` of several nodes on this machine.
+
+    The module's ``NODES`` has the numbers of their CPUs, the head node first; without it there are two nodes with two each.
+    """
+    from support.cluster import cluster_of
+
+    with cluster_of(*getattr(request.module, "NODES", (2, 2))) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
 def trainer(
     request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
@@ -130,6 +143,24 @@ def trainer(
 
     with make_trainer(tmp_path_factory.mktemp("runs"), **getattr(request.module, "TRAINER", {})) as trainer:
         yield trainer
+
+
+@pytest.fixture
+def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs a search without its display; see `support.searches.fit_in`."""
+    from support.searches import fit_in
+
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
+    return fit_in(tmp_path)
+
+
+@pytest.fixture
+def no_leftovers_of_trials(ray_cluster: Any) -> Iterator[None]:
+    """Check that the test leaves no resource, placement group or process behind."""
+    from support.searches import check_nothing_is_held
+
+    yield
+    check_nothing_is_held()
 
 
 @pytest.fixture(autouse=True)

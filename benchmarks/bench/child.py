@@ -1,6 +1,6 @@
-"""One process that measures one system: ``python -m bench.child SPEC``. Started by `bench.children`.
+"""The process that measures one system: ``python -m bench.child SPEC``, started by `bench.children`.
 
-It writes a line of JSON for each measure as soon as that is done, so that nothing is lost if a later one hangs.
+It writes a line of JSON after each measure, so that nothing is lost if a later measure hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs measuring processes, and ends whatever they leave behind."""
+"""Runs the processes that measure, and ends all that they leave behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ import psutil
 
 from bench.machine import ROOT
 
-#: Seconds for one measure, and for a process in addition to its measures.
-MEASURE_TIMEOUT_S = 150.0
+#: Seconds for a process in addition to its measures.
 _AROUND_S = 90.0
 _MARK = "RAYSGD_BENCHMARK"
 _TAIL_LINES = 25
@@ -28,7 +27,7 @@ _TAIL_LINES = 25
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
-    """A folder on the disk that the project is on; gone afterwards."""
+    """Yield a folder on the project's disk, and remove it afterwards."""
     parent = ROOT / "build" / "benchmarks"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="work-", dir=parent))
@@ -43,21 +42,20 @@ def measure(
     measures: Mapping[str, dict[str, Any]],
     folder: Path,
     *,
-    timeout_s: float = MEASURE_TIMEOUT_S,
-    environment: Mapping[str, str] | None = None,
+    timeout_s: float,
+    environment: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Run measures on a system in one new process.
 
     Args:
-        system: Its name.
-        measures: Their params, by name.
-        folder: Empty; the process's own.
-        timeout_s: Seconds for each of them.
+        system: The name of the system.
+        measures: The params of the measures, by name.
+        folder: An empty folder for this process.
+        timeout_s: The seconds for each measure.
         environment: Variables of the process, in addition to those of the system.
 
     Returns:
-        For each measure that came to an end ``{"measure", "series"}`` or ``{"measure", "error"}``, and an error for
-        each that did not.
+        ``{"measure", "series"}`` for each measure that succeeded, and ``{"measure", "error"}`` for each other one.
     """
     spec = {
         "system": system,
@@ -68,8 +66,7 @@ def measure(
     (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     tuned = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.05"} if system == "ray_train_tuned" else {}
     limit_s = _AROUND_S + timeout_s * len(measures)
-    given = {**tuned, **(environment or {})}
-    why = run_module("bench.child", [str(folder / "spec.json")], given, folder / "log.txt", limit_s)
+    why = run_module("bench.child", [str(folder / "spec.json")], {**tuned, **environment}, folder / "log.txt", limit_s)
     path = folder / "lines.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     done = {line["measure"] for line in lines}
@@ -80,9 +77,9 @@ def measure(
 
 
 def run_module(module: str, args: list[str], environment: Mapping[str, str], log: Path, limit_s: float) -> str | None:
-    """Run ``python -m module`` to its end; returns what went wrong with the process, if anything.
+    """Run ``python -m module`` to its end; return why the process failed, or None.
 
-    The processes it started are ended with it: they inherit a mark in their environment.
+    Its descendants, which inherit a mark in their environment, are ended with it.
     """
     mark = uuid.uuid4().hex
     env = {**_environment(), **environment, _MARK: mark}
@@ -104,7 +101,7 @@ def run_module(module: str, args: list[str], environment: Mapping[str, str], log
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes that were started with this mark."""
+    """Return the processes whose environment has this mark."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -114,7 +111,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def end_marked(mark: str) -> None:
-    """End what is left of them, after they had a moment to leave by themselves."""
+    """Kill the processes with this mark that do not end by themselves within five seconds."""
     deadline = time.monotonic() + 5
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -125,7 +122,7 @@ def end_marked(mark: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the same number of threads for everybody and nothing that points to another Ray."""
+    """Return this process's environment without another Ray's variables, and with the same number of threads for all."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_TRAIN_"))}
     path = [str(ROOT / "benchmarks"), *filter(None, [env.get("PYTHONPATH")])]
     return env | {

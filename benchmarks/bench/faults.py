@@ -1,4 +1,4 @@
-"""A training in the background, faults in its workers, and the time until it continues. Driver side."""
+"""Runs a training in the background, causes faults in its workers, and times recovery. Driver side."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bench.steps import Group, newest_group, read_marks
 from bench.systems.base import TrainFunc
 from bench.systems.fragile import FragileSystem
 
-_LOOK_S = 0.01
-#: Steps of a group before a fault, and seconds to wait after them, so that its start is over.
+_POLL_S = 0.01
+#: Steps of a group before a fault, and seconds to wait after them: its start is then over.
 _STEPS_BEFORE = 20
 _CALM_S = 0.5
 _END_S = 40.0
 
 
 class Training:
-    """A run of `bench.steps`, as a context manager; leaving it ends the run in peace, except after an exception.
+    """A context manager that runs `bench.steps`; at its end the run finishes, except after an exception.
 
     Args:
-        limit_s: Seconds that each wait may take.
-        train: The train function, which marks its steps as `bench.steps.train` does.
+        limit_s: The longest time of each wait.
+        train: The train function, which records its steps as `bench.steps.train` does.
         config: Its config in addition to ``steps``, ``save_every`` and ``step_s``.
     """
 
@@ -64,7 +64,7 @@ class Training:
             return
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"the run had not ended {_END_S:g} s after it was to")
+            raise TimeoutError(f"the run did not end within {_END_S:g} s")
         if self._error is not None:
             raise self._error
 
@@ -81,39 +81,39 @@ class Training:
             if group is not None and is_it(group):
                 return group
             if not self._thread.is_alive():
-                raise RuntimeError(f"the run ended while {what} was waited for: {self._error!r}")
-            time.sleep(_LOOK_S)
-        raise TimeoutError(f"{what} did not come within {self._limit_s:g} s")
+                raise RuntimeError(f"the run ended during the wait for {what}: {self._error!r}")
+            time.sleep(_POLL_S)
+        raise TimeoutError(f"{what} did not appear within {self._limit_s:g} s")
 
     def wait_for_whole(self, size: int) -> Group:
-        """A group of ``size``, warm, with all spares of the system."""
+        """Wait for a warm group of ``size``, with all spares of the system."""
         what = f"a group of {size}"
         group = self.wait_for(what, lambda group: group.size == size and group.steps >= _STEPS_BEFORE)
         deadline = time.monotonic() + self._limit_s
         while not self._system.is_whole(group.pids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the spares were not up within {self._limit_s:g} s")
+                raise TimeoutError(f"the spares were not ready within {self._limit_s:g} s")
             time.sleep(0.1)
         time.sleep(_CALM_S)
         return self.wait_for(what, lambda group: group.size == size)
 
     def wait_after(self, before: Group, size: int | None = None) -> Group:
-        """The next group that has done a step, of that size if one is given."""
+        """Wait for a later group that has finished a step, of ``size`` if it is given."""
         what = "the next group" if size is None else f"a group of {size}"
         return self.wait_for(what, lambda group: group.number > before.number and size in (None, group.size))
 
     def last_step_of(self, group: Group) -> float:
-        """When a group that is no more had done its last step."""
+        """Return when a former group finished its last step."""
         marks = [read_marks(path) for path in self._folder.glob(f"{group.number}-*.steps")]
         return max(last for _, last, _ in marks)
 
     def send_signal(self, group: Group, number: int = signal.SIGKILL, *, first_rank: int = 0) -> float:
-        """Send a signal to one of its processes, at no particular moment of its step; returns when.
+        """Send a signal to a random process of a group, at a random moment of a step; return the time.
 
         Args:
-            group: Whose processes they are.
-            number: Of the signal.
-            first_rank: The ranks below it are spared.
+            group: The group.
+            number: The number of the signal.
+            first_rank: Lower ranks get no signal.
         """
         time.sleep(random.uniform(0, 0.1))
         sent = time.time()
@@ -128,9 +128,10 @@ class Training:
 
 
 def measure_faults(system: FragileSystem, params: dict[str, Any], number: int = signal.SIGKILL) -> list[float]:
-    """Seconds from each blow to the next step that was finished; ``params["runs"]`` times ``params["faults"]`` of them.
+    """Return the seconds from each fault to the next finished step.
 
-    A fault without recovery is counted in ``system.failures``, and ends its run.
+    There are ``params["runs"]`` runs with ``params["faults"]`` faults each. A fault without recovery is
+    counted in ``system.failures``, and ends its run.
     """
     took: list[float] = []
     for _ in range(params["runs"]):

@@ -1,4 +1,4 @@
-"""The machine and the software a result belongs to. No names of hosts, users or folders."""
+"""The machine and the software that a result was measured with. It has no names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def describe_machine(more_packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Cores, memory, versions, also of ``more_packages`` that are installed."""
+    """Return cores, memory and versions, also of ``more_packages`` if they are installed."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *more_packages):
         try:
@@ -35,7 +35,7 @@ def describe_machine(more_packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def without_paths(text: str) -> str:
-    """``text`` with the folders of this machine replaced by what they are."""
+    """Replace the folders of this machine in a text by placeholders."""
     known = {
         str(ROOT): "<project>",
         sys.prefix: "<python>",

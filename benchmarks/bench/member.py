@@ -1,6 +1,6 @@
-"""A process of a group that is launched without Ray: joins it, calls the train function, leaves it. See `bench.systems.launched`.
+"""A process of a group without Ray: it joins the group, calls the train function and leaves. See `bench.systems.launched`.
 
-It imports nothing that a user's script would not have, since its imports are part of what is measured.
+It imports no more than a user's script would, because its imports are part of what is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.worker import NUM_WORKERS
 
 
 def main(framework: str, target: str, config: str) -> None:
-    """Args are the framework, the train function as ``module:name``, and its config."""
+    """Run one member; ``target`` is the train function as ``module:name``, ``config`` its config as JSON."""
     leave = _JOIN[framework]()
     module, _, name = target.partition(":")
     getattr(importlib.import_module(module), name)(json.loads(config))

@@ -1,4 +1,4 @@
-"""The pictures, from the document alone."""
+"""The pictures of the results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.pages.comparison import PAGE
 from bench.systems import TITLES
-from bench.table import fill_rows, number
+from bench.table import number
 
 _COLORS = {
     "ray_train": "#d08770",
@@ -25,22 +24,10 @@ _COLORS = {
     "raysgd": "#3b6ea5",
 }
 _COLUMNS = 3
-#: Characters of a line of a title, above one of the columns.
+#: The characters in a line of a panel's title.
 _TITLE_WIDTH = 44
-#: So that a target's line does not run through a figure.
+#: The background of a figure, so that no target's line runs through it.
 _BACKDROP = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-
-
-def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what there is to draw; returns the files written."""
-    _set_up()
-    written = []
-    if (path := draw_rows(fill_rows(document, PAGE.rows), folder / "results.svg")) is not None:
-        written.append(path)
-    points = [point for point in document.get("scale", {}).get("simulated", []) if "error" not in point]
-    if len(points) > 1:
-        written.append(_draw_scale(points, folder / "scale.svg"))
-    return written
 
 
 def _set_up() -> None:
@@ -53,7 +40,7 @@ def _set_up() -> None:
 
 
 def draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
-    """A panel for each row that has something to show; None without any."""
+    """Draw a panel for each row that has something to show, and return the path; None without such a row."""
     from matplotlib import pyplot as plt
 
     _set_up()
@@ -93,9 +80,14 @@ def _draw_row(axis: Any, row: Mapping[str, Any]) -> None:
     axis.set_title(f"{title}\n{row['unit']}, {arrow}", fontsize=9, loc="left")
 
 
-def _draw_scale(points: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def draw_scale(document: Mapping[str, Any], path: Path) -> None:
+    """Draw how the controller's cost grows, if the document has more than one point."""
     from matplotlib import pyplot as plt
 
+    points = [point for point in document.get("scale", {}).get("simulated", []) if "error" not in point]
+    if len(points) < 2:
+        return
+    _set_up()
     workers = [point["workers"] for point in points]
     panels = (
         ("CPU of the controller, % of a core", [100 * point["cpu_share"] for point in points], True),
@@ -116,11 +108,11 @@ def _draw_scale(points: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("simulated workers at 10 Hz")
         axis.margins(0.15)
-    return _written(figure, path)
+    _written(figure, path)
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
-    """What can stand on a logarithmic scale: a cost that noise made negative cannot."""
+    """Return the values that a logarithmic scale can show: not a cost that noise made negative."""
     return {name: cell["value"] for name, cell in row["cells"].items() if cell.get("value", 0) > 0}
 
 

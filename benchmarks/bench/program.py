@@ -1,4 +1,4 @@
-"""A benchmark program with its own page: its arguments, the turns of systems and measures, and what it writes."""
+"""A benchmark program: its arguments, the turns of systems and measures, and the files it writes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from report import PUBLISHED, SCRATCH
-
 from bench import results
 from bench.children import measure, work_folder
-from bench.machine import describe_machine
+from bench.machine import ROOT, describe_machine
 from bench.measures import Measure, load_measure
-from bench.picture import draw_rows
+from bench.picture import draw_rows, draw_scale
 from bench.systems import missing_framework
 from bench.table import Page, fill_rows, list_failures
 from bench.turn_lock import TURN_LOCK_VARIABLE, TurnLock
 
+PUBLISHED = ROOT / "doc" / "benchmarks"
+#: The folder of quick runs: their figures mean nothing and are not published.
+SCRATCH = ROOT / "build" / "benchmarks"
+
 
 @dataclass(frozen=True)
 class Turn:
-    """One process: a system, and the measures it is put to."""
+    """One process that takes some measures of one system."""
 
     system: str
     measures: tuple[str, ...]
@@ -33,9 +35,9 @@ class Turn:
 
 
 def make_turns(measures: Sequence[Measure], *, quick: bool, repeat: int | None = None) -> list[Turn]:
-    """All turns. Systems alternate within a repetition, and another one begins each time.
+    """Return all turns. Systems alternate within a repetition, and each repetition begins with another one.
 
-    Measures that can share a warm process are one group; each of the others is one of its own.
+    Measures that can share a warm process form one group; each other measure is a group of its own.
     """
     warm = [measure for measure in measures if not measure.is_fresh]
     groups = [[measure] for measure in measures if measure.is_fresh]
@@ -48,12 +50,11 @@ def make_turns(measures: Sequence[Measure], *, quick: bool, repeat: int | None =
 
 
 def at_once(turns: Sequence[Turn], measures: Mapping[str, Measure]) -> list[list[Turn]]:
-    """Turns, those together whose systems are measured at once, in the order of the first of them."""
+    """Group the turns whose systems are measured at the same time; the order is that of each group's first turn."""
     batches: dict[tuple[object, ...], list[Turn]] = {}
     for number, turn in enumerate(turns):
-        (name,) = turn.measures
-        answer = measures[name].partners_of
-        key = (number,) if answer is None else (name, turn.repetition, answer(turn.system))
+        partners_of = measures[turn.measures[0]].partners_of
+        key = (number,) if partners_of is None else (turn.measures, turn.repetition, partners_of(turn.system))
         batches.setdefault(key, []).append(turn)
     return list(batches.values())
 
@@ -68,20 +69,13 @@ def _one_round(group: Sequence[Measure], number: int, quick: bool) -> list[Turn]
     return turns
 
 
-def run_program(description: str, stem: str, names: Sequence[str], page: Page) -> None:
-    """Parse the arguments, measure, and write ``stem``.json, .md and .svg.
-
-    Args:
-        description: For its help.
-        stem: Of its files.
-        names: Its measures.
-        page: Its table and page.
-    """
+def run_program(description: str, names: Sequence[str], page: Page) -> None:
+    """Parse the arguments, take the measures ``names``, and write the files of the page."""
     args = _parse(description, names)
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
     machine = describe_machine(page.packages)
     measures = {name: load_measure(name) for name in args.only or names}
-    document = results.load(output / f"{stem}.json", machine) if args.only else results.new_document(machine)
+    document = results.load(output / f"{page.stem}.json", machine) if args.only else results.new_document(machine)
     for each in measures.values():
         today = date.today().isoformat()
         results.begin_measure(document, each.name, each.title, each.units, quick=args.quick, measured=today)
@@ -91,44 +85,53 @@ def run_program(description: str, stem: str, names: Sequence[str], page: Page) -
     with work_folder() as work:
         batches = at_once(turns, measures)
         for number, batch in enumerate(batches, 1):
-            (name,) = batch[0].measures
             start = time.monotonic()
-            print(f"[{number}/{len(batches)}] {', '.join(turn.system for turn in batch)}: {name}", end="", flush=True)
+            systems, taken = (", ".join(found) for found in ([turn.system for turn in batch], batch[0].measures))
+            print(f"[{number}/{len(batches)}] {systems}: {taken}", end="", flush=True)
             folder = work / f"{number}"
             folder.mkdir()
-            _measure(document, measures[name], batch, folder, quick=args.quick)
+            _measure(document, [measures[name] for name in batch[0].measures], batch, folder, quick=args.quick)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)
-            write_page(document, output, stem, page)
-    _print_rows(document, page)
-    print(f"{(time.monotonic() - begun) / 60:.1f} minutes; {output / stem}.md")
+            write_page(document, output, page)
+    _print_rows(document)
+    print(f"{(time.monotonic() - begun) / 60:.1f} minutes; {output / page.file_name}")
 
 
-def write_page(document: results.Document, output: Path, stem: str, page: Page) -> None:
-    """Write the document with its rows, the page and the picture."""
+def write_page(document: results.Document, output: Path, page: Page) -> None:
+    """Write the document with its rows, the page and the pictures."""
     document["rows"] = fill_rows(document, page.rows)
-    results.save(document, output / f"{stem}.json")
-    (output / f"{stem}.md").write_text(page.render(document), encoding="utf-8")
-    draw_rows(document["rows"], output / f"{stem}.svg")
+    results.save(document, output / f"{page.stem}.json")
+    (output / page.file_name).write_text(page.render(document), encoding="utf-8")
+    draw_rows(document["rows"], output / f"{page.stem}.svg")
+    draw_scale(document, output / "scale.svg")
 
 
-def _measure(document: results.Document, each: Any, batch: Sequence[Turn], folder: Path, *, quick: bool) -> None:
-    """Measure these systems, at once if there are several."""
+def _measure(
+    document: results.Document, measures: Sequence[Measure], batch: Sequence[Turn], folder: Path, *, quick: bool
+) -> None:
+    """Take these measures of the batch's systems, at the same time if there are several."""
+    environment = {name: value for each in measures for name, value in each.environment.items()}
     with TurnLock(len(batch)) as turn_lock, ThreadPoolExecutor(len(batch)) as pool:
 
         def one(turn: Turn) -> list[dict[str, Any]]:
             own = folder / turn.system
             own.mkdir()
-            timeout_s = each.timeout_s
-            environment = {**each.environment, TURN_LOCK_VARIABLE: turn_lock.address}
-            sizes = {each.name: each.params(turn.system, quick)}
+            params = {each.name: each.params(turn.system, quick) for each in measures}
             try:
-                return measure(turn.system, sizes, own, timeout_s=timeout_s, environment=environment)
+                return measure(
+                    turn.system,
+                    params,
+                    own,
+                    timeout_s=max(each.timeout_s for each in measures),
+                    environment={**environment, TURN_LOCK_VARIABLE: turn_lock.address},
+                )
             finally:
                 turn_lock.ended()
 
         for turn, lines in zip(batch, pool.map(one, batch), strict=True):
             for line in lines:
-                results.add_samples(document, each.name, turn.system, each.params(turn.system, quick), line)
+                params = load_measure(line["measure"]).params(turn.system, quick)
+                results.add_samples(document, line["measure"], turn.system, params, line)
 
 
 def _without_missing(turns: Sequence[Turn]) -> list[Turn]:
@@ -142,7 +145,9 @@ def _without_missing(turns: Sequence[Turn]) -> list[Turn]:
 
 def _parse(description: str, names: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="little, once, without the slowest: does it all work?")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, once, without the slowest: does it all work?"
+    )
     parser.add_argument("--only", action="append", choices=names, help="one measure; may be given again")
     parser.add_argument("--system", action="append", help="one system, such as raysgd; may be given again")
     parser.add_argument("--repeat", type=int, help="repetitions of every measure, instead of each one's own number")
@@ -150,12 +155,12 @@ def _parse(description: str, names: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _print_rows(document: results.Document, page: Page) -> None:
+def _print_rows(document: results.Document) -> None:
     for row in document["rows"]:
         cell = row["cells"].get("raysgd", {})
         met = {True: "met", False: "MISSED", None: ""}[row["met"]]
         shown = cell.get("error") or f"{cell.get('value', '-')} {row['unit']}"
         failed = f", {cell['failed']} failed" if cell.get("failed") else ""
-        print(f"{met:>7}  {row['title']}: {shown}{failed}  ({row['target'] or 'no target'})")
+        print(f"{met:>7}  {row['title'].replace('`', '')}: {shown}{failed}  ({row['target'] or 'no target'})")
     for line in list_failures(document):
         print(f" FAILED  {line}")

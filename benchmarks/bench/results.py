@@ -25,15 +25,15 @@ _DIGITS = 5
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of the samples lie, interpolated between neighbours."""
+    """Return the value below which ``share`` of the samples lie, interpolated linearly."""
     return float(np.quantile(samples, share))
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Between which values the median of what was sampled lies, with 95 % confidence; None for fewer than 6 samples.
+    """Return the interval that holds the true median with 95 % confidence; None for fewer than 6 samples.
 
-    The order statistics whose ranks are half the number of samples and 1.96 standard deviations of a binomial
-    distribution to either side (Conover, Practical Nonparametric Statistics, 1999, section 3.2), for any distribution.
+    Its ends are the samples whose ranks are 1.96 standard deviations of a binomial distribution below and above the middle
+    (Conover, Practical Nonparametric Statistics, 1999, section 3.2). This holds for any distribution of the samples.
     """
     ordered, number = sorted(samples), len(samples)
     if number < 6:
@@ -45,25 +45,25 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 def summarize(samples: Sequence[float]) -> dict[str, Any]:
     """Return number, median, quartiles and extremes, and the samples themselves."""
-    names, shares = ("median", "q1", "q3", "min", "max"), (0.5, 0.25, 0.75, 0, 1)
-    figures = {name: rounded(quantile(samples, share)) for name, share in zip(names, shares, strict=True)}
+    shares = {"median": 0.5, "q1": 0.25, "q3": 0.75, "min": 0, "max": 1}
+    figures = {name: rounded(quantile(samples, share)) for name, share in shares.items()}
     return {"n": len(samples), **figures, "samples": [rounded(sample) for sample in samples]}
 
 
 def rounded(value: float, digits: int = _DIGITS) -> float:
-    """``value`` with ``digits`` significant digits."""
+    """Round to ``digits`` significant digits."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))
 
 
 def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The exponent ``e`` of ``cost ~ size ** e`` between the first and the last point; 1 is linear."""
+    """Return the exponent ``e`` of ``cost ~ size ** e`` between the first and the last point; 1 is linear."""
     return math.log(costs[-1] / costs[0]) / math.log(sizes[-1] / sizes[0])
 
 
 Document = dict[str, Any]
-_NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")  # a list of numbers, which shall not take a line each
+_NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")  # a list of numbers: it is written on one line
 
 
 def new_document(machine: Mapping[str, Any]) -> Document:
@@ -73,7 +73,7 @@ def new_document(machine: Mapping[str, Any]) -> Document:
 def begin_measure(
     document: Document, name: str, title: str, units: Mapping[str, str], *, quick: bool, measured: str = ""
 ) -> None:
-    """Make room for a measure; what the document had of it before is gone. ``measured``: the day."""
+    """Replace what the document has of a measure by an empty entry. ``measured``: the day."""
     document["measures"][name] = {
         "title": title,
         "units": dict(units),
@@ -84,9 +84,9 @@ def begin_measure(
 
 
 def add_samples(document: Document, measure: str, system: str, params: Mapping[str, Any], line: Any) -> None:
-    """Add what one repetition gave: ``{"series": {name: samples}}`` or ``{"error": text}``.
+    """Add the samples of one repetition: ``{"series": {name: samples}}`` or ``{"error": text}``.
 
-    ``"errors"`` has a text for each failed try, next to the series.
+    Next to ``"series"``, ``"errors"`` has a text for each failed try.
     """
     systems = document["measures"][measure]["systems"]
     entry = systems.setdefault(system, {"params": dict(params), "series": {}, "errors": []})
@@ -101,7 +101,7 @@ def add_samples(document: Document, measure: str, system: str, params: Mapping[s
 
 
 def load(path: Path, machine: Mapping[str, Any]) -> Document:
-    """The document at ``path`` if it is of this machine, else a new one."""
+    """Return the document at ``path`` if it was measured on this machine, else a new one."""
     if path.exists():
         document: Document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("machine") == dict(machine):

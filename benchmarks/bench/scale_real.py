@@ -1,7 +1,7 @@
 """Real workers without a CPU, streaming to a real TrainerActor: ``python -m bench.scale_real WORKERS SECONDS OUT FOLDER``.
 
-All of it shares the cores of one machine, so the latency holds what the workers themselves cost; the TrainerActor's CPU
-time is its own.
+All processes share the cores of one machine, so the latency includes the cost of the workers; the TrainerActor's CPU time
+does not.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import raysgd
 from bench.results import quantile
 from bench.systems.base import RaySystem
+from bench.systems.fragile import processes_of
 
 HZ = 10
-#: Reports before the measured ones, while workers still come up one after the other.
+#: The seconds before the measured reports, in which the last workers are still starting.
 _WARM_UP_S = 3.0
 _START_TIMEOUT_S = 400.0
 
@@ -30,20 +29,6 @@ def train(config: dict[str, Any]) -> None:
     for i in range(config["count"]):
         time.sleep(max(0.0, begin + i / HZ - time.monotonic()))
         raysgd.report({"t": time.time(), "loss": 0.123456789, "accuracy": 0.987654321})
-
-
-class TrainerActorUse:
-    """CPU and memory of the one TrainerActor of this machine that belongs to this process's Ray."""
-
-    def __init__(self) -> None:
-        self._process = next(process for process in _descendants() if "TrainerActor" in " ".join(process.cmdline()))
-
-    def cpu_s(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
-
-    def memory_mib(self) -> float:
-        return float(self._process.memory_info().rss / 2**20)
 
 
 def measure(num_workers: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -74,11 +59,11 @@ def _measure(trainer: raysgd.Trainer, num_workers: int, seconds: float) -> dict[
         if len(result.workers) != num_workers:
             raise RuntimeError(f"round {num_rounds} has {len(result.workers)} of {num_workers} reports")
         if num_rounds == _WARM_UP_S * HZ:
-            use = TrainerActorUse()
-            cpu_s, begun = use.cpu_s(), now
+            controller = processes_of("TrainerActor")[0]
+            cpu_s, begun = sum(controller.cpu_times()[:2]), now
         elif num_rounds > _WARM_UP_S * HZ:
             latencies.append(now - max(worker["t"] for worker in result.workers))
-    took, cpu_s = now - begun, use.cpu_s() - cpu_s
+    took, cpu_s = now - begun, sum(controller.cpu_times()[:2]) - cpu_s
     if num_rounds != count:
         raise RuntimeError(f"{num_rounds} of {count} rounds arrived")
     num_reports = len(latencies) * num_workers
@@ -89,14 +74,10 @@ def _measure(trainer: raysgd.Trainer, num_workers: int, seconds: float) -> dict[
         "cpu_s": cpu_s,
         "cpu_share": cpu_s / took,
         "cpu_per_report_s": cpu_s / num_reports,
-        "memory_mib": use.memory_mib(),
+        "memory_mib": controller.memory_info().rss / 2**20,
         "latency_p50_s": quantile(latencies, 0.5),
         "latency_p99_s": quantile(latencies, 0.99),
     }
-
-
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def main(num_workers: str, seconds: str, out: str, folder: str) -> None:

@@ -1,8 +1,8 @@
 """The controller's loop with simulated workers: ``python -m bench.scale_simulated WORKERS SECONDS OUT FOLDER``.
 
-A process of its own holds a `Run` with a fake worker group, one reader of its frames, and nothing else. The fake workers report
-at 10 Hz and send a batch when a real one would: at once after a pause, and otherwise once per ``flush_interval_s``. What
-they cost by themselves is measured first, without a controller, and subtracted.
+The process holds only a `Run` with a fake worker group, and one reader of its frames. The fake workers report at 10 Hz and send
+a batch when a real one would: at once after a pause, and otherwise once per ``flush_interval_s``. Their own cost is measured
+first, without a controller, and subtracted.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class FakeGroup:
     def __init__(self, num_workers: int, num_reports: int) -> None:
         self.size = num_workers
         self._num_reports = num_reports
-        #: When each report was made, by rank.
+        #: The time of each report, by rank.
         self.made: list[list[float]] = [[] for _ in range(num_workers)]
         self.num_items = 0
-        self.agreement: Any = None  # nobody asks them to stop
-        self.memory: Any = None  # they save nothing
+        self.agreement: Any = None  # no stop is requested
+        self.memory: Any = None  # there are no checkpoints
 
     @property
     def monitor(self) -> FakeGroup:
@@ -100,7 +100,7 @@ class FakeGroup:
     async def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
         made = self.made[rank]
-        begin = loop.time() + rank / self.size / HZ  # not all at the same moment
+        begin = loop.time() + rank / self.size / HZ  # spread over one period
         flushed_at, sent = float("-inf"), 0
         while sent < self._num_reports:
             due = begin + sent / HZ
@@ -128,7 +128,7 @@ class FakeGroup:
 
 
 async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
-    """CPU seconds that the fakes take with nobody behind them."""
+    """Return the CPU seconds of the fake workers without a controller."""
     group = FakeGroup(num_workers, num_reports)
 
     async def drain(slot: int) -> None:
@@ -140,7 +140,7 @@ async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
 
 
 async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict[str, Any]:
-    """A run of the fakes, with a reader as a driver has one."""
+    """Measure a run of the fake workers with a reader like a driver's."""
     group = FakeGroup(num_workers, num_reports)
     run = Run(
         RunRequest(WorkerTask("run", b""), folder, {}),
@@ -162,7 +162,7 @@ async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict
                 if frame.kind == frames.REPORTS:
                     first, count = frame.data["first"], frame.data["count"]
                     num_seen += count
-                    if frame.rank in (0, num_workers - 1):  # two of them are enough
+                    if frame.rank in (0, num_workers - 1):  # two ranks are enough
                         latencies.extend(now - made for made in group.made[frame.rank][first : first + count])
 
     process = psutil.Process()

@@ -1,7 +1,7 @@
-"""A training loop that marks every step, and the process groups that can be read from the marks.
+"""A training loop that records every step, and the process groups that the records show.
 
-`train` runs in workers, in the same way in every system: each process of each group writes the times of its steps to its own
-file. The driver reads them with `newest_group`, whatever becomes of the processes.
+`train` runs in the workers of every system: each process of each group writes the times of its steps to a file. The driver
+reads these files with `newest_group`, even after the processes have died.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _WIDTH = 64
 
 
 def train(config: dict[str, Any]) -> None:
-    """Steps of DistributedDataParallel on whatever number of ranks, until the file `ENOUGH` is there.
+    """Train with DistributedDataParallel until the file `ENOUGH` exists.
 
-    Config: ``steps`` is the folder, ``save_every`` the steps between two checkpoints (0: only the first one), ``step_s``
-    what a step waits after its computation.
+    Config: ``steps`` is the folder, ``save_every`` the number of steps between checkpoints (0: only the first step saves),
+    ``step_s`` the seconds that a step waits after its computation.
     """
     import torch
     import torch.distributed as dist
@@ -54,24 +54,24 @@ def train(config: dict[str, Any]) -> None:
 
 
 def open_marks(folder: Path, group: int, size: int, rank: int) -> TextIO:
-    """The file for the times of this process's steps in a group."""
+    """Open the file for the times of this process's steps in a group."""
     return (folder / f"{group}-{size}-{rank}-{os.getpid()}.steps").open("w", buffering=1)
 
 
-#: Bytes at the end of a file that hold its last line for certain.
+#: The bytes at the end of a file that contain its last line.
 _TAIL = 128
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that form one process group, each with a step or more behind it.
+    """A process group in which each rank has finished a step.
 
     Attributes:
-        number: Later groups have higher ones.
-        pids: By rank.
-        first_step, last_step: When the slowest of its ranks had done its first step, and when the last step of all was done
-            so far; seconds since the epoch.
-        steps: Steps that all of its ranks have done.
+        number: Later groups have higher numbers.
+        pids: The process ids by rank.
+        first_step: When the slowest rank finished its first step, in seconds since the epoch.
+        last_step: When the last of all steps so far was finished.
+        steps: The number of steps that all ranks have finished.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Group:
 
 
 def newest_group(folder: Path) -> Group | None:
-    """The newest group all of whose ranks have done a step; None without one."""
+    """Return the newest group in which all ranks have finished a step, or None."""
     files: dict[tuple[int, int], dict[int, tuple[int, Path]]] = {}
     for path in folder.glob("*.steps"):
         number, size, rank, pid = map(int, path.stem.split("-"))
@@ -102,7 +102,7 @@ def newest_group(folder: Path) -> Group | None:
 
 
 def read_marks(path: Path) -> tuple[float, float, int]:
-    """The first and the last time in a file, and about how many there are; a line that is being written is none."""
+    """Return the first and the last time in a file, and the approximate number of times; ignore an incomplete line."""
     with path.open("rb") as file:
         first = file.readline()
         if not first.endswith(b"\n"):

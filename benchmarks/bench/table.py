@@ -1,7 +1,8 @@
-"""Results as tables: which series in which unit, what was to be reached, and the page around a table. Pure."""
+"""Results as tables: their rows, units and targets, and the page around a table. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,13 +15,13 @@ _PEERS = ("bare", "torchrun", "dd", "pyarrow")
 
 @dataclass(frozen=True)
 class Limit:
-    """What raysgd must reach: a figure, or so many times another system's."""
+    """A target of raysgd: a figure, or a multiple of another system's figure."""
 
     value: float
     of: str | None = None
 
     def figure(self, values: Mapping[str, float]) -> float | None:
-        """The limit in the row's unit; None where the system it refers to has no value."""
+        """Return the limit in the row's unit, or None if the system it refers to has no value."""
         if self.of is None:
             return self.value
         return self.value * values[self.of] if self.of in values else None
@@ -32,12 +33,11 @@ class Row:
 
     Attributes:
         share: The quantile that is shown; 0.5 is the median.
-        scale: From the series' unit to ``unit``.
+        scale: The factor from the series' unit to ``unit``.
         better: Whether less or more is better.
         ours: The system that is shown as raysgd.
         peers: The systems it is compared with; None: all that are not raysgd.
-        is_paired: The systems' samples were taken right after each other, one of each: what is compared is the median of the
-            ratios of those.
+        is_paired: The systems took their samples in turns, one each. The median of the ratios of neighbours is compared.
     """
 
     key: str
@@ -65,7 +65,7 @@ class Row:
 
 
 def fill_rows(document: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The table as data: each row's value per system, the ratio, the target, and whether it was met."""
+    """Return the table as data: each row's value per system, the ratio, the target, and whether it was met."""
     return [fill_row(row, document["measures"][row.measure]) for row in rows if row.measure in document["measures"]]
 
 
@@ -81,7 +81,7 @@ def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
                 "value": rounded(ratio),
                 "interval": interval and [rounded(end) for end in interval],
             }
-            values[system] = values["raysgd"] / ratio  # as far as it is compared
+            values[system] = values["raysgd"] / ratio  # only for the comparison with the limits
     return {
         "key": row.key,
         "title": row.title,
@@ -112,7 +112,7 @@ def _cell(row: Row, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _ratios(row: Row, systems: Mapping[str, Any]) -> dict[str, list[float]]:
-    """raysgd's value by each peer's, pair by pair; none of a peer that failed in between, whose samples are not in pairs."""
+    """Return raysgd's samples divided by each peer's, except peers that failed: their samples do not form pairs."""
     samples = {name: entry["series"].get(row.series, {}).get("samples", []) for name, entry in systems.items()}
     ours = samples.get("raysgd", [])
     return {
@@ -123,7 +123,7 @@ def _ratios(row: Row, systems: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _factor(row: Row, values: Mapping[str, float]) -> float | None:
-    """How many times better than Ray Train with its default."""
+    """Return how many times better raysgd is than Ray Train with its defaults."""
     ours, theirs = values.get("raysgd"), values.get("ray_train")
     if ours is None or theirs is None or ours <= 0 or theirs <= 0:
         return None
@@ -131,7 +131,7 @@ def _factor(row: Row, values: Mapping[str, float]) -> float | None:
 
 
 def _is_met(row: Row, values: Mapping[str, float]) -> bool | None:
-    """None where there is nothing to reach, or nothing to compare with."""
+    """Return whether the targets are met; None if there is no target, or no value to compare."""
     figures = [limit.figure(values) for limit in row.limits]
     if "raysgd" not in values or not figures or None in figures:
         return None
@@ -141,20 +141,21 @@ def _is_met(row: Row, values: Mapping[str, float]) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page of results: its table, and the text around it.
+    """A page of results: a table and the text around it.
 
     Attributes:
-        rows: Lines of the table.
-        stem: Name of its files: the picture, and unless it is the first page the document and the page.
-        head: Text above the table.
-        method: Text below it, with ``{machine}`` and the names of ``fields``.
+        rows: The rows of the table.
+        stem: The name of its files: the document, the picture and, unless ``page_name`` is given, the page.
+        head: The text above the table.
+        method: The text below it, with ``{machine}`` and the names of ``fields``.
         reasons: Why a target is missed, by the row's key.
         quick: What a quick run did.
-        compare: Makes the table of the rows.
-        intro: Makes a paragraph above the table, of the document.
-        fields: Makes further fields of ``method``, of the document.
-        extra: Makes a section below the method, of the document.
+        compare: Makes the table from the rows.
+        intro: Makes a paragraph above the table from the document.
+        fields: Makes further fields of ``method`` from the document.
+        extra: Makes a section below the method from the document.
         packages: Further packages whose versions belong to the results.
+        page_name: The name of the page's file, if it is not ``stem``.
     """
 
     rows: Sequence[Row]
@@ -168,6 +169,11 @@ class Page:
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda document: {}
     extra: Callable[[Mapping[str, Any]], str] | None = None
     packages: Sequence[str] = ()
+    page_name: str = ""
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.page_name or self.stem}.md"
 
     def render(self, document: Mapping[str, Any]) -> str:
         """Return the Markdown of the page."""
@@ -214,11 +220,11 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
-    """What was to be reached and was not, a line each; nothing where all was.
+    """Return a section with a line for each missed target; empty if none is missed.
 
     Args:
-        rows: Of the table.
-        why: Reasons, by the keys of the rows.
+        rows: The rows of the table.
+        why: The reasons, by the keys of the rows.
     """
     lines = []
     for row in rows:
@@ -233,7 +239,7 @@ def missed(rows: Sequence[Mapping[str, Any]], why: Mapping[str, str]) -> str:
 
 
 def show_ratio(ratio: Mapping[str, Any]) -> str:
-    """A median of ratios, and the interval that it is in, if that is known."""
+    """Return a median of ratios as text, with its confidence interval if it has one."""
     shown = f"{number(ratio['value'])}x"
     return f"{shown} ({' to '.join(map(number, ratio['interval']))})" if ratio["interval"] else shown
 
@@ -250,7 +256,7 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that matter, thousands apart."""
+    """Format with three significant digits and thousands separators."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -260,7 +266,7 @@ def number(value: float) -> str:
 
 
 def show_cell(cell: Mapping[str, Any] | None, unit: str) -> str:
-    """A cell's value with its unit, or what went wrong."""
+    """Return a cell's value with its unit, or its error."""
     if cell is None:
         return "-"
     if "error" in cell:
@@ -275,7 +281,7 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def days_line(measures: Mapping[str, Any]) -> str:
-    """On which days what was measured; empty where it was one day."""
+    """Return which measures were taken on which days; empty if it was one day."""
     days: dict[str, list[str]] = {}
     for measure in measures.values():
         days.setdefault(measure.get("measured", ""), []).append(measure["title"].lower())
@@ -290,17 +296,17 @@ def _cell_text(text: str) -> str:
 
 
 def make_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     rule = ["---"] * len(head)
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines)) + "\n"
 
 
 def list_failures(document: Mapping[str, Any]) -> list[str]:
-    """Each kind of failed repetition in a line, with how often it was seen."""
-    counts: dict[str, int] = {}
-    for measure in document["measures"].values():
-        for system, entry in measure["systems"].items():
-            for error in entry["errors"]:
-                line = f"{measure['title']}, {system}: {error}"
-                counts[line] = counts.get(line, 0) + 1
+    """Return a line for each kind of failure, with the number of its repetitions."""
+    counts = Counter(
+        f"{measure['title']}, {system}: {error}"
+        for measure in document["measures"].values()
+        for system, entry in measure["systems"].items()
+        for error in entry["errors"]
+    )
     return [f"{line} ({number(count)} times)" if count > 1 else line for line, count in counts.items()]

@@ -1,6 +1,6 @@
-"""Whose turn it is: systems that are measured at once, one of them working at a time.
+"""Turns for systems that are measured at the same time: one of them works at a time.
 
-What else the machine does meets all of them alike then, since their blocks are a tenth of a second apart and not minutes.
+Their blocks are then a tenth of a second apart instead of minutes, so that other load of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import socket
 import threading
 from collections.abc import Iterator
 
-#: The variable of measuring processes with the address of the one that gives turns; without it every turn is one's own.
+#: The environment variable with the address of the `TurnLock`.
 TURN_LOCK_VARIABLE = "BENCH_TURN_LOCK"
 _GO, _DONE = b"g", b"d"
 _LOOK_S = 0.1
 
 
 class TurnLock:
-    """Gives turns, in another order each round, once all are there. Driver side; a context manager.
+    """Gives turns in another order each round, when all systems have connected. Driver side; a context manager.
 
     Args:
-        count: How many systems there are.
+        count: The number of systems.
 
     Attributes:
-        address: Where it is asked for turns, as ``host:port``.
+        address: The ``host:port`` to which systems connect.
     """
 
     def __init__(self, count: int) -> None:
@@ -45,7 +45,7 @@ class TurnLock:
         self._listener.close()
 
     def ended(self) -> None:
-        """A system's process has ended: if it never asked for a turn, the others wait for it no more."""
+        """Note that a system's process has ended; if it never asked for a turn, the others no longer wait for it."""
         self._num_missing -= 1
 
     def _serve(self) -> None:
@@ -61,7 +61,7 @@ class TurnLock:
 
 
 def _give_turn(to: socket.socket) -> bool:
-    """Wait until it is used; False where nobody is there any more."""
+    """Give a turn and wait until it is over; return False if the system has gone."""
     with contextlib.suppress(OSError):
         to.settimeout(None)
         to.sendall(_GO)
@@ -70,10 +70,10 @@ def _give_turn(to: socket.socket) -> bool:
 
 
 class Turns:
-    """One system's. Worker side; a context manager.
+    """The turns of one system. Worker side; a context manager.
 
     Args:
-        address: The turn_lock's; None for turns that are given at once.
+        address: The address of the `TurnLock`; None: each turn begins at once.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -91,13 +91,13 @@ class Turns:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Wait for a turn, and have it in the body.
+        """Wait for a turn; it ends with the body.
 
         Raises:
-            ConnectionError: Nobody gives turns any more.
+            ConnectionError: The `TurnLock` has gone.
         """
         if self._socket is not None and self._socket.recv(1) != _GO:
-            raise ConnectionError("nobody gives turns any more")
+            raise ConnectionError("the process that gives turns has gone")
         yield
         if self._socket is not None:
             self._socket.sendall(_DONE)

@@ -1,4 +1,4 @@
-"""What train functions use, whichever system runs them: the session of the system, notes for the driver, and a busy step.
+"""What train functions of all systems use: the system's session, notes for the driver, and a busy step.
 
 Worker side. Its imports are part of what is measured, so it imports no framework.
 """
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 NUM_WORKERS = 2
-#: Checkpoints that stay.
+#: The number of checkpoints that are kept.
 NUM_KEPT = 2
 
 
 def note(config: Mapping[str, Any], name: str, rank: int, value: Any) -> None:
-    """Leave ``value``; called in a worker."""
+    """Write a value of a worker to a file, for `gather`."""
     (Path(config["out"]) / f"{name}-{rank}.json").write_text(json.dumps(value), encoding="utf-8")
 
 
 def gather(folder: Path, name: str) -> list[Any]:
-    """What the ranks left, by rank; the notes are gone afterwards."""
+    """Return the values that the ranks noted, by rank, and remove their files."""
     values = []
     for rank in range(NUM_WORKERS):
         path = folder / f"{name}-{rank}.json"
@@ -80,7 +80,7 @@ class RayTrainSession:
         return ray.train.torch.prepare_model(model)
 
     def save(self, state: Any, step: int) -> None:
-        """As Ray Train's guide to checkpoints has it: rank 0 writes a folder, all ranks report."""
+        """Save as in Ray Train's guide to checkpoints: rank 0 writes a folder, all ranks report."""
         import ray.train
         import torch
 
@@ -103,7 +103,7 @@ class RayTrainSession:
 
 
 class TorchSession:
-    """A process group and nothing else: it keeps no checkpoints."""
+    """A process group alone, which keeps no checkpoints."""
 
     def report(self, metrics: dict[str, Any]) -> None:
         return None
@@ -121,7 +121,7 @@ class TorchSession:
 
 
 def session_of(config: Mapping[str, Any]) -> SystemSession:
-    """The system a train function was started by, which its config names."""
+    """Return the session of the system that runs a train function; its config names the system."""
     kinds: dict[str, Callable[[], SystemSession]] = {
         "raysgd": RaysgdSession,
         "ray_train": RayTrainSession,
@@ -137,10 +137,10 @@ _SIZE = 192
 
 
 class BusyStep:
-    """Call it for one step of about ``seconds`` of one core.
+    """A function that keeps one core busy for about ``seconds``.
 
     Attributes:
-        count: Products in a step.
+        count: The number of matrix products in a step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class BusyStep:
 
     @classmethod
     def of(cls, count: int) -> BusyStep:
-        """A step of so many products, whatever they take."""
+        """Return a step of ``count`` products, without measuring their time."""
         step = cls(0)
         step.count = count
         return step

@@ -13,8 +13,7 @@ In a test module of your own, with a fixture that calls ``ray.init(num_cpus=8)``
 
             return my_framework.add_up_over_all_ranks
 
-`BackendOnNodesSuite` has the tests on a cluster of two nodes with two CPUs each. It needs a fixture ``cluster`` that calls
-``ray.init`` and yields the `ray.cluster_utils.Cluster`.
+`raysgd.testing.backend_nodes_suite` has the tests on two nodes.
 
 Every test creates a Trainer of its own, as a user would; some tests kill processes of its workers.
 """
@@ -33,24 +32,23 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-import ray
 
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.progress.callback import ProgressCallback
 from raysgd.config import FailureConfig, RunConfig
 from raysgd.session import api as session
-from raysgd.testing.cluster import ClusterState
+from raysgd.testing.cluster import ClusterState, check_cluster
 from raysgd.trainer.trainer import Trainer
 
-Total = Callable[[float], float]
+Total = Callable[[float], float | None]
 #: Far longer than any test needs.
-_TIMEOUT_S = 90.0
+TIMEOUT_S = 90.0
 _STEP_S = 0.02
-_SLOW_STEP_S = 0.2
+SLOW_STEP_S = 0.2
 
 
-class _Suite:
-    """The backend under test, for both suites."""
+class BackendUnderTest:
+    """The backend under test, for all suites."""
 
     def make_config(self) -> BackendConfig:
         """Return a new config, as a user would create it."""
@@ -64,14 +62,26 @@ class _Suite:
     @contextmanager
     def trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Iterator[Trainer]:
         """Yield a Trainer with this backend, and check afterwards that nothing of it is left in the cluster."""
-        with _check_leaks(), self._trainer(folder, num_workers, **settings) as trainer:
+        before = ClusterState.now()
+        with self.make_trainer(folder, num_workers, **settings) as trainer:
             yield trainer
+        check_cluster(before, TIMEOUT_S)
 
-    def _trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Trainer:
+    def make_trainer(self, folder: Path, num_workers: int | tuple[int, float], **settings: Any) -> Trainer:
         return Trainer(num_workers, self.make_config(), run_config=RunConfig(storage_path=str(folder)), **settings)
 
 
-class BackendSuite(_Suite):
+def run_all(trainer: Trainer, train_func: Callable[[], Any]) -> list[Any]:
+    """Run without output, and return what each rank returned."""
+    return list(trainer.run(train_func, callbacks=quiet(), returns="all"))
+
+
+def quiet() -> list[ProgressCallback]:
+    """Return the callbacks of a run without output."""
+    return [ProgressCallback(mode="off")]
+
+
+class BackendSuite(BackendUnderTest):
     """Subclass it as ``Test...`` with `make_config` and `make_total`; pytest runs its tests."""
 
     #: Whether members can sum numbers; if False, `make_total` is not called.
@@ -82,15 +92,15 @@ class BackendSuite(_Suite):
     @pytest.mark.parametrize("num_workers", [1, 2, 3])
     def test_ranks_and_sums_are_right(self, tmp_path: Path, num_workers: int) -> None:
         with self.trainer(tmp_path, num_workers) as trainer:
-            seen = _run(trainer, self._sum_and_describe())
+            seen = run_all(trainer, self._sum_and_describe())
         assert [each["rank"] for each in seen] == list(range(num_workers))
         assert {each["size"] for each in seen} == {num_workers}
         self._check_sums(seen)
 
     def test_trainer_can_run_again(self, tmp_path: Path) -> None:
-        """In the same processes if they can join a second group, else in new ones."""
+        """The second run has the same processes if they can join a second group, else new ones."""
         with self.trainer(tmp_path, 2) as trainer:
-            first, second = (_run(trainer, self._sum_and_describe()) for _ in range(2))
+            first, second = (run_all(trainer, self._sum_and_describe()) for _ in range(2))
         self._check_sums(second)
         self._check_kept([each["pid"] for each in first], [each["pid"] for each in second])
 
@@ -98,7 +108,7 @@ class BackendSuite(_Suite):
     def test_killed_rank_is_noticed_and_replaced(self, tmp_path: Path, victim: int) -> None:
         train_func = self._sum_until_killed(victim, tmp_path)
         with self.trainer(tmp_path, 3, failure_config=FailureConfig(abort_grace_s=30)) as trainer:
-            seen = _run(trainer, train_func)
+            seen = run_all(trainer, train_func)
         self._check_sums(seen)
         others = [rank for rank in range(3) if rank != victim]
         left_at = {rank: float((tmp_path / f"left_{rank}").read_text()) for rank in others}
@@ -112,7 +122,7 @@ class BackendSuite(_Suite):
         """Two of three ranks continue after a kill, and three again when a worker has joined."""
         train_func = self._sum_in_all_sizes(tmp_path)
         with self.trainer(tmp_path, (2, 3)) as trainer:
-            seen = _run(trainer, train_func)
+            seen = run_all(trainer, train_func)
         groups = seen[0]["groups"][-3:]  # the run may have begun with two workers
         assert [len(pids) for pids in groups] == [3, 2, 3]
         self._check_sums(seen)
@@ -123,21 +133,23 @@ class BackendSuite(_Suite):
                 self._check_kept(before, after)
 
     def test_error_of_one_rank_is_raised(self, tmp_path: Path) -> None:
-        """Not the collective errors of the ranks that wait for it."""
+        """The collective errors of the ranks that wait for that rank are not raised."""
         with self.trainer(tmp_path, 3) as trainer:
             with pytest.raises(LookupError, match="the cause"):
-                _run(trainer, self._raise_in_rank(1))
-            self._check_sums(_run(trainer, self._sum_and_describe()))
+                run_all(trainer, self._raise_in_rank(1))
+            self._check_sums(run_all(trainer, self._sum_and_describe()))
 
     def test_two_trainers_run_at_the_same_time(self, tmp_path: Path) -> None:
-        with _check_leaks(), self._trainer(tmp_path / "a", 2) as one, self._trainer(tmp_path / "b", 2) as other:
+        before = ClusterState.now()
+        with self.make_trainer(tmp_path / "a", 2) as one, self.make_trainer(tmp_path / "b", 2) as other:
             files = [tmp_path / "a_has_begun", tmp_path / "b_has_begun"]
             train_funcs = [self._sum_until_both_run(files), self._sum_until_both_run(files[::-1])]
             streams = [
-                trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
+                trainer.run_generator(train_func, callbacks=quiet(), returns="all")
                 for trainer, train_func in zip((one, other), train_funcs, strict=True)
             ]
             both = [stream.get_returns() for stream in streams]
+        check_cluster(before, TIMEOUT_S)
         for seen in both:
             self._check_sums(seen)
         assert len({each["pid"] for seen in both for each in seen}) == 4
@@ -157,7 +169,7 @@ class BackendSuite(_Suite):
             # One or two may come from Ray or from a pool that fills slowly. If each group leaves something behind for good,
             # the process must be replaced in time (`Backend.should_replace_process`).
             assert max(grown.values()) < num_groups / 2, f"{after['who']}: {grown} in {num_groups} groups"
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -165,7 +177,7 @@ class BackendSuite(_Suite):
     def _remains_after(self, trainer: Trainer, num_groups: int) -> list[dict[str, Any]]:
         """Run ``num_groups`` times; return the ports and threads of each worker, then of the coordinator if there is one."""
         for _ in range(num_groups):
-            self._check_sums(_run(trainer, self._sum_and_describe()))
+            self._check_sums(run_all(trainer, self._sum_and_describe()))
         found = list(trainer.execute(_remains))
         coordinators = [_of_process(process, "the coordinator") for process in _coordinators()]
         assert len(coordinators) == self.make_config().has_coordinator
@@ -202,14 +214,14 @@ class BackendSuite(_Suite):
 
         def train_func() -> dict[str, Any]:
             rank, size, total = session.world_rank(), session.world_size(), make_total()
-            for _ in range(int(_TIMEOUT_S / _STEP_S)):
+            for _ in range(int(TIMEOUT_S / _STEP_S)):
                 found = total(rank + 1)
                 own.touch()
                 has_other = others.exists()
                 if total(float(has_other)) in (None, size) and has_other:  # all ranks leave at the same step
                     return {"total": found, "pid": os.getpid()}
                 time.sleep(_STEP_S)
-            raise TimeoutError("the other Trainer's workers have not begun")
+            raise TimeoutError("the other Trainer's workers did not begin")
 
         return train_func
 
@@ -247,7 +259,7 @@ class BackendSuite(_Suite):
             session.barrier()
             pids = [int((folder / f"pid_{attempt}_{each}").read_text()) for each in range(size)]
             groups = [*session.broadcast(saved["groups"]), pids]
-            for step in range(int(_TIMEOUT_S / _SLOW_STEP_S)):
+            for step in range(int(TIMEOUT_S / SLOW_STEP_S)):
                 found = total(rank + 1)
                 if [len(each) for each in groups][-3:] == [3, 2, 3]:
                     return {"total": found, "groups": groups}
@@ -255,7 +267,7 @@ class BackendSuite(_Suite):
                 if (step, rank, size) == (5, 2, 3) and not (folder / "killed").exists():
                     (folder / "killed").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(_SLOW_STEP_S)
+                time.sleep(SLOW_STEP_S)
             raise TimeoutError(f"the groups had the sizes {groups}")
 
         return train_func
@@ -275,105 +287,8 @@ class BackendSuite(_Suite):
         return train_func
 
 
-class BackendOnNodesSuite(_Suite):
-    """Subclass it as ``Test...``, with a fixture ``cluster``: a `ray.cluster_utils.Cluster` of two nodes with two CPUs each."""
-
-    def test_two_workers_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
-        seen = self._run(tmp_path, 4, "PACK")
-        assert [each["node_rank"] for each in seen] == [0, 0, 1, 1]
-        assert [each["local_rank"] for each in seen] == [0, 1, 0, 1]
-
-    def test_one_worker_on_each_of_two_nodes(self, cluster: Any, tmp_path: Path) -> None:
-        seen = self._run(tmp_path, 2, "STRICT_SPREAD")
-        assert [each["node_rank"] for each in seen] == [0, 1]
-        assert [each["local_rank"] for each in seen] == [0, 0]
-
-    def test_group_survives_the_loss_of_a_node(self, cluster: Any, tmp_path: Path) -> None:
-        """The other two of three nodes continue."""
-        train_func = self._sum_until_two_are_left(tmp_path)
-        # Each worker takes all of a node's CPUs.
-        with self.trainer(tmp_path, (2, 3), cpus_per_worker=2) as trainer, _additional_node(cluster) as lose:
-            stream = trainer.run_generator(train_func, callbacks=_quiet(), returns="all")
-            for result in stream:
-                if result["size"] == 3 and result["step"] == 3:
-                    break
-            (tmp_path / "lost").touch()
-            lose()
-            seen = stream.get_returns()
-        assert [each["total"] for each in seen] == [3, 3]
-        assert len({each["node"] for each in seen}) == 2
-
-    def _sum_until_two_are_left(self, folder: Path) -> Callable[[], dict[str, Any]]:
-        make_total = self.make_total
-
-        def train_func() -> dict[str, Any]:
-            rank, size, total = session.world_rank(), session.world_size(), make_total()
-            is_after = (folder / "lost").exists() and size == 2  # the run may have begun with two workers
-            for step in range(int(_TIMEOUT_S / _SLOW_STEP_S)):
-                found = total(rank + 1)
-                if is_after:
-                    return {"total": found, "node": ray.get_runtime_context().get_node_id()}
-                session.report(size=size, step=step)
-                session.save_checkpoint({"step": step})
-                time.sleep(_SLOW_STEP_S)
-            raise TimeoutError(f"no node was lost in a group of {size}")
-
-        return train_func
-
-    def _run(self, folder: Path, num_workers: int, strategy: str) -> list[dict[str, Any]]:
-        make_total = self.make_total
-
-        def train_func() -> dict[str, Any]:
-            found = make_total()(session.world_rank() + 1)
-            return {"total": found, "node_rank": session.node_rank(), "local_rank": session.local_rank()}
-
-        with self.trainer(folder, num_workers, placement_strategy=strategy) as trainer:
-            seen = _run(trainer, train_func)
-        assert [each["total"] for each in seen] == [sum(range(1, num_workers + 1))] * num_workers
-        return seen
-
-
-@contextmanager
-def _additional_node(cluster: Any) -> Iterator[Callable[[], None]]:
-    """Add a node with two CPUs, without the driver and the TrainerActor; yield a function that kills all its processes."""
-    node = cluster.add_node(num_cpus=2)
-    cluster.wait_for_nodes()
-
-    def lose() -> None:
-        cluster.remove_node(node, allow_graceful=False)
-
-    try:
-        yield lose
-    finally:
-        if node in cluster.worker_nodes:
-            lose()
-        deadline = time.monotonic() + _TIMEOUT_S
-        while node.node_id in {each["NodeID"] for each in ray.nodes() if each["Alive"]} and time.monotonic() < deadline:
-            time.sleep(0.1)  # until then Ray counts its resources as in use
-
-
-@contextmanager
-def _check_leaks() -> Iterator[None]:
-    before = ClusterState.now()
-    yield
-    left = before.leftovers()
-    assert not left, "; ".join(left)
-
-
-def _run(trainer: Trainer, train_func: Callable[[], Any]) -> list[Any]:
-    return list(trainer.run(train_func, callbacks=_quiet(), returns="all"))
-
-
-def _quiet() -> list[ProgressCallback]:
-    return [ProgressCallback(mode="off")]
-
-
 def _no_total() -> Total:
-    return _nothing  # type: ignore[return-value]
-
-
-def _nothing(value: float) -> None:
-    return None
+    return lambda value: None
 
 
 def _remains() -> dict[str, Any]:

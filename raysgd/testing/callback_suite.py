@@ -16,6 +16,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +181,21 @@ class CallbackSuite:
         return {"calls": calls, "bytes": bytes_written() - written}
 
 
-class running:  # noqa: N801 - reads as a statement
-    """A run as a context manager; a problem of the callback is an error: ``with running(callback, run_dir) as runner``."""
-
-    def __init__(self, callback: Callback, run_dir: Path, error: BaseException | None = None) -> None:
-        self._problems: list[str] = []
-        self._runner = CallbackRunner([callback], self._problems.append, rank=0)
-        self._run_dir = run_dir
-        self._error = error
-
-    def __enter__(self) -> CallbackRunner:
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._runner.start(make_info(self._run_dir))
-        return self._runner
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._runner.end(self._error if error is None else error)
-        assert not self._problems, "\n".join(self._problems)
+@contextmanager
+def running(callback: Callback, run_dir: Path, error: BaseException | None = None) -> Iterator[CallbackRunner]:
+    """Start a run, yield what calls the callback, and end the run; a problem of the callback is an error."""
+    problems: list[str] = []
+    run_dir.mkdir(parents=True, exist_ok=True)
+    runner = CallbackRunner([callback], problems.append, rank=0)
+    runner.start(make_info(run_dir))
+    try:
+        yield runner
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        runner.end(error)
+        assert not problems, "\n".join(problems)
 
 
 def drive(
@@ -215,7 +214,8 @@ def drive(
 
 def digests(folder: Path) -> dict[str, str]:
     """Return a digest of each file below the folder."""
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in _files(folder)}
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def count_calls(function: Callable[[], object]) -> int:
@@ -243,7 +243,3 @@ def bytes_written() -> int:
     except OSError:
         return 0
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())

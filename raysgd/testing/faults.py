@@ -5,23 +5,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
 import errno
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import psutil
 
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.errors import ConfigError
+from raysgd.session.worker import WorkerSession
+from raysgd.testing.faulty_files import FaultyStore
+
+#: The local and the remote address of a connection.
+Connection: TypeAlias = tuple[Any, Any]
 
 #: The phases in which a fault can happen; see `Fault`.
 PHASES = ("start", "report", "collective", "save", "write", "half_written", "written", "committed", "load")
@@ -53,31 +62,26 @@ class Moment:
     files: tuple[str, ...] = ()
 
 
-class FaultContext(Protocol):
-    """The access of a fault to the process in which it happens."""
+@dataclass(frozen=True)
+class FaultContext:
+    """The access of a fault to the process in which it happens.
+
+    Attributes:
+        writes: The writes of this rank's checkpoints, which a fault can delay or make fail.
+        random: The source of a fault's random choices.
+        earlier_connections: The keys of `list_connections` before the process group formed.
+        delays_s: The delays of the next reports, to which a fault can add.
+        held: Objects that are kept until the attempt ends.
+    """
 
     moment: Moment
+    session: WorkerSession
     store: CheckpointStore
+    writes: FaultyStore
     random: Random
-
-    @property
-    def controller(self) -> str:
-        """The name of the TrainerActor."""
-
-    def slow_down(self, delay_s: float, steps: int) -> None:
-        """Delay this report and the following ones."""
-
-    def slow_writes(self, delay_s: float, times: int) -> None:
-        """Delay this write and the following ones."""
-
-    def fail_writes(self, error: int, times: int, for_s: float | None) -> None:
-        """Make this write and the following ones fail with an errno."""
-
-    def hold(self, memory: object) -> None:
-        """Keep an object until the attempt ends."""
-
-    def cut_group(self) -> int:
-        """Shut down the connections of the process group; return how many there were."""
+    earlier_connections: frozenset[Connection]
+    delays_s: list[float]
+    held: list[object]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -253,7 +257,7 @@ class OutOfMemory(Fault):
         if self.num_bytes is None:
             raise MemoryError("a planned fault")
         held: list[bytearray] = []
-        context.hold(held)
+        context.held.append(held)
         for start in range(0, self.num_bytes, _CHUNK_BYTES):
             # Not zeros: the pages must be written to be allocated.
             held.append(bytearray(b"\x01") * min(_CHUNK_BYTES, self.num_bytes - start))
@@ -280,9 +284,9 @@ class Slow(Fault):
 
     def inject(self, context: FaultContext) -> None:
         if self.planned_phase in WRITER_PHASES:
-            context.slow_writes(self.delay_s, self.steps)
+            context.writes.slow_down(self.delay_s, self.steps)
         else:
-            context.slow_down(self.delay_s, self.steps)
+            context.delays_s.extend([self.delay_s] * self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -296,8 +300,18 @@ class NetworkCut(Fault):
     phases = TRAINING_PHASES
 
     def inject(self, context: FaultContext) -> None:
-        if not context.cut_group():
+        group = [fd for key, fd in list_connections().items() if key not in context.earlier_connections]
+        if not group:
             raise ConfigError(f"{self!r} found no connection between ranks; use a backend that connects ranks.")
+        for descriptor in group:
+            with socket.socket(fileno=os.dup(descriptor)) as connection, contextlib.suppress(OSError):  # may be closed
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def list_connections() -> dict[Connection, int]:
+    """Return the descriptors of this process's established TCP connections, by their local and remote addresses."""
+    found = psutil.Process().net_connections("tcp")
+    return {(each.laddr, each.raddr): each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
 
 
 # -- faults of storage -------------------------------------------------------------------------------------------------
@@ -328,7 +342,7 @@ class StorageFault(Fault):
             check_amount(f"{type(self).__name__}(for_s)", self.for_s, positive=True)
 
     def inject(self, context: FaultContext) -> None:
-        context.fail_writes(self.error, self.times, self.for_s)
+        context.writes.fail(self.error, self.times, self.for_s)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -388,9 +402,17 @@ class KillTrainerActor(Fault):
     """A worker kills the process of the TrainerActor."""
 
     def inject(self, context: FaultContext) -> None:
-        from raysgd.testing.processes import kill_actor
+        import ray
+        from ray._private.state import state  # without Ray's dashboard no public API has an actor's process id
 
-        kill_actor(context.controller)
+        handle = context.session._link._controller()  # type: ignore[attr-defined]
+        known = state.actor_table(handle._actor_id.hex())
+        if not known.get("Pid"):
+            raise ConfigError("the TrainerActor has no process to kill: it is dead already.")
+        if known["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
+            os.kill(known["Pid"], signal.SIGKILL)
+        else:
+            ray.kill(handle, no_restart=False)  # like SIGKILL, it runs none of the actor's code
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

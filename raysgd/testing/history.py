@@ -1,6 +1,6 @@
 """`check_history`: checks that the files of a run keep raysgd's promises. Needs no Ray.
 
-The rules are pure functions of a `History` in `raysgd.testing.invariants` and `raysgd.testing.record`.
+The rules are pure functions of a `History`, in `raysgd.testing.invariants`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from raysgd.controller import frames as f
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import stored_frames
 from raysgd.testing import invariants
-from raysgd.testing import record as stored
-from raysgd.testing.record import History
+from raysgd.testing.record import History, read_stored
 
 #: The time for a run with a known outcome to close: an error is raised first, cleaning up follows.
 CLOSING_TIMEOUT_S = 30.0
@@ -34,8 +33,8 @@ _RULES: tuple[Callable[[History], Iterable[str]], ...] = (
     invariants.retries_are_counted,
     invariants.error_names_the_cause,
     invariants.run_never_stalls,
-    stored.committed_checkpoints_can_be_loaded,
-    stored.no_other_files_exist,
+    invariants.committed_checkpoints_can_be_loaded,
+    invariants.no_other_files_exist,
 )
 
 
@@ -61,7 +60,7 @@ def check_history(
     """Check the files of a run that has ended: its journal, its metrics and its checkpoints.
 
     It may be called as soon as the run has returned or raised, and waits until the last file is written. A run that was lost
-    with its TrainerActor is checked as far as its journal goes; its missing end is a violation.
+    with its TrainerActor is checked up to the end of its journal; its missing end is a violation.
 
     - The journal is complete, and the run has exactly one end.
     - Attempts are numbered without gaps and follow each other: only one group lives at a time.
@@ -95,12 +94,12 @@ def _read(storage: Storage, max_failures: int | None, within_s: float | None) ->
     frames = _frames(storage)
     if max_failures is None and storage.exists("run.json"):
         max_failures = json.loads(storage.read_bytes("run.json")).get("failure_config", {}).get("max_failures")
-    found = stored.read_stored(CheckpointStore(storage.child("checkpoints")))
-    return History(tuple(frames), found, max_failures, within_s)
+    stored = read_stored(CheckpointStore(storage.child("checkpoints")))
+    return History(tuple(frames), stored, max_failures, within_s)
 
 
 def _frames(storage: Storage) -> list[Frame]:
-    """Read the journal; that of a lost run up to the first gap, because its files were flushed one after the other."""
+    """Read the journal. A lost run's counts up to its first gap, because its files were flushed one after the other."""
     deadline = time.monotonic() + CLOSING_TIMEOUT_S
     while True:
         frames = stored_frames(storage)

@@ -2,7 +2,7 @@
 
 No other module of raysgd knows about faults. When a wrapped train_func is entered, it replaces some methods of its session
 (and functions of torch, for collectives) by its own; when it leaves, it restores them. The writer of the attempt's
-checkpoints is not restored: it belongs to the attempt, and still writes afterwards.
+checkpoints is not restored: it belongs to the attempt, and writes until the attempt's end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from random import Random
 from typing import Any
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME
-from raysgd.checkpoint.store import CheckpointStore
 from raysgd.session import context
 from raysgd.session.events import PartSafe, WorkerEvent
 from raysgd.session.worker import WorkerSession
-from raysgd.testing.faults import WRITER_PHASES, Fault, Moment, NetworkCut
+from raysgd.testing.faults import (
+    WRITER_PHASES,
+    Connection,
+    Fault,
+    FaultContext,
+    Moment,
+    NetworkCut,
+    list_connections,
+)
 from raysgd.testing.faulty_files import FaultyStore
-from raysgd.testing.processes import list_connections, shut_down
 
 
 def replace(restore: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -43,25 +49,8 @@ def replace(restore: contextlib.ExitStack, owner: Any, name: str, value: Any) ->
 # -- records of injected faults, a file each, so that a fault happens once over all processes and attempts ---------------
 
 
-@dataclass(frozen=True)
-class FaultRecord:
-    """The record that a fault has happened.
-
-    Attributes:
-        index: The fault's place in the plan.
-        attempt: The attempt of the run.
-        timestamp: Seconds since the epoch.
-        pid: The process in which the fault happened.
-    """
-
-    index: int
-    attempt: int
-    timestamp: float
-    pid: int
-
-
 def claim(folder: str, index: int, attempt: int) -> bool:
-    """Record that a fault happens now in this process; return False if it has happened already."""
+    """Record that fault ``index`` of a plan happens now in this process; return False if it has happened already."""
     target = Path(folder, f"fault-{index:05d}.json")
     if target.exists():
         return False
@@ -76,10 +65,10 @@ def claim(folder: str, index: int, attempt: int) -> bool:
     return True
 
 
-def read_records(folder: str) -> list[FaultRecord]:
-    """Return the records of a plan's folder, in the order of time."""
-    records = [FaultRecord(**json.loads(path.read_text())) for path in Path(folder).glob("fault-*.json")]
-    return sorted(records, key=lambda record: (record.timestamp, record.index))
+def read_records(folder: str) -> list[dict[str, Any]]:
+    """Return what `claim` recorded in a plan's folder, in the order of time."""
+    records = [json.loads(path.read_text()) for path in Path(folder).glob("fault-*.json")]
+    return sorted(records, key=lambda record: (record["timestamp"], record["index"]))
 
 
 # -- collectives of torch ----------------------------------------------------------------------------------------------
@@ -177,7 +166,7 @@ class FaultyFunction:
         self._plan = plan
         # A worker unpickles its code before the group forms: later connections belong to the group.
         has_cut = any(isinstance(fault, NetworkCut) for fault in plan.faults.values())
-        self._earlier_connections = frozenset(list_connections()) if has_cut else frozenset[int]()
+        self._earlier_connections = frozenset(list_connections()) if has_cut else frozenset[Connection]()
 
     def __call__(self, *args: Any) -> Any:
         session = context.installed()
@@ -196,18 +185,18 @@ class FaultyFunction:
 class Injection:
     """The faults of one rank in one attempt."""
 
-    def __init__(self, session: WorkerSession, plan: WorkerPlan, earlier_connections: frozenset[int]) -> None:
+    def __init__(self, session: WorkerSession, plan: WorkerPlan, earlier_connections: frozenset[Connection]) -> None:
         self._session = session
         self._plan = plan
         self._earlier_connections = earlier_connections
         self._writer = session._writer
-        self._store: CheckpointStore = self._writer._store
+        self._store = self._writer._store
+        self._faulty_store = FaultyStore(self._store, self.reach)
         self._pending = {index: fault for index, fault in plan.faults.items() if fault.rank == session.world_rank}
         self._lock = threading.Lock()  # between the training thread and the writer's thread
         self._seen: set[int] = set()
-        self._delays: list[float] = []
+        self._delays_s: list[float] = []
         self._held: list[object] = []
-        self._files = FaultyStore(self._store, self._reach_write)
 
     def install(self, restore: contextlib.ExitStack) -> None:
         """Replace the methods in which faults can happen, if faults are planned for this rank."""
@@ -224,7 +213,7 @@ class Injection:
         if "committed" in phases:
             self._seen = set(self._committed()[:-1])
         if phases & WRITER_PHASES:
-            self._writer._store = self._files  # type: ignore[assignment]
+            self._writer._store = self._faulty_store  # type: ignore[assignment]
             self._put = self._writer._put
             self._writer._put = self._put_part
 
@@ -234,7 +223,18 @@ class Injection:
         moment = Moment(phase, step, checkpoint, files)
         for index, fault in self._take_due(moment):
             if claim(self._plan.folder, index, self._session.attempt):
-                fault.inject(_Context(moment, self._store, Random(f"{self._plan.seed}/{index}"), self))
+                fault.inject(
+                    FaultContext(
+                        moment=moment,
+                        session=self._session,
+                        store=self._store,
+                        writes=self._faulty_store,
+                        random=Random(f"{self._plan.seed}/{index}"),
+                        earlier_connections=self._earlier_connections,
+                        delays_s=self._delays_s,
+                        held=self._held,
+                    )
+                )
 
     # -- replaced methods of the session --------------------------------------------------------------------------
 
@@ -242,8 +242,8 @@ class Injection:
         self._check_committed()
         WorkerSession.report(self._session, metrics)
         self.reach("report")
-        if self._delays:
-            time.sleep(self._delays.pop())
+        if self._delays_s:
+            time.sleep(self._delays_s.pop())
 
     def _save(self, state: Any, **settings: Any) -> None:
         self._check_committed()
@@ -268,9 +268,6 @@ class Injection:
             self.reach("written", self._writer._first_number + event.call, names)
         self._put(event)
 
-    def _reach_write(self, phase: str, number: int) -> None:
-        self.reach(phase, number)
-
     def _take_due(self, moment: Moment) -> list[tuple[int, Fault]]:
         with self._lock:
             due = [(index, fault) for index, fault in self._pending.items() if fault.is_due(moment)]
@@ -288,36 +285,3 @@ class Injection:
 
     def _committed(self) -> list[int]:
         return [number for number in self._store.numbers() if self._store.directory(number).exists(MANIFEST_NAME)]
-
-
-@dataclass
-class _Context:
-    """The implementation of `raysgd.testing.faults.FaultContext`."""
-
-    moment: Moment
-    store: CheckpointStore
-    random: Random
-    injection: Injection
-
-    @property
-    def controller(self) -> str:
-        return str(self.injection._session._link._name)  # type: ignore[attr-defined]
-
-    def slow_down(self, delay_s: float, steps: int) -> None:
-        self.injection._delays += [delay_s] * steps
-
-    def slow_writes(self, delay_s: float, times: int) -> None:
-        self.injection._files.slow_down(delay_s, times)
-
-    def fail_writes(self, error: int, times: int, for_s: float | None) -> None:
-        self.injection._files.fail(error, times, for_s)
-
-    def hold(self, memory: object) -> None:
-        self.injection._held.append(memory)
-
-    def cut_group(self) -> int:
-        found = {
-            inode: fd for inode, fd in list_connections().items() if inode not in self.injection._earlier_connections
-        }
-        shut_down(found.values())
-        return len(found)

@@ -1,14 +1,18 @@
-"""The promises that a run's journal must keep. Each rule is a pure function: it takes a `History` and yields violations."""
+"""The promises that a run's journal and checkpoints must keep.
+
+Each rule is a pure function: it takes a `History` and yields violations.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from raysgd._util.json import decode
+from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
@@ -20,7 +24,7 @@ _SUCCESSES = ("done", "stopped")
 _GIVE_UP = "give up"
 _RETRY = re.compile(r"retry (\d+)")
 _PROCESS_FAILURE = "the worker process"  # the prefix of the error text of a death or a hang
-_SKIPPED = re.compile(r"checkpoint[_ ]0*(\d+)")
+_SKIPPED = re.compile(r"checkpoint (\d+) skipped: ")
 
 
 def journal_is_complete(history: History) -> Iterator[str]:
@@ -176,7 +180,8 @@ def attempts_start_from_newest_checkpoint(history: History) -> Iterator[str]:
     for place, frame in enumerate(history.frames):
         if frame.kind != frames.EVENT:
             continue
-        skipped |= _skipped(frame)
+        if match := _SKIPPED.match(frame.data["data"].get("message", "")):
+            skipped.add(int(match[1]))
         if frame.data["kind"] != "attempt_start":
             continue
         data = frame.data["data"]
@@ -194,14 +199,6 @@ def attempts_start_from_newest_checkpoint(history: History) -> Iterator[str]:
                 f"attempt {data['attempt']} started from {start[0]} (iteration {start[1]}); "
                 f"the newest checkpoint was {expected[0]} (iteration {expected[1]})"
             )
-
-
-def _skipped(frame: Frame) -> set[int]:
-    text = json.dumps(frame.data["data"], default=str)
-    if " skipped: " not in text and "skipped" not in frame.data["kind"]:
-        return set()
-    number = frame.data["data"].get("number")
-    return {number} if isinstance(number, int) else {int(found) for found in _SKIPPED.findall(text)}
 
 
 def retries_are_counted(history: History) -> Iterator[str]:
@@ -278,3 +275,54 @@ def _signs(frame: Frame) -> Iterator[tuple[float, str]]:
     elif frame.kind == frames.REPORTS:
         for row in decode(frame.rows):
             yield row[0], f"a report of rank {frame.rank}"
+
+
+# -- checkpoints on storage ---------------------------------------------------------------------------------------------
+
+
+def committed_checkpoints_can_be_loaded(history: History) -> Iterator[str]:
+    """A committed checkpoint that was not deleted is on storage as the journal describes it, complete, and loads."""
+    for number, described in sorted(committed(history.frames).items()):
+        found = history.stored.get(number)
+        if found is None and not history.is_closed and any(other > number for other in history.stored):
+            continue  # deleted for a newer one that the lost end of the journal had
+        if found is None:
+            yield f"checkpoint {number} was committed, and is not on storage"
+        elif found.problem:
+            yield f"checkpoint {number} was committed, and cannot be loaded: {found.problem}"
+        elif found.manifest is None:
+            yield f"checkpoint {number} was committed, and has no manifest"
+        else:
+            yield from _differences(number, described, found.manifest, is_closed=history.is_closed)
+
+
+def _differences(number: int, described: dict[str, Any], manifest: Manifest, *, is_closed: bool) -> Iterator[str]:
+    for name in ("iteration", "attempt"):
+        # In a loop that saves before it reports, the round changes the manifest later; the journal may have lost that frame.
+        is_late = not is_closed and name == "iteration" and manifest.iteration == described[name] + 1
+        if described[name] != getattr(manifest, name) and not is_late:
+            yield f"checkpoint {number} has {name} {described[name]} in the journal, {getattr(manifest, name)} in its manifest"
+    needed = set(range(manifest.world_size)) if manifest.all_ranks else set()
+    with_part = {rank for rank, entries in manifest.parts.items() if entries}
+    if missing := sorted(needed - with_part):
+        yield f"checkpoint {number} of {manifest.world_size} ranks has no part of ranks {missing}"
+    if not with_part:
+        yield f"checkpoint {number} holds no state"
+
+
+def no_other_files_exist(history: History) -> Iterator[str]:
+    """A closed run has left no deleted checkpoint, no incomplete one, and no other file."""
+    reported = {frame.data["number"] for frame in history.frames if frame.kind == frames.CHECKPOINT}
+    kept = committed(history.frames)
+    for number, found in sorted(history.stored.items()):
+        if number in kept:
+            if found.unlisted and history.is_closed:
+                yield f"checkpoint {number} has files that are not its own: {', '.join(found.unlisted)}"
+        elif not history.is_closed:  # the end of its journal may be lost
+            continue
+        elif number in reported:
+            yield f"checkpoint {number} was deleted, and is still there"
+        elif found.manifest is not None or found.problem:
+            yield f"checkpoint {number} is on storage, but not in the journal"
+        else:
+            yield f"parts of checkpoint {number}, which was never committed, are left: {', '.join(found.unlisted)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import tempfile
@@ -118,15 +119,12 @@ class FaultPlan:
     @property
     def fired(self) -> list[Fired]:
         """The faults that have happened so far, in the order of time."""
-        return [
-            Fired(self.faults[record.index], record.attempt, record.timestamp, record.pid)
-            for record in read_records(self._folder)
-        ]
+        return [Fired(self.faults[record.pop("index")], **record) for record in read_records(self._folder)]
 
     @property
     def unfired(self) -> list[Fault]:
         """The faults that have not happened."""
-        happened = {record.index for record in read_records(self._folder)}
+        happened = {record["index"] for record in read_records(self._folder)}
         return [fault for index, fault in enumerate(self.faults) if index not in happened]
 
     def assert_all_fired(self) -> None:
@@ -142,7 +140,7 @@ class FaultPlan:
         return f"FaultPlan({list(self.faults)!r}, seed={self.seed})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_plan, (self.faults, self.seed, self._folder)
+        return functools.partial(FaultPlan, seed=self.seed, folder=self._folder), (self.faults,)
 
 
 class DriverFaults(Callback):
@@ -160,7 +158,3 @@ class DriverFaults(Callback):
         for index, fault in due:
             if claim(self._folder, index, result["attempt"]):
                 fault.inject(None)
-
-
-def _open_plan(faults: Sequence[Fault], seed: int, folder: str) -> FaultPlan:
-    return FaultPlan(faults, seed=seed, folder=folder)

@@ -1,4 +1,4 @@
-"""The history of a run for checks, and the rules for its checkpoints on storage. Only `read_stored` reads files."""
+"""The history of a run, as the checks take it. Only `read_stored` reads files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class History:
-    """What a run has left behind.
+    """The files that a run has left behind.
 
     Attributes:
         frames: The frames of its journal, in order.
@@ -153,54 +153,3 @@ def _problem_of(folder: Storage, manifest: Manifest) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-def committed_checkpoints_can_be_loaded(history: History) -> Iterator[str]:
-    """A committed checkpoint that was not deleted is on storage as the journal describes it, complete, and loads."""
-    for number, described in sorted(committed(history.frames).items()):
-        found = history.stored.get(number)
-        if found is None and not history.is_closed and any(other > number for other in history.stored):
-            continue  # deleted for a newer one that the lost end of the journal had
-        if found is None:
-            yield f"checkpoint {number} was committed, and is not on storage"
-        elif found.problem:
-            yield f"checkpoint {number} was committed, and cannot be loaded: {found.problem}"
-        elif found.manifest is None:
-            yield f"checkpoint {number} was committed, and has no manifest"
-        else:
-            yield from _differences(number, described, found.manifest, is_closed=history.is_closed)
-
-
-def _differences(number: int, described: dict[str, Any], manifest: Manifest, *, is_closed: bool) -> Iterator[str]:
-    for name in ("iteration", "attempt"):
-        # In a loop that saves before it reports, the round changes the manifest later; the journal may have lost that frame.
-        is_late = not is_closed and name == "iteration" and manifest.iteration == described[name] + 1
-        if described[name] != getattr(manifest, name) and not is_late:
-            yield f"checkpoint {number} has {name} {described[name]} in the journal, {getattr(manifest, name)} in its manifest"
-    needed = set(range(manifest.world_size)) if manifest.all_ranks else set()
-    with_part = {rank for rank, entries in manifest.parts.items() if entries}
-    if missing := sorted(needed - with_part):
-        yield f"checkpoint {number} of {manifest.world_size} ranks has no part of ranks {missing}"
-    if not with_part:
-        yield f"checkpoint {number} holds no state"
-
-
-def no_other_files_exist(history: History) -> Iterator[str]:
-    """A closed run has left no deleted checkpoint, no incomplete one, and no other file."""
-    reported = {frame.data["number"] for frame in history.frames if frame.kind == frames.CHECKPOINT}
-    kept = committed(history.frames)
-    for number, found in sorted(history.stored.items()):
-        if number in kept:
-            if found.unlisted and history.is_closed:
-                yield f"checkpoint {number} has files that are not its own: {', '.join(found.unlisted)}"
-        elif not history.is_closed:  # the end of its journal may be lost
-            continue
-        elif number in reported:
-            yield f"checkpoint {number} was deleted, and is still there"
-        elif found.manifest is not None or found.problem:
-            yield f"checkpoint {number} is on storage, but not in the journal"
-        else:
-            yield f"parts of checkpoint {number}, which was never committed, are left: {', '.join(found.unlisted)}"

@@ -32,8 +32,8 @@ print(json.dumps(dict(before=before, after=state(), loaded=sorted(name for name 
 def _import(names: list[str], folder: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", PROBE.format(names=names)], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    states: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return states
 
 
 def test_importing_raysgd_loads_neither_ray_nor_a_framework(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_importing_raysgd_loads_neither_ray_nor_a_framework(tmp_path: Path) -> N
 
 
 def test_importing_raysgd_changes_nothing(tmp_path: Path) -> None:
-    told = _import(["raysgd"], tmp_path)
-    assert told["after"] == told["before"]
+    states = _import(["raysgd"], tmp_path)
+    assert states["after"] == states["before"]
 
 
 def test_no_module_but_those_of_a_framework_loads_one(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ PUBLIC = {
         check_history
     """.split(),
     "raysgd.testing.simulation": """
-        GONE RETURNED SimulatedAttempt SimulatedRank SimulatedRun broken failed finish history_of kill part
-        previous_state_of reports running saved uri_of
+        RETURNED SimulatedRun broken failed finish history_of kill part previous_state_of reports running saved uri_of
     """.split(),
 }
 PACKAGES = ["backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration"]

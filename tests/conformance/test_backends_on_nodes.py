@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
-from raysgd.testing.backend_suite import BackendOnNodesSuite
-from support.cluster import cluster_of_two
+from raysgd.testing.backend_nodes_suite import BackendOnNodesSuite
 from support.frameworks import needs_horovod
 from support.runs import quiet, travels_by_value
 from support.totals import TOTALS
@@ -18,12 +16,6 @@ from support.totals import TOTALS
 travels_by_value(__name__)
 travels_by_value("support.totals")
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def cluster(_no_process_is_left: None) -> Iterator[Any]:
-    with cluster_of_two() as cluster:
-        yield cluster
 
 
 class TestTorch(BackendOnNodesSuite):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from raysgd.callbacks import (
     WandbCallback,
 )
 from raysgd.testing.callback_suite import CallbackSuite
+from support import wandb_files
 
 
 class TestNothing(CallbackSuite):
@@ -122,5 +122,5 @@ class TestWandb(CallbackSuite):
         return WandbCallback(mode="offline")
 
     def files_of(self, run_dir: Path) -> dict[str, str]:
-        time.sleep(0.5)  # the service writes the end of the file after the run's finish has returned
+        wandb_files.read(run_dir)  # waits until the service has written the end of the file
         return {name: digest for name, digest in super().files_of(run_dir).items() if not name.endswith(".log")}

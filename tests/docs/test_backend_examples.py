@@ -22,7 +22,7 @@ from raysgd.testing import FaultPlan, Kill, check_history
 from support.examples import run_example
 from support.project import ROOT
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
-from support.searches import Fit, check_nothing_is_held, column, fit_in
+from support.searches import Fit, column
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,7 @@ def test_training_continues_when_a_worker_is_killed(
     assert run.checkpoints[-1].metrics[script.accuracy] >= 0.95
 
 
-@pytest.fixture
-def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
-    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    yield fit_in(tmp_path)
-    check_nothing_is_held()
-
-
+@pytest.mark.usefixtures("no_leftovers_of_trials")
 @pytest.mark.parametrize("script", SEARCHED, indirect=True, ids=lambda script: script.name)
 def test_it_is_searched_by_tune(script: Script, module: ModuleType, fit: Fit) -> None:
     trainer = raysgd.Trainer(2, script.backend, seed=0)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 import raysgd
-from raysgd.testing.backend_suite import BackendOnNodesSuite, BackendSuite
-from support.cluster import ClusterState, cluster_of_two, start_ray
+from raysgd.testing.backend_nodes_suite import BackendOnNodesSuite
+from raysgd.testing.backend_suite import BackendSuite
+from support.cluster import cluster_of, cluster_of_one
 from support.project import ROOT
 from support.runs import make_trainer, quiet, travels_by_value
 from support.snippets import snippets
@@ -74,16 +74,13 @@ def star_is_installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="class")
 def cluster_with_star(star_is_installed: None, _no_process_is_left: None) -> Iterator[None]:
-    start_ray(num_cpus=8, include_dashboard=False, namespace="tests")
-    yield
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    assert not left, "; ".join(left)
+    with cluster_of_one(num_cpus=8):
+        yield
 
 
 @pytest.fixture(scope="class")
 def cluster(star_is_installed: None, _no_process_is_left: None) -> Iterator[Any]:
-    with cluster_of_two() as cluster:
+    with cluster_of(2, 2) as cluster:
         yield cluster
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,28 +42,32 @@ def _free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def jobs_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def jobs_address() -> Iterator[str]:
     """A cluster of one node, by the address that takes jobs."""
     names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
     ports = dict(zip(names, _free_ports(len(names)), strict=True))
     # Asked for by name, a dashboard that does not start ends `ray start`.
     options = [*(f"{option}={port}" for option, port in ports.items()), "--num-cpus=4", "--include-dashboard=true"]
-    # Short, as the names of Ray's sockets are made of it.
-    folder = tmp_path_factory.mktemp("r")
-    log = folder / "ray_start.log"
+    options.append("--disable-usage-stats")
     environment = {**ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    with open(log, "wb") as output:
-        head = subprocess.Popen(
-            [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}", *options],
-            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-    try:
-        up = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 180)
-        assert up and head.poll() is None, log.read_text()[-4000:]
-        yield f"http://127.0.0.1:{ports['--dashboard-port']}"
-    finally:
-        head.send_signal(signal.SIGTERM)
-        head.wait(30)
+    # Not below tmp_path: the path of a socket has at most 107 bytes, of which Ray needs 66. In the tenth folder of
+    # pytest-xdist the socket of MetricsHead had 108, and the dashboard ended with "Received EOF from pipe".
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        log = folder / "ray_start.log"
+        with open(log, "wb") as output:
+            command = [BIN / "ray", "start", "--head", "--block", f"--temp-dir={folder}", *options]
+            head = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
+        try:
+            has_started = until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 180)
+            logs = [log, *folder.glob("session_2*/logs/dashboard*.log")]  # the dashboard's parts have logs of their own
+            assert has_started and head.poll() is None, "\n".join(path.read_text()[-2000:] for path in logs)
+            yield f"http://127.0.0.1:{ports['--dashboard-port']}"
+        finally:
+            head.send_signal(signal.SIGTERM)
+            head.wait(30)
 
 
 def _submit(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:

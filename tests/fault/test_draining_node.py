@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,14 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 import raysgd
-from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 travels_by_value(__name__)
 
-
-@pytest.fixture(scope="module")
-def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """Start a head node without CPUs; tests add nodes."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    ray.init(address=cluster.address, namespace="tests")
-    yield cluster
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
+#: A head node without CPUs; tests add nodes.
+NODES = (0,)
 
 
 def until_file_exists(config: dict[str, Any]) -> str:

@@ -27,22 +27,8 @@ from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, quiet, 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 travels_by_value(__name__)
 
-
-@pytest.fixture(scope="module")
-def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """Start a head node with room for two workers; tests add and remove nodes."""
-    health = {
-        "health_check_initial_delay_ms": 1000,
-        "health_check_period_ms": 1000,
-        "health_check_failure_threshold": 3,
-    }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": health})
-    ray.init(address=cluster.address, namespace="tests")
-    yield cluster
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
+#: A head node with room for two workers; tests add and remove nodes.
+NODES = (2,)
 
 
 def until_file_exists(config: dict[str, Any]) -> dict[str, Any]:

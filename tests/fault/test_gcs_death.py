@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 import raysgd
-from raysgd.testing import ClusterState, check_history
-from support.cluster import start_ray
+from raysgd.testing import check_history
+from support.cluster import cluster_of_one
 from support.gcs import GlobalControlService, redis_server
 from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
 
@@ -32,13 +31,10 @@ def gcs(_no_process_is_left: None, tmp_path_factory: pytest.TempPathFactory) -> 
     """Yield the GCS of a cluster of one node; its state is in Redis, so that a new GCS can take over."""
     with pytest.MonkeyPatch.context() as patch, redis_server(tmp_path_factory.mktemp("redis")) as address:
         patch.setenv("RAY_REDIS_ADDRESS", address)
-        start_ray(num_cpus=4, include_dashboard=False, namespace="tests")
-        gcs = GlobalControlService()
-        yield gcs
-        left = ClusterState.empty().leftovers()
-        ray.shutdown()
+        with cluster_of_one(num_cpus=4):
+            gcs = GlobalControlService()
+            yield gcs
         gcs.kill()
-        assert not left, "; ".join(left)
 
 
 def steps(config: dict[str, Any]) -> int:

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,14 @@ from ray.cluster_utils import Cluster
 
 import raysgd
 from raysgd.workers.placement.avoided_nodes import SAME_DEATH_S
-from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
 
 pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
-
-@pytest.fixture(scope="module")
-def cluster(_no_process_is_left: None) -> Iterator[Cluster]:
-    """Start a head node without CPUs, and three nodes with room for one worker each."""
-    # Ray counts a silent node as lost after three seconds instead of twenty.
-    health = {
-        "health_check_initial_delay_ms": 1000,
-        "health_check_period_ms": 1000,
-        "health_check_failure_threshold": 3,
-    }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": health})
-    for _ in range(3):
-        cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address, namespace="tests")
-    yield cluster
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
+#: A head node without CPUs, and three nodes with room for one worker each.
+NODES = (0, 1, 1, 1)
 
 
 #: Saves before a node is lost, and seconds for the copy of the last one: Ray retries a failed fetch after 10 s.

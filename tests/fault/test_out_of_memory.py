@@ -12,33 +12,21 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 import raysgd
 from raysgd.errors import WorkerDiedError
 from support.cgroups import limited_memory
-from support.cluster import ClusterState
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, make_trainer, quiet, travels_by_value
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300), pytest.mark.usefixtures("cluster")]
 travels_by_value(__name__)
+
+#: Nodes with room for one worker each.
+NODES = (1, 1)
 
 LIMIT_BYTES = 300 << 20
 SIZE = r"[\d.]+ [GM]iB"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_nodes(_no_process_is_left: None) -> Iterator[None]:
-    """Start a cluster whose nodes have room for one worker each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address, namespace="tests")
-    yield
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
 
 
 def is_sampled() -> bool:

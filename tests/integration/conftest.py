@@ -1,27 +1,20 @@
-"""Fixtures of searches; `support.searches` implements them, and imports Tune."""
+"""Fixtures that several modules with real processes share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-@pytest.fixture
-def fit(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs a search without its display; see `support.searches.fit_in`."""
-    from support.searches import fit_in
+@pytest.fixture(scope="module")
+def torch_trainer(
+    request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """A Trainer with torch's process group, as `trainer`; the module's ``TORCH_TRAINER`` has its arguments."""
+    from support.runs import make_trainer
 
-    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    return fit_in(tmp_path)
-
-
-@pytest.fixture
-def no_leftovers_of_trials(ray_cluster: Any) -> Iterator[None]:
-    """Check that the test leaves no resource, placement group or process behind."""
-    from support.searches import check_nothing_is_held
-
-    yield
-    check_nothing_is_held()
+    settings = getattr(request.module, "TORCH_TRAINER", {})
+    with make_trainer(tmp_path_factory.mktemp("runs"), backend="torch", **settings) as trainer:
+        yield trainer

@@ -28,18 +28,14 @@ from support.runs import events_of, latest_run, make_trainer, quiet, travels_by_
 pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
 
+TORCH_TRAINER = {"num_workers": 3, "seed": 3, "deterministic": True}
+
 
 @pytest.fixture(scope="module")
 def picky_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
     """A Trainer with one worker that keeps the two checkpoints with the highest accuracy."""
     keeps = raysgd.CheckpointConfig(num_to_keep=2, score_attribute="accuracy")
     with make_trainer(tmp_path_factory.mktemp("runs"), 1, checkpoint_config=keeps) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
-def torch_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), 3, "torch", seed=3, deterministic=True) as trainer:
         yield trainer
 
 

@@ -234,15 +234,8 @@ class TestExceptionsOfTheUser:
 # -- with a process group ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def torch_trainer(
-    request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), request.param, "torch") as trainer:
-        yield trainer
-
-
-def test_cause_is_raised_and_broken_collectives_are_listed(torch_trainer: raysgd.Trainer) -> None:
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_cause_is_raised_and_broken_collectives_are_listed(ray_cluster: Any, tmp_path: Path, num_workers: int) -> None:
     def train_func(config: dict[str, Any]) -> int:
         import torch
         import torch.distributed as dist
@@ -256,15 +249,16 @@ def test_cause_is_raised_and_broken_collectives_are_listed(torch_trainer: raysgd
         dist.all_reduce(torch.ones(1))
         return os.getpid()
 
-    before = torch_trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all")
-    with pytest.raises(Diverged, match=r"^the cause$") as caught:
-        torch_trainer.run(train_func, {"fails": True}, callbacks=quiet())
+    with make_trainer(tmp_path, num_workers, "torch") as trainer:
+        before = trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all")
+        with pytest.raises(Diverged, match=r"^the cause$") as caught:
+            trainer.run(train_func, {"fails": True}, callbacks=quiet())
 
-    last = len(before) - 1
-    cause = caught.value.__cause__
-    assert isinstance(cause, WorkerTraceback) and cause.rank == last
-    assert last not in {rank for rank, _ in cause.followed}
-    assert torch_trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all") == before
+        last = len(before) - 1
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerTraceback) and cause.rank == last
+        assert last not in {rank for rank, _ in cause.followed}
+        assert trainer.run(train_func, {"fails": False}, callbacks=quiet(), returns="all") == before
 
 
 # -- arguments of a run ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from raysgd.backends.torch import TorchConfig
-from support.cluster import ClusterState, start_ray
+from support.cluster import cluster_of_one
 from support.runs import make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
@@ -19,13 +19,10 @@ NAMES = ("MIG-4f6b", "MIG-0a1c")
 
 
 @pytest.fixture
-def cluster(_no_process_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cluster_with_gpus(_no_process_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(NAMES))
-    start_ray(num_cpus=4, num_gpus=2, include_dashboard=False, namespace="tests")
-    yield
-    left = ClusterState.empty().leftovers()
-    ray.shutdown()
-    assert not left, "; ".join(left)
+    with cluster_of_one(num_cpus=4, num_gpus=2):
+        yield
 
 
 def own_and_visible() -> tuple[str, str, str]:
@@ -34,7 +31,7 @@ def own_and_visible() -> tuple[str, str, str]:
     return own, visible[int(os.environ["RAYSGD_DEVICE_INDEX"])], ",".join(visible)
 
 
-def test_workers_see_gpus_by_their_names(cluster: None, tmp_path: Path) -> None:
+def test_workers_see_gpus_by_their_names(cluster_with_gpus: None, tmp_path: Path) -> None:
     with make_trainer(tmp_path, 2, TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
         seen = trainer.run(own_and_visible, callbacks=quiet(), returns="all")
     assert sorted(own for own, _, _ in seen) == sorted(NAMES)

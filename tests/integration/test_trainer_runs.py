@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ from support.runs import PATIENCE_S, are_gone, latest_run, make_trainer, pids, q
 
 pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
-
-
-@pytest.fixture(scope="module")
-def torch_trainer(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
-    with make_trainer(tmp_path_factory.mktemp("runs"), 2, "torch") as trainer:
-        yield trainer
 
 
 def count_to(config: dict[str, Any]) -> int:
@@ -316,27 +310,21 @@ def test_leaving_the_stream_does_not_stop_training(trainer: raysgd.Trainer) -> N
     assert len(latest_run(trainer).metrics) == 20_000
 
 
-def test_slow_reader_loses_no_result(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = raysgd.ResultStream.__init__.__kwdefaults__
-    assert "buffer_bytes" in defaults
-    monkeypatch.setitem(defaults, "buffer_bytes", 20_000)
-    stream = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
-    steps = []
-    for result in stream:
-        steps.append(result["step"])
-        if len(steps) in (1, 100, 5000):
-            time.sleep(0.2)
-    assert steps == list(range(20_000))
-    assert stream.get_returns() == 20_000
+def report_80_mb(config: dict[str, Any]) -> None:
+    """Make 2,000 reports on each of two ranks: more than an iteration and the controller keep in memory."""
+    for step in range(2000):
+        raysgd.report(step=step, pad="x" * 20_000)
 
 
-def test_late_reader_reads_from_the_files_of_the_run(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_func() -> None:
-        for step in range(2000):
-            raysgd.report(step=step, pad="x" * 20_000)  # 80 MB in total, more than the controller keeps in memory
+def test_slow_reader_loses_no_result(trainer: raysgd.Trainer) -> None:
+    stream = trainer.run_generator(report_80_mb, {}, callbacks=quiet())
+    steps = [next(stream)["step"] for _ in range(100)]
+    assert stream.wait_closed(PATIENCE_S)
+    assert steps + [result["step"] for result in stream] == list(range(2000))
 
-    monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 20_000)
-    stream = trainer.run_generator(train_func, callbacks=quiet())
+
+def test_late_reader_reads_from_the_files_of_the_run(trainer: raysgd.Trainer) -> None:
+    stream = trainer.run_generator(report_80_mb, {}, callbacks=quiet())
     assert stream.wait_closed(PATIENCE_S)
     assert [result["step"] for result in stream] == list(range(2000))
 
@@ -349,10 +337,9 @@ def test_return_value_is_available_after_the_next_run(trainer: raysgd.Trainer) -
     assert first.get_returns() == [1] * 100_000
 
 
-def test_results_lost_after_the_next_run_raise(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(raysgd.ResultStream.__init__.__kwdefaults__, "buffer_bytes", 10_000)
-    first = trainer.run_generator(count_to, {"n": 20_000}, callbacks=quiet())
-    assert first.get_returns() == 20_000
+def test_results_lost_after_the_next_run_raise(trainer: raysgd.Trainer) -> None:
+    first = trainer.run_generator(report_80_mb, {}, callbacks=quiet())
+    assert first.wait_closed(PATIENCE_S)
     trainer.run(count_to, {"n": 1}, callbacks=quiet())
     with pytest.raises(UsageError, match="can no longer be read, because the Trainer has executed another run since"):
         list(first)

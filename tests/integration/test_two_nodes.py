@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ import ray
 import raysgd
 from raysgd.errors import InfeasibleError
 from raysgd.workers.placement.slots import WorkerSlots
-from support.cluster import cluster_of_two
 from support.poll import until
 from support.runs import make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_nodes(_no_process_is_left: None) -> Iterator[None]:
-    with cluster_of_two():
-        yield
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def where() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import ray
 
 from raysgd.testing.cluster import ClusterState
 
-__all__ = ["ClusterState", "cluster_of_two", "start_ray"]
+__all__ = ["ClusterState", "cluster_of", "cluster_of_one", "start_ray"]
 
 
 #: After so many seconds Ray notices a worker process that died before it registered, as Ray's own sometimes do; its actor
@@ -40,8 +40,16 @@ def start_ray(**settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster_of_two() -> Iterator[Any]:
-    """Yield a `ray.cluster_utils.Cluster` of two nodes with two logical CPUs each; check that nothing is left in it."""
+def cluster_of_one(**settings: Any) -> Iterator[None]:
+    """Start a cluster of one node with these settings of `ray.init`; check that nothing is left in it."""
+    start_ray(include_dashboard=False, namespace="tests", **settings)
+    with _empty_at_the_end():
+        yield
+
+
+@contextmanager
+def cluster_of(*num_cpus: int) -> Iterator[Any]:
+    """Yield a `ray.cluster_utils.Cluster` of nodes with so many logical CPUs; check that nothing is left in it."""
     from ray.cluster_utils import Cluster
 
     # Ray then counts a silent node as lost after three seconds instead of twenty.
@@ -50,11 +58,21 @@ def cluster_of_two() -> Iterator[Any]:
         "health_check_period_ms": 1000,
         "health_check_failure_threshold": 3,
     }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": health})
-    cluster.add_node(num_cpus=2)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus[0], "_system_config": health})
+    for count in num_cpus[1:]:
+        cluster.add_node(num_cpus=count)
     ray.init(address=cluster.address, namespace="tests")
-    yield cluster
+    try:
+        with _empty_at_the_end():
+            yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def _empty_at_the_end() -> Iterator[None]:
+    """Disconnect from the cluster at the end, and check that nothing is left in it."""
+    yield
     left = ClusterState.empty().leftovers()
     ray.shutdown()
-    cluster.shutdown()
-    assert not left, "; ".join(left)
+    assert not left, "left behind on the cluster: " + "; ".join(left)

@@ -20,10 +20,7 @@ from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
 from raysgd.testing.simulation import (
-    GONE,
     RETURNED,
-    SimulatedAttempt,
-    SimulatedRank,
     SimulatedRun,
     broken,
     failed,
@@ -34,6 +31,7 @@ from raysgd.testing.simulation import (
     saved,
     uri_of,
 )
+from support.simulated_workers import GONE, SimulatedAttempt, SimulatedRank
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
 RANKS = st.integers(0, 2)  # taken modulo the number of candidate ranks
@@ -579,7 +577,7 @@ class RunFuzz(RuleBasedStateMachine):
             attempt.gone.add(rank.number)
             self.run.end_stream(rank.number, rank.died)
         else:
-            attempt.note(rank.number, item)
+            attempt.record(rank.number, item)
             self.run.deliver(rank.number, item)
         self._check()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from raysgd.controller.commands import GroupFailed
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import Journal
 from raysgd.session import events as e
-from raysgd.testing.history import HistoryError, check_history, find_violations
+from raysgd.testing.history import CLOSING_TIMEOUT_S, HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
 from raysgd.testing.simulation import (
     SimulatedRun,
@@ -371,16 +373,16 @@ def test_stalled_run_is_found() -> None:
             for seq, time in enumerate(times)
         )
 
-    def look(frames: tuple[Frame, ...], within_s: float | None) -> list[str]:
+    def stalls(frames: tuple[Frame, ...], within_s: float | None) -> list[str]:
         return [v for v in find_violations(History(frames, within_s=within_s)) if "nothing happened" in v]
 
     sample = Frame(2, f.EVENT, 1, data={"kind": "sample", "timestamp": 15.0, "data": {}})
     report = Frame(2, f.REPORTS, 1, 0, {"first": 0, "count": 1}, b'[[15.0, 1.0, {"n": 1}]]')
     still = "nothing happened for 10.0 s, between warning and warning"
-    assert look(at(10.0, 20.0), 9.0) == [still]
-    assert look(at(10.0, 20.0), 10.0) == look(at(10.0, 20.0), None) == []
-    assert look((*at(10.0, 20.0), sample), 9.0) == [still], "a sample of the load is not progress"
-    assert look((*at(10.0, 20.0), report), 9.0) == []
+    assert stalls(at(10.0, 20.0), 9.0) == [still]
+    assert stalls(at(10.0, 20.0), 10.0) == stalls(at(10.0, 20.0), None) == []
+    assert stalls((*at(10.0, 20.0), sample), 9.0) == [still], "a sample of the load is not progress"
+    assert stalls((*at(10.0, 20.0), report), 9.0) == []
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -406,33 +408,32 @@ def test_history_is_read_from_the_files_of_a_run(tmp_path: Path) -> None:
         assert str(tmp_path) in str(caught.value)
 
 
-def test_check_waits_for_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_waits_for_the_end_of_the_run(tmp_path: Path) -> None:
     history = one_retry()
     write_run(tmp_path, history, -1)
-    looks = []
 
-    def look(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
-            journal = Journal(Storage.from_uri(tmp_path))
-            journal.append(history.frames[-1])
-            journal.flush()
+    def write_end() -> None:
+        journal = Journal(Storage.from_uri(tmp_path))
+        journal.append(history.frames[-1])
+        journal.flush()
 
-    monkeypatch.setattr("raysgd.testing.history.time.sleep", look)
+    writer = threading.Timer(0.3, write_end)
+    writer.start()
     with pytest.raises(HistoryError) as caught:
         check_history(tmp_path)
+    writer.join()
     assert caught.value.violations == ("checkpoint 2 was committed, and is not on storage",)
-    assert len(looks) == 3
 
 
-def test_check_does_not_wait_for_a_run_without_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_does_not_wait_for_a_run_without_an_outcome(tmp_path: Path) -> None:
     history = one_retry()
     place = index_of(list(history.frames), f.ATTEMPT)
     metrics_first = (*history.frames[:place], *(frame for frame in history.frames if frame.kind == f.REPORTS))
     write_run(tmp_path, replace(history, frames=metrics_first))
-    monkeypatch.setattr("raysgd.testing.history.time.sleep", None)
+    began = time.monotonic()
     with pytest.raises(HistoryError) as caught:
         check_history(tmp_path)
+    assert time.monotonic() - began < CLOSING_TIMEOUT_S / 2
     assert caught.value.violations == ("the run has no end",)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,10 @@ from raysgd.testing import (
     Stop,
     StorageFault,
     TornWrite,
-    faulty_files,
 )
 from raysgd.testing.faults import CHECKPOINT_PHASES, PHASES, Moment
 from raysgd.testing.faulty_files import FaultyStore
-from raysgd.testing.injection import claim, read_records
+from raysgd.testing.injection import claim
 
 KINDS = [Kill, Stop, Exit, Hang, Raise, Slow, NetworkCut, StorageFault, DiskFull, TornWrite, BitFlip, KillDriver]
 
@@ -109,7 +110,7 @@ def test_only_one_of_many_processes_can_claim_a_fault(tmp_path: Path) -> None:
 
     def ask() -> None:
         barrier.wait()
-        claimed.append(claim(str(tmp_path), 3, 2))
+        claimed.append(claim(str(tmp_path), 1, 2))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -117,9 +118,9 @@ def test_only_one_of_many_processes_can_claim_a_fault(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(claimed) == [False] * 7 + [True]
-    (record,) = read_records(str(tmp_path))
-    assert (record.index, record.attempt, record.pid) == (3, 2, os.getpid())
-    assert os.listdir(tmp_path) == ["fault-00003.json"]
+    (fired,) = FaultPlan([Kill(), Stop()], folder=tmp_path).fired
+    assert (fired.fault, fired.attempt, fired.pid) == (Stop(), 2, os.getpid())
+    assert len(os.listdir(tmp_path)) == 1, "a temporary file is left"
 
 
 def test_plan_lists_fired_and_unfired_faults(tmp_path: Path) -> None:
@@ -136,19 +137,19 @@ def test_plan_lists_fired_and_unfired_faults(tmp_path: Path) -> None:
 
 
 def test_pickled_plan_shares_its_records(tmp_path: Path) -> None:
-    plan = FaultPlan([Kill(), Stop()])
+    plan = FaultPlan([Kill(), Stop()], folder=tmp_path)
     copy = pickle.loads(pickle.dumps(plan))
-    claim(plan._folder, 1, 1)
+    claim(str(tmp_path), 1, 1)
     assert copy.unfired == plan.unfired == [Kill()]
     assert repr(copy) == repr(plan)
 
 
-def test_temporary_folder_is_removed_with_the_plan() -> None:
+def test_temporary_folder_is_removed_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = FaultPlan([Kill()])
-    folder = plan._folder
-    assert os.path.isdir(folder)
+    assert len(os.listdir(tmp_path)) == 1
     del plan
-    assert not os.path.exists(folder)
+    assert os.listdir(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------------ random plans
@@ -193,7 +194,6 @@ def test_wrapped_function_behaves_like_the_original_outside_of_workers() -> None
 def test_driver_faults_are_not_sent_to_workers() -> None:
     plan = FaultPlan([RemoveNode(remove=threading.Lock().acquire), Kill(rank=1)])  # a lock does not pickle
     copy = pickle.loads(pickle.dumps(plan.wrap(os.getpid)))
-    assert copy._plan.faults == {1: Kill(rank=1)}
     assert copy() == os.getpid()
 
 
@@ -213,7 +213,7 @@ def test_driver_faults_happen_when_their_result_arrives() -> None:
 # ------------------------------------------------------------------------------------------------------ storage
 
 
-def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path) -> None:
     from raysgd.checkpoint.storage.storage import Storage
     from raysgd.checkpoint.store import CheckpointStore
     from raysgd.errors import StorageError
@@ -243,10 +243,11 @@ def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(StorageError):
             folder.write_bytes("d", data)
 
-    delays: list[float] = []
-    monkeypatch.setattr(faulty_files.time, "sleep", delays.append)
     store = FaultyStore(CheckpointStore(Storage.from_uri(tmp_path)), lambda *where: None)
-    store.slow_down(0.2, 2)
+    store.slow_down(0.5, 2)
+    took_s = []
     for _ in range(3):
+        began = time.monotonic()
         store.directory(4).write_bytes("e", data)
-    assert [delay_s for delay_s in delays if delay_s] == [0.2, 0.2]
+        took_s.append(time.monotonic() - began)
+    assert [each >= 0.5 for each in took_s] == [True, True, False]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raysgd import transport as endpoint
 from raysgd import transport as listener
 from raysgd.transport import MAX_MESSAGE_BYTES, Endpoint, connect, pack, read_message, receive_message
-from support.listening import Loop, listening, loop_in_thread
+from support.listening import Loop, listening
 from support.poll import until
 
 HELLO = {"kind": "echo", "name": "a"}
@@ -27,12 +27,6 @@ async def echo(hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyn
     while (message := await read_message(reader)) != "end":
         writer.write(pack(message))
         await writer.drain()
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    with loop_in_thread() as loop:
-        yield loop
 
 
 @pytest.fixture(scope="module")

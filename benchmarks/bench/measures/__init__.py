@@ -1,4 +1,4 @@
-"""What is measured: a `Measure` each, in modules by subject."""
+"""The measures, in modules by subject."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MODULES = {
     "search": ("tune_search",),
     "backends": ("backend_start", "backend_allreduce", "backend_kill"),
 }
-#: Measures of `benchmarks/vs_ray_train.py`, in the order in which they run and are shown.
+#: The measures of `benchmarks/vs_ray_train.py`, in their order.
 NAMES = (*_MODULES["reports"], *_MODULES["runs"])
-#: Measures of the other programs.
+#: The measures of the other programs.
 RECOVERY, INGEST = _MODULES["recovery"], _MODULES["ingest"]
 TUNE, BACKENDS = _MODULES["search"], _MODULES["backends"]
-#: Measures that cause faults. They start their systems themselves.
+#: Measures that cause faults; they start their systems themselves.
 FRAGILE = (*RECOVERY, "backend_kill")
 
 

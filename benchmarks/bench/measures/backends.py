@@ -25,19 +25,19 @@ Floats = npt.NDArray[np.float32]
 
 
 class Collective(Protocol):
-    """An all-reduce of arrays in a framework that is initialised."""
+    """The all-reduce of a framework whose process group has formed."""
 
     rank: int
     size: int
 
     def put(self, values: Floats) -> Any:
-        """What the framework computes with."""
+        """Return an array of the framework."""
 
     def add_up(self, values: Any) -> Any:
-        """The sum over all ranks; returns when it is there. May be ``values`` itself, changed."""
+        """Wait for the sum over all ranks and return it; it may be ``values``, changed in place."""
 
     def get(self, values: Any) -> Floats:
-        """The numbers of a sum."""
+        """Return a sum as a NumPy array."""
 
 
 class TorchCollective:
@@ -59,7 +59,7 @@ class TorchCollective:
 
 
 class HorovodCollective:
-    """Horovod with torch, in place. It needs a name, so that the same tensor is known again."""
+    """Horovod with torch, in place. The name tells Horovod that it is the same tensor again."""
 
     def __init__(self) -> None:
         import horovod.torch as hvd
@@ -133,11 +133,11 @@ _KINDS: dict[str, Callable[[], Collective]] = {
 
 
 def make_collective(framework: str) -> Collective:
-    """The all-reduce of a framework, in the group that this process is in."""
+    """Return the all-reduce of a framework in this process's group."""
     return _KINDS[framework]()
 
 
-#: Runs after the first one; with more than three TensorFlow's processes would be replaced by new ones.
+#: The runs after the first one; after more than three, TensorFlow's processes would be replaced.
 _WARM_RUNS = 3
 
 
@@ -147,10 +147,10 @@ def _params_of_backend_start(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_backend_start(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """How long until a group has done its first all-reduce, of one number: cold, and again with the same Trainer.
+    """Time the start of a group until its first all-reduce, of one number: cold, and again with the same Trainer.
 
-    The clock starts at the call (``run``, the launcher's command, the making of the executor, the first of plain processes) and
-    stops when the last of the two ranks has the sum. Ray is up before, and idle.
+    The clock starts at the call (``run``, the launcher's command, the creation of the executor, the first plain process) and
+    stops when the last of the two ranks has the sum. Ray was started before, and is idle.
     """
     cold = _start(system, params)
     return {"cold_s": [cold], "warm_s": [_start(system, params) for _ in range(params["warm_runs"])]}
@@ -182,7 +182,7 @@ BACKEND_START = Measure(
 )
 
 
-#: Bytes, and all-reduces in a block.
+#: The bytes of an array, and the all-reduces in a block.
 SIZES = {
     "4 KiB": (2**12, 200),
     "64 KiB": (2**16, 150),
@@ -206,10 +206,10 @@ def _params_of_backend_allreduce(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_backend_allreduce(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """How many bytes a second two ranks add up, by the size of the array: bytes of one array, by the time of an all-reduce.
+    """Return, for each array size, the bytes of one array divided by the time of its all-reduce over two ranks.
 
-    Each block is of one size, and so many all-reduces of it; sizes take turns, and in each of them the systems with the same
-    framework, which are all up (`bench.turn_lock`): what else the machine does meets all of them.
+    A block has a number of all-reduces of one size. The sizes take turns, and for each size the systems with the same framework,
+    which run at the same time (`bench.turn_lock`), so that other load of the machine affects all of them.
     """
     system.run(train_backend_allreduce, {**params, "turn_lock": os.environ.get(TURN_LOCK_VARIABLE)})
     by_rank = gather(system.folder, "blocks")
@@ -234,13 +234,13 @@ def train_backend_allreduce(config: dict[str, Any]) -> None:
             collective.add_up(arrays[name])
         return (time.perf_counter() - start) / count
 
-    time.sleep(config["settle_s"])  # Ray starts processes in the place of those that were taken
+    time.sleep(config["settle_s"])  # Ray starts processes in place of those that it gave out
     for name in SIZES:
         block(name)
     with Turns(config["turn_lock"] if collective.rank == 0 else None) as turns:
 
         def in_turn(name: str) -> float:
-            with turns.one():  # of rank 0: the others wait for it in the first all-reduce
+            with turns.one():  # rank 0 takes the turn; the others wait for it in the first all-reduce
                 return block(name)
 
         rounds = [{name: in_turn(name) for name in SIZES} for _ in range(config["blocks"])]
@@ -253,7 +253,7 @@ BACKEND_ALLREDUCE = Measure(
     systems=("bare", *(system for system in FRAMEWORKS if system != "horovodrun")),
     units=dict.fromkeys(SIZES, "bytes/s"),
     repeat=8,
-    #: Ray's workers would yield to whatever else the machine does, which other processes do not.
+    #: Ray gives its workers a lower priority, which other processes do not have.
     environment={"RAY_worker_niceness": "0"},
     params=_params_of_backend_allreduce,
     run=run_backend_allreduce,
@@ -261,7 +261,7 @@ BACKEND_ALLREDUCE = Measure(
 )
 
 
-#: What all ranks have of rank 0's clock goes by all-reduces of float32, whose whole numbers end at 2**24.
+#: Rank 0's clock is sent by all-reduces of float32, which holds integers up to 2**24 only: so in two numbers below this.
 _BASE = 2**20
 _NUM_FLOATS = 2**16
 
@@ -269,14 +269,14 @@ _NUM_FLOATS = 2**16
 def _params_of_backend_kill(system: str, quick: bool) -> dict[str, Any]:
     given = {"framework": FRAMEWORKS[system], "size": 3, "num_workers": 3, "num_cpus": 6, "limit_s": 90.0}
     kept = {"max_restarts": 100} if system == "torchrun" else {"num_spares": 1}
-    # With more than three kills in a run TensorFlow's processes would be replaced by new ones.
+    # After more than three kills in a run, TensorFlow's processes would be replaced.
     return {**given, **kept, "runs": 1 if quick else 2, "faults": 1 if quick else 3}
 
 
 def run_backend_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A rank other than 0 is killed with SIGKILL in a loop of all-reduces: how long until the next group has done a step.
+    """Time from the SIGKILL of a rank other than 0, in a loop of all-reduces, to the first step of the next group.
 
-    Three ranks and a spare process. Only torchrun can be compared: it restarts all of them.
+    There are three ranks and a spare process. Only torchrun can be compared: it restarts all ranks.
     """
     system.start(params)
     took: list[float] = []
@@ -294,7 +294,7 @@ def run_backend_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str,
 
 
 def train_backend_kill(config: dict[str, Any]) -> None:
-    """All-reduces until the file `ENOUGH` is there; `bench.steps` says what it leaves."""
+    """All-reduce until the file `ENOUGH` exists; record the steps as `bench.steps` does."""
     import numpy as np
 
     collective, folder = make_collective(config["framework"]), Path(config["steps"])

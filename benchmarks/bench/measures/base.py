@@ -1,4 +1,4 @@
-"""What a measure is: whom it compares, its sizes, and the function that takes its samples."""
+"""The description of a measure: the systems it compares, its sizes, and the function that takes its samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: The two Ray Trains and raysgd.
+#: Both variants of Ray Train, and raysgd.
 ALL = ("ray_train", "ray_train_tuned", "raysgd")
 
 
@@ -15,18 +15,18 @@ class Measure:
     """One measure of a benchmark.
 
     Attributes:
-        name: As in the results.
-        title: As in messages and lists of failures.
-        systems: The systems it compares.
-        quick_systems: Those of a quick run; None: all.
-        units: Its series, with the unit of their samples.
+        name: The name in the results.
+        title: The name in messages and lists of failures.
+        systems: The systems that it compares.
+        quick_systems: The systems of a quick run; None: all.
+        units: The unit of each series.
         params: ``params(system, quick)`` returns the sizes, as plain data.
         run: ``run(system, params)`` measures once, in the driver, and returns samples by series.
         is_fresh: Each repetition needs its own processes; other measures share warm ones.
         repeat: Repetitions in a full run.
         timeout_s: Seconds for one repetition.
-        environment: Variables of the measuring process.
-        partners_of: For systems that are up at the same time and take turns: those with the same answer belong together.
+        environment: Environment variables of the measuring process.
+        partners_of: Systems for which it returns the same value run at the same time and take turns; None: each runs alone.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How fast rows arrive in a training loop that does nothing with them. The loop runs in workers."""
+"""The rate of rows in a training loop that does nothing with them. The loop runs in workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 1_024
 
 
 def write_rows(folder: Path, num_rows: int, num_files: int) -> Path:
-    """Parquet files of 64 float32 and an int64 in each row."""
+    """Write Parquet files with 64 float32 and an int64 in each row."""
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -30,7 +30,7 @@ def write_rows(folder: Path, num_rows: int, num_files: int) -> Path:
 
 
 def make_table(num_rows: int, rng: Any) -> Any:
-    """``x``, a list of 64 float32, and ``y``, an int64."""
+    """Return a table with ``x``, a list of 64 float32, and ``y``, an int64."""
     import numpy as np
     import pyarrow as pa
 
@@ -39,7 +39,7 @@ def make_table(num_rows: int, rng: Any) -> Any:
 
 
 def write_images(folder: Path, count: int, num_files: int) -> Path:
-    """Parquet files of JPEG images of 224 x 224 as bytes, and an int64."""
+    """Write Parquet files with JPEG images of 224 x 224 as bytes, and an int64."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -60,7 +60,7 @@ def write_images(folder: Path, count: int, num_files: int) -> Path:
 
 
 def decode(batch: dict[str, Any]) -> dict[str, Any]:
-    """The images of a batch, decoded."""
+    """Decode the images of a batch."""
     import numpy as np
     import torch
     from PIL import Image
@@ -70,12 +70,12 @@ def decode(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_rates(system: System, params: dict[str, Any], dataset: Any) -> dict[str, list[float]]:
-    """Rows a second of all workers together, for each epoch but the first."""
+    """Return the rows per second of all workers together, for each epoch except the first."""
     return {"rows_per_s": rates_of_epochs(system, params, dataset)[1:]}
 
 
 def rates_of_epochs(system: System, params: dict[str, Any], dataset: Any) -> list[float]:
-    """Rows a second of all workers together, for each epoch of one run."""
+    """Return the rows per second of all workers together, for each epoch of one run."""
     system.run(train, params, dataset=dataset)
     by_rank = gather(system.folder, "epochs")
     rates = []
@@ -88,7 +88,7 @@ def rates_of_epochs(system: System, params: dict[str, Any], dataset: Any) -> lis
 
 
 def train(config: dict[str, Any]) -> None:
-    """Epochs that do nothing with their batches."""
+    """Read epochs, and do nothing with the batches."""
     import torch.distributed as dist
 
     epoch_of = _loader(config)
@@ -117,7 +117,7 @@ def _loader(config: dict[str, Any]) -> Callable[[], Iterator[dict[str, Any]]]:
 
 
 def quiet_ray_data() -> None:
-    """Without progress bars and lines."""
+    """Switch off the progress bars and lines of Ray Data."""
     import ray.data
 
     context = ray.data.DataContext.get_current()
@@ -130,11 +130,11 @@ def _params_of_ingest_files(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ingest_files(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A million rows of 64 float32 and an int64 from 16 Parquet files, in batches of 1,024, two workers.
+    """Read a million rows of 64 float32 and an int64 from 16 Parquet files, in batches of 1,024, with two workers.
 
-    Plain pyarrow is one process with two threads: it reads each file and cuts it into slices of 1,024 rows, no more. raysgd reads
-    files that fit into its workers' memory once for all epochs of a run; what counts here are first epochs, each of a run of its
-    own in workers that are up, and later epochs have their own series.
+    Plain pyarrow is one process with two threads that only reads each file and cuts it into slices of 1,024 rows. raysgd reads
+    files that fit into its workers' memory once for all epochs of a run. So the main series has first epochs, each of its own
+    run in warm workers; later epochs have another series.
     """
     folder = write_rows(system.folder / "rows", params["rows"], params["files"])
     if system.name == "pyarrow":
@@ -180,7 +180,7 @@ def _params_of_ingest_memory(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ingest_memory(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A million rows of 64 float32 and an int64 that lie in the object store, in batches of 1,024, two workers."""
+    """Read a million rows of 64 float32 and an int64 from the object store, in batches of 1,024, with two workers."""
     return measure_rates(system, params, _dataset(system, params))
 
 
@@ -213,7 +213,7 @@ def _params_of_ingest_transformed(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ingest_transformed(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A million rows from Parquet files through a transformation of Ray Data, two workers; it is executed while they read."""
+    """Read a million rows of Parquet files through a transformation of Ray Data, which runs while the two workers read."""
     import ray.data
 
     quiet_ray_data()
@@ -222,7 +222,7 @@ def run_ingest_transformed(system: System, params: dict[str, Any]) -> dict[str, 
 
 
 def scale(table: Any) -> Any:
-    """The labels one up."""
+    """Add one to the labels."""
     import pyarrow.compute as pc
 
     place = table.column_names.index("y")
@@ -246,7 +246,7 @@ def _params_of_ingest_images(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ingest_images(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """JPEG images of 224 x 224 as bytes in Parquet files, decoded with PIL in the workers, in batches of 64, two workers."""
+    """Read JPEG images of 224 x 224 from Parquet files; two workers decode them with PIL, in batches of 64."""
     folder = write_images(system.folder / "images", params["rows"], params["files"])
     if system.name == "raysgd":
         return measure_rates(system, params, folder)
@@ -268,7 +268,7 @@ INGEST_IMAGES = Measure(
 )
 
 
-#: Rows of a file as the plan has it; those on the disk are small.
+#: The rows of a file in the plan; the files on the disk are small.
 _ROWS_PLANNED = 65_536
 
 
@@ -277,10 +277,10 @@ def _params_of_ingest_planning(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ingest_planning(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """10,000 Parquet files: the look at them before a run, an epoch planned for 1,000 workers, and the ledger's cost per batch.
+    """Plan an epoch of 10,000 Parquet files for 1,000 workers: read their metadata, make the plans, take batches.
 
-    No worker is started: what the driver does once, and what each worker does at the beginning of an epoch, is called here,
-    for one simulated worker after the other. Plain pyarrow counts the rows of the same files.
+    No worker is started. This process does what the driver does once, and then what each worker does at the beginning of an
+    epoch, for one simulated worker after the other. Plain pyarrow counts the rows of the same files.
     """
     folder = _write_files(system.folder / "files", params["files"])
     if system.name == "pyarrow":
@@ -322,7 +322,7 @@ def _write_files(folder: Path, count: int) -> Path:
 
 
 def _plan(block_rows: tuple[int, ...], workers: int) -> None:
-    """What each of so many workers does before its first batch: the order, its blocks in turn, its first rows."""
+    """Do what each worker does before its first batch: make the order, the sequence of its blocks, and its first rows."""
     from raysgd.data.order.epoch_order import EpochOrder
     from raysgd.data.order.rank_assignment import RankAssignment
 
@@ -336,7 +336,7 @@ def _plan(block_rows: tuple[int, ...], workers: int) -> None:
 
 
 def _cost_of_batch(block_rows: tuple[int, ...], batches: int) -> float:
-    """Seconds for one of two workers to know the rows of its next batch."""
+    """Return the seconds in which one of two workers finds the rows of a batch."""
     from raysgd.data.order.epoch_order import EpochOrder
     from raysgd.data.order.rank_assignment import RankAssignment
 

@@ -1,4 +1,4 @@
-"""How soon training continues after a fault, and what readiness for faults costs. Driver side, except the train functions."""
+"""The time until training continues after a fault, and the cost of readiness for faults. Driver side, except train functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.measures.base import Measure
 from bench.systems.fragile import FragileRaysgd, FragileSystem, processes_of
 from bench.worker import gather, note
 
-#: Runs, and kills in each: an elastic group that has just lost a worker waits before it grows back, in one run.
+#: Runs, and kills in each. An elastic group that has lost a worker waits before it grows again, so it has one kill per run.
 _KILLS = {"ray_train": (1, 2), "ray_train_tuned": (1, 2), "raysgd_elastic": (5, 1), "raysgd_spare": (1, 8)}
 
 
@@ -31,10 +31,10 @@ def _params_of_kill(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A worker is killed with SIGKILL: how long until the group has finished its next step.
+    """Time from the SIGKILL of one of two workers to the group's next finished step.
 
-    Two ranks. raysgd with a spare process, without one, and as an elastic group that continues with the other rank; Ray
-    Train, which restarts the whole group; and the bare mechanism, a new process with torch and a new group.
+    raysgd has a spare process, or none, or is an elastic group that continues with the other rank. Ray Train restarts the whole
+    group. The bare mechanism is a new process with torch, and a new group.
     """
     system.start(params)
     return {"seconds": measure_faults(system, params)}
@@ -66,10 +66,10 @@ def _params_of_stop(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_stop(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A worker is stopped with SIGSTOP, which closes no connection: how long until the group has finished its next step.
+    """Time from a worker's SIGSTOP, which closes no connection, to the group's next finished step.
 
-    raysgd with its default, ``heartbeat_timeout_s=10``. Ray Train with ``RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10``; its
-    default, 600 s, is not measured.
+    raysgd has its default, ``heartbeat_timeout_s=10``; Ray Train has ``RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10``, because
+    its default is 600 s.
     """
     system.start(params)
     return {"seconds": measure_faults(system, params, signal.SIGSTOP)}
@@ -89,13 +89,13 @@ STOP = Measure(
 
 
 def _params_of_reliability(system: str, quick: bool) -> dict[str, Any]:
-    # Each run has half of the kills: what a failure ends is one run.
+    # Each run has half of the kills, because a failure ends its run.
     faults = 1 if quick else 10
     return {"num_cpus": 8, "size": 5, "num_workers": 5, "limit_s": 60.0, "runs": 2, "faults": faults}
 
 
 def run_reliability(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """One of five ranks is killed, twenty times, at no particular moment: does training always continue, and how soon?
+    """Kill one of five ranks twenty times, at random moments; return how often training continued, and how soon.
 
     Five processes share two cores, as logical CPUs; there is no spare. A try without recovery counts as a failure.
     """
@@ -129,11 +129,10 @@ def _params_of_node(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_node(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A node is lost with the worker on it, and there is room on another one: how long until the next step is finished.
+    """Time from the loss of a node with its worker to the next finished step; another node has room.
 
-    Three nodes with room for a worker each, on this machine; a group of two. *Killed*: the processes of a node are killed
-    with SIGKILL, so that their connections close. *Frozen*: they are stopped, as when a machine hangs or a cable is cut:
-    only silence shows it.
+    Three nodes on this machine have room for one worker each; the group has two. *Killed*: the processes of a node get SIGKILL,
+    which closes their connections. *Frozen*: they are stopped, as when a machine hangs or a cable is cut; only silence shows it.
     """
     series: dict[str, list[float]] = {}
     for name, number in _SIGNALS.items():
@@ -158,7 +157,7 @@ def _lose_a_node(system: FragileSystem, params: dict[str, Any], cluster: Any, nu
 
 
 def processes_of_node(node: Any) -> list[psutil.Process]:
-    """All of them: what Ray started for the node, first of all its raylet, and what that started."""
+    """Return the processes that Ray started for a node, its raylet first, with their descendants."""
     found = []
     for started in node.all_processes.values():
         for each in started:
@@ -176,7 +175,7 @@ def _signal(processes: list[psutil.Process], number: int) -> None:
 
 @contextlib.contextmanager
 def _nodes(system: FragileSystem, params: dict[str, Any]) -> Any:
-    """A head without CPUs and three nodes with one each; the system's processes live in it."""
+    """Yield a cluster for the system: a head without CPUs, and three nodes with one CPU each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -207,11 +206,11 @@ NODE = Measure(
 
 _ELASTIC_SIZE = 3
 _REPETITIONS = {"raysgd_elastic": 3}
-#: Ray Train's elastic group did not begin within 90 s with a job that held one of the CPUs, so nothing could grow.
+#: Not Ray Train: its elastic group did not start within 90 s while a job held one of the CPUs, so nothing could grow.
 _GROWS = ("raysgd_elastic",)
-#: Ray Train looks for room once a minute by default; its tuned one as often as raysgd.
-_LOOKS_S = {"ray_train": 60.0, "ray_train_tuned": 2.0}
-#: Ray Train's steps wait for each save, of which growing needs none there.
+#: The seconds between two searches for room: Ray Train's default; the tuned one has raysgd's.
+_SEARCH_S = {"ray_train": 60.0, "ray_train_tuned": 2.0}
+#: Ray Train's steps wait for each save, and it needs none to grow.
 _SAVES = {"raysgd_elastic": 10}
 
 
@@ -222,18 +221,18 @@ def _params_of_resize(system: str, quick: bool) -> dict[str, Any]:
         "repetitions": 1 if quick else _REPETITIONS.get(system, 1),
         "growths": 0 if system not in _GROWS else 1 if quick else _REPETITIONS[system],
         "limit_s": 150.0,
-        "look_s": _LOOKS_S.get(system, 2.0),
+        "look_s": _SEARCH_S.get(system, 2.0),
         "save_every": _SAVES.get(system, 0),
     }
 
 
 def run_resize(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
-    """An elastic group of up to three loses a worker, and is given room for one more.
+    """Time how an elastic group of up to three shrinks and grows.
 
-    Shrinking is timed from the SIGKILL to the next step that was finished, by however many ranks. Growing is timed from the
-    moment at which a job gives its CPU back to the first step of the larger group, and split: until the CPU is taken (the look
-    for room, which raysgd takes every 2 s), from there to the last step of the smaller group (what
-    is started while training continues), and the pause between that and the first step of the larger one.
+    Shrinking is timed from the SIGKILL to the next finished step of a group of any size. Growing is timed from the release of a
+    job's CPU to the first step of the larger group, in three parts: until the CPU is taken (raysgd searches every 2 s), from
+    there to the last step of the smaller group (a process starts while training continues), and the pause from that to the
+    first step of the larger group.
     """
     system.start(params)
     series: dict[str, list[float]] = {name: [] for name in RESIZE.units}
@@ -261,7 +260,7 @@ def _shrink(system: FragileSystem, params: dict[str, Any]) -> float:
 def _grow(system: FragileSystem, params: dict[str, Any]) -> dict[str, float]:
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    system.reset()  # its processes hold all CPUs
+    system.reset()  # the system's processes hold all CPUs
     job = placement_group([{"CPU": 1}])
     if not job.wait(60):
         raise TimeoutError("the CPUs of the previous group were not released")
@@ -276,7 +275,7 @@ def _grow(system: FragileSystem, params: dict[str, Any]) -> dict[str, float]:
             taken = _wait_until_taken(params["limit_s"])
             large = training.wait_after(small, _ELASTIC_SIZE)
             last = training.last_step_of(small)
-    finally:  # also where the group never began
+    finally:  # also if the group never formed
         remove_placement_group(job)
     system.params["num_workers"] = params["num_workers"]
     return {
@@ -288,7 +287,7 @@ def _grow(system: FragileSystem, params: dict[str, Any]) -> dict[str, float]:
 
 
 def _wait_until_taken(limit_s: float) -> float:
-    """Return when the released CPU is in use again."""
+    """Wait until the released CPU is in use again, and return the time."""
     import ray
 
     deadline, was_free = time.monotonic() + limit_s, False
@@ -323,12 +322,11 @@ def _params_of_steady(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_steady(system: FragileRaysgd, params: dict[str, Any]) -> dict[str, list[float]]:
-    """What readiness for failures costs while nothing fails, in a loop of 10 ms steps that reports every 10th step.
+    """Measure the cost of readiness for failures in a loop of 10 ms steps that reports every 10th step; nothing fails.
 
-    Two Trainers with two workers each take turns in the same Ray: one as it comes (heartbeats four times in 10 s, the search
-    for hangs) and with a spare, one whose heartbeats come once in weeks and that has no spare. Each pair of blocks of equal
-    work gives a percentage. The idle processes of both are there all the time, so what an idle process uses is measured
-    by itself.
+    Two Trainers with two workers each take turns in the same Ray. One has default settings (heartbeats four times in 10 s, the
+    search for hangs) and a spare; the other has heartbeats once in weeks and no spare. Each pair of blocks of equal work gives
+    a percentage. The idle processes of both run all the time, so the CPU of an idle process is measured separately.
     """
     system.start(params)
     count = _calibrate()
@@ -355,14 +353,14 @@ def run_steady(system: FragileRaysgd, params: dict[str, Any]) -> dict[str, list[
 
 
 def _calibrate() -> int:
-    """Products of a step of 10 ms on this machine; the same for all processes."""
+    """Return the number of products that take 10 ms on this machine, for all processes."""
     from bench.worker import BusyStep
 
     return BusyStep(0.01).count
 
 
 def _block(system: FragileRaysgd, trainer: Any, count: int, steps: int) -> list[float]:
-    """Seconds of a block, by rank."""
+    """Run a block of steps, and return its seconds by rank."""
     import raysgd
 
     config = {"out": str(system.folder), "count": count, "steps": steps}
@@ -371,7 +369,7 @@ def _block(system: FragileRaysgd, trainer: Any, count: int, steps: int) -> list[
 
 
 def _idle_percent(seconds: float = 3.0) -> list[float]:
-    """What workers that do nothing use of a core, as spares do, in percent."""
+    """Return the percentage of a core that each idle worker uses."""
 
     def used() -> dict[int, float]:
         return {each.pid: sum(each.cpu_times()[:2]) for each in processes_of("ray::WorkerActor")}

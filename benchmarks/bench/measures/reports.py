@@ -1,4 +1,4 @@
-"""What reports cost and how soon they arrive. Each measure runs in the driver, its train function in workers."""
+"""The cost and the latency of reports. Each measure runs in the driver, its train function in workers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from bench.measures.base import ALL, Measure
 from bench.systems.base import System
 from bench.worker import NUM_WORKERS, gather, note, session_of
 
-#: Calls per block, blocks, calls with a pause before. A system whose call blocks gets few, and no pauses: they would
-#: only hide a part of the blocking.
+#: Calls per block, blocks, and calls after a pause. Systems whose call blocks get few, and no pauses, which would hide some of
+#: the blocking.
 _COST_SIZES = {"raysgd": (100, 200, 1000), "ray_train": (1, 4, 0), "ray_train_tuned": (1, 30, 0)}
 
 
@@ -22,7 +22,7 @@ def _params_of_report_cost(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_report_cost(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """What ``report`` costs the training thread: in a loop that does nothing else, and once a millisecond."""
+    """Time ``report`` in the training thread: in a loop that does nothing else, and once per millisecond."""
     system.run(train_report_cost, params)
     costs = gather(system.folder, "costs")
     return {"call_s": [c for cost in costs for c in cost[0]], "paced_call_s": [c for cost in costs for c in cost[1]]}
@@ -32,7 +32,7 @@ def train_report_cost(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     report = session_of(config).report
-    for i in range(2):  # the first ones fill queues that are full from then on
+    for i in range(2):  # these fill queues that stay full
         report({"i": i, "loss": 0.5})
     dist.barrier()
     blocks = []
@@ -63,7 +63,7 @@ REPORT_COST = Measure(
 )
 
 
-#: Reports at 10 Hz and at 100 Hz. Ray Train keeps neither rate: its report() blocks.
+#: The numbers of reports at 10 Hz and at 100 Hz. Ray Train reaches neither rate: its report() blocks.
 _LATENCY_COUNTS = {"raysgd": (200, 1000), "ray_train": (4, 0), "ray_train_tuned": (60, 100)}
 
 
@@ -73,7 +73,7 @@ def _params_of_latency(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_latency(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """From ``report`` in a worker to the driver's loop, at a steady rate.
+    """Time from ``report`` in a worker to the driver's loop, at a constant rate.
 
     A round is complete when the last rank has reported, so its time counts.
     """
@@ -114,7 +114,7 @@ LATENCY = Measure(
 )
 
 
-#: Reports of each worker; raysgd's are more than its queue in the worker holds, so that backpressure takes part.
+#: The reports of each worker; raysgd's exceed its queue in the worker, so that backpressure is included.
 _RATE_COUNTS = {"raysgd": (300_000, 20_000), "ray_train": (4, 3), "ray_train_tuned": (60, 10)}
 
 
@@ -124,17 +124,17 @@ def _params_of_rate(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_rate(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """Reports a second: both workers report as fast as they can, and every round must arrive, in order and complete."""
+    """Count reports per second: both workers report as fast as they can; each round must arrive complete and in order."""
     check = RoundCheck()
     system.run(train_rate, params, on_report=check)
     if check.num_rounds != params["count"]:
         raise RuntimeError(f"{check.num_rounds} of {params['count']} rounds arrived")
-    # The time is that of the rounds after the first, whose arrival starts the clock.
+    # The clock starts when the first round arrives, so that round does not count.
     return {"reports_per_s": [NUM_WORKERS * (check.num_rounds - 1) / (check.last - check.first)]}
 
 
 class RoundCheck:
-    """Takes each round as it arrives."""
+    """Checks each round when it arrives."""
 
     def __init__(self) -> None:
         self.num_rounds = 0
@@ -182,9 +182,9 @@ def _params_of_overhead(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_overhead(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """What the service costs a loop of 10 ms steps that reports every 10th step, all of it on the cores that train.
+    """Measure the cost of the service in a loop of 10 ms steps that reports every 10th step, on the cores that train.
 
-    Blocks of steps with and without reports take turns in the same processes; each pair of blocks gives a percentage.
+    Blocks of steps with and without reports alternate in the same processes; each pair of blocks gives a percentage.
     """
     system.run(train_overhead, params)
     blocks = [pair for rank in gather(system.folder, "blocks") for pair in rank]
@@ -209,7 +209,7 @@ def train_overhead(config: dict[str, Any]) -> None:
             if reports and i % _REPORT_EVERY == 0:
                 report({"i": i, "loss": 0.5})
         took = time.perf_counter() - start
-        time.sleep(0.03)  # what is still on its way belongs to this block, not to the next
+        time.sleep(0.03)  # reports that are still being sent belong to this block
         return took
 
     block(True)

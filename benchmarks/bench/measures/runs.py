@@ -12,7 +12,7 @@ from bench.measures.base import ALL, Measure
 from bench.systems.base import System
 from bench.worker import NUM_KEPT, gather, note, session_of
 
-#: Runs after the first one. The other systems start cold each time.
+#: The runs after the first one; the systems that are not listed start cold each time.
 _WARM_RUNS = {"raysgd": 6, "ray_train": 1, "ray_train_tuned": 1}
 
 
@@ -21,10 +21,10 @@ def _params_of_start(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_start(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """How long until train_func runs: the first time, and again with the same Trainer.
+    """Time the start of train_func: the first time, and again with the same Trainer.
 
     The clock starts at the call (``run``, ``fit``, the launcher's command) and stops at the first line of train_func on the
-    last of the two ranks, with the gloo group formed. Ray is up before, and idle.
+    last of the two ranks, with the gloo group formed. Ray was started before, and is idle.
     """
     cold, _ = _start(system)
     warm = [_start(system) for _ in range(params["warm_runs"])]
@@ -69,13 +69,13 @@ def _params_of_exception(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_exception(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """From an exception in train_func on rank 1 to the same exception raised in the driver."""
+    """Time from an exception in train_func on rank 1 to the same exception in the driver."""
     return {"seconds": [_time_to_driver(system) for _ in range(params["runs"])]}
 
 
 def _time_to_driver(system: System) -> float:
     try:
-        # At no particular moment of anybody's polling.
+        # A random time, because Ray Train polls.
         system.run(train_exception, {"after_s": random.uniform(0.5, 2.5)})
     except Exception as error:
         caught = time.time()
@@ -123,15 +123,15 @@ def _params_of_checkpoint(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_checkpoint(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A checkpoint of 512 MB of float32: how long the training thread stands still, and how soon the bytes are safe.
+    """Time a checkpoint of 512 MB of float32: how long the training thread waits, and when the bytes are safe.
 
-    raysgd counts as safe what is committed: written, synced and in a manifest. Ray Train, used as its guide shows it
-    (``torch.save`` into a temporary folder, then ``report``), counts what its controller calls persisted; it syncs nothing.
-    ``dd bs=8M conv=fsync`` writes as many bytes into the same folder, as often, as far apart, and keeps as many files as
-    raysgd keeps checkpoints: blocks of a disk that were in use a moment ago can be five times as fast as others.
+    raysgd's bytes are safe when the checkpoint is committed: written, synced and in a manifest. Ray Train, used as in its
+    guide (``torch.save`` into a temporary folder, then ``report``), syncs nothing; its bytes count when its controller calls
+    them persisted. ``dd bs=8M conv=fsync`` writes as many bytes to the same folder at the same intervals, and keeps as many
+    files as raysgd keeps checkpoints: recently used blocks of a disk can be five times as fast as others.
     """
     num_bytes = params["mib"] * _MIB
-    # Saves are as far apart as they are in training: each is safe before the next.
+    # As in training, each save is safe before the next.
     pause_s = 1.0 + 3 * _write_with_dd(system.folder / "trial.bin", params["mib"])
     (system.folder / "trial.bin").unlink()
     if system.name == "dd":
@@ -208,7 +208,7 @@ def _params_of_ddp(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_ddp(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """The step of a model trained with DistributedDataParallel, compared with the same loop under torchrun."""
+    """Time the steps of two models with DistributedDataParallel; the loop is the same in all systems."""
     system.run(train_ddp, params)
     return {f"{name}_step_s": blocks for name, blocks in gather(system.folder, "blocks")[0].items()}
 
@@ -256,7 +256,7 @@ DDP = Measure(
     quick_systems=("torchrun", "raysgd"),
     units={"conv_step_s": "s", "mlp_step_s": "s"},
     repeat=5,
-    #: Ray's workers would yield to whatever else the machine does, which torchrun's processes do not.
+    #: Ray gives its workers a lower priority, which torchrun's processes do not have.
     environment={"RAY_worker_niceness": "0"},
     params=_params_of_ddp,
     run=run_ddp,

@@ -21,10 +21,10 @@ def _params_of_tune_search(system: str, quick: bool) -> dict[str, Any]:
 
 
 def run_tune_search(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """A search: 12 trials of 2 workers with a gloo group and torch, 3 reports each, 2 trials at a time, to ``fit``'s return.
+    """Time a search: 12 trials of 2 torch workers with a gloo group and 3 reports each, 2 trials at a time.
 
-    Ray Train is driven as its documentation has it: a Tune function that makes a TorchTrainer with a ``TuneReportCallback``. Its
-    workers are new ones for each trial in any case, so both series have the same value.
+    Ray Train is used as documented: a Tune function makes a TorchTrainer with a ``TuneReportCallback``. Its workers are new
+    for each trial in any case, so both series have the same value.
     """
     if system.name != "raysgd":
         taken_s = _search(system, _of_ray_train, params["trials"], reuse_actors=False)
@@ -101,7 +101,7 @@ TUNE_SEARCH = Measure(
     units={"search_s": "s", "reused_s": "s"},
     repeat=3,
     timeout_s=900.0,
-    #: Two trials at a time need four, and Tune gives each function another.
+    #: Two trials at a time need four CPUs, and Tune takes another one for each function.
     environment={"BENCH_NUM_CPUS": "8", "RAY_AIR_NEW_OUTPUT": "0"},
     params=_params_of_tune_search,
     run=run_tune_search,

@@ -147,6 +147,7 @@ def _extra(document: Mapping[str, Any]) -> str:
 PAGE = Page(
     rows=ROWS,
     stem="results",
+    page_name="index",
     head=_HEAD,
     method=_METHOD,
     reasons=_WHY_MISSED,

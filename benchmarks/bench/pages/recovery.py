@@ -85,7 +85,7 @@ _WHY_MISSED = {
 
 
 def num_tries(document: Mapping[str, Any]) -> int:
-    """How often the measure of reliability killed."""
+    """Return the number of kills in the measure of reliability."""
     entry = document["measures"].get("reliability", {}).get("systems", {}).get("raysgd_replace")
     if entry is None:
         return 0

@@ -1,4 +1,4 @@
-"""What is compared. Each system is a module that is imported only in the process that measures it."""
+"""The systems that are compared. Each is a module that is imported only in the process that measures it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TITLES = {
     "raysgd": "raysgd",
 }
 
-#: raysgd as it is set up for the measures of recovery.
+#: raysgd with the settings of the measures of recovery.
 VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic")
-#: raysgd with each backend, by the backend's name, which is that of its framework too.
+#: raysgd with each backend, by the name of the backend, which is also that of its framework.
 WITH_BACKEND = {name: f"raysgd_{name}" for name in ("torch", "horovod", "tensorflow", "jax")}
-#: The framework whose group a system makes.
+#: The framework whose group each system makes.
 FRAMEWORKS = {
     "torchrun": "torch",
     "horovod_executor": "horovod",
@@ -38,18 +38,18 @@ FRAMEWORKS = {
 
 
 def framework_of(name: str) -> str:
-    """The framework whose group a system makes: torch, where it does not say otherwise."""
+    """Return the framework whose group a system makes: torch by default."""
     return FRAMEWORKS.get(name, "torch")
 
 
 def missing_framework(name: str) -> str | None:
-    """The framework that a system needs and that is not installed, if so."""
+    """Return the framework that a system needs, if it is not installed."""
     framework = FRAMEWORKS.get(name)
     return framework if framework and importlib.util.find_spec(framework) is None else None
 
 
 def make_fragile_system(name: str, folder: Path) -> System:
-    """The system of that name for measures in which processes are killed; they start it themselves."""
+    """Return the system of that name for measures in which processes are killed; the measure starts it."""
     from bench.systems import fragile
 
     if name == "torchrun":
@@ -62,7 +62,7 @@ def make_fragile_system(name: str, folder: Path) -> System:
 
 
 def make_system(name: str, folder: Path) -> System:
-    """The system of that name; nothing is started yet. Imports what it compares."""
+    """Return the system of that name, not started. This imports the system."""
     if name == "raysgd" or name in WITH_BACKEND.values():
         from bench.systems.raysgd_trainer import RaysgdSystem
 

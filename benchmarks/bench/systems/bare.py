@@ -1,10 +1,12 @@
-"""The mechanism with nothing around it, in plain Ray: driver -> one controller actor -> two workers that form a gloo
-group and call a function, streaming generators on the way back. Nothing can start such a chain faster.
+"""The mechanism alone, in plain Ray: a driver, one controller actor, and two workers that form a gloo group and call a function.
+
+Streaming generators return what the workers yield. Nothing can start such a chain faster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -13,7 +15,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.systems.base import RaySystem, TrainFunc
 from bench.worker import NUM_WORKERS
 
 
@@ -35,7 +37,7 @@ class Worker:
 
 
 class Controller:
-    """Starts the workers and passes on what they yield. An async actor without a CPU."""
+    """An async actor without a CPU that starts the workers and yields what they yield."""
 
     async def run(self, port: int, train_func: TrainFunc, config: dict[str, Any]) -> AsyncIterator[Any]:
         placement = placement_group([{"CPU": 1}] * NUM_WORKERS, strategy="PACK")
@@ -62,17 +64,10 @@ class Controller:
 
 
 class BareSystem(RaySystem):
-    """See `System`; it reports nothing."""
+    """Bare actors, without reports and checkpoints."""
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
-        port, full = _free_port(), self._full(config)
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
+        port, full = free_port(), self._full(config)
         self.called = time.time()
         controller = ray.remote(Controller).options(num_cpus=0).remote()
         for ref in controller.run.options(num_returns="streaming").remote(port, train_func, full):
@@ -80,9 +75,7 @@ class BareSystem(RaySystem):
         ray.kill(controller)
 
 
-def _free_port() -> int:
-    import socket
-
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((ray.util.get_node_ip_address(), 0))
         return int(probe.getsockname()[1])

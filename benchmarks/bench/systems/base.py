@@ -1,4 +1,4 @@
-"""The interface of a system: run a train function on two workers, and pass on what arrives and when. Driver side."""
+"""The interface of a system: run a train function on two workers, and say what arrives and when. Driver side."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CALM_PERCENT = 15.0
 
 
 class System:
-    """One of the things compared.
+    """One of the systems that are compared.
 
     Attributes:
-        name: As in `bench.systems.TITLES`.
-        folder: For its files, and for the notes of train functions.
-        called: When the last `run` made its call, seconds since the epoch; what it did before does not count.
+        name: A key of `bench.systems.TITLES`.
+        folder: The folder for its files, and for the notes of train functions.
+        called: The time at which the last `run` made its call, in seconds since the epoch; earlier work does not count.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -39,7 +39,7 @@ class System:
         """Start what must be there before a run."""
 
     def close(self) -> None:
-        """End all of it."""
+        """End what `open` and the runs have started."""
 
     def reset(self) -> None:
         """Release what a failed run may have left."""
@@ -53,7 +53,9 @@ class System:
         on_checkpoint: OnCheckpoint | None = None,
         dataset: Any = None,
     ) -> None:
-        """Run ``train_func`` on two workers with a gloo group; returns when the system says that it is done.
+        """Run ``train_func`` on two workers with a gloo group; return when the system has finished the run.
+
+        A system that has no results or checkpoints, or reads no datasets, ignores those arguments.
 
         Raises:
             Exception: What the system raises for an exception in ``train_func``.
@@ -65,25 +67,31 @@ class System:
 
 
 class RaySystem(System):
-    """A system that needs a local Ray; its files are removed with it."""
+    """A system that needs a local Ray, whose files are removed at the end."""
+
+    _temp: str | None = None
 
     def open(self) -> None:
+        self.start_ray(int(os.environ.get("BENCH_NUM_CPUS", "4")))  # the measure's ``environment`` may say more
+
+    def start_ray(self, num_cpus: int, **settings: Any) -> None:
         import ray
 
-        self._temp = tempfile.mkdtemp(prefix="rb")  # a short path: Ray's sockets live below it
-        num_cpus = int(os.environ.get("BENCH_NUM_CPUS", "4"))  # as the measure's ENVIRONMENT says
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=self._temp)
+        self._temp = tempfile.mkdtemp(prefix="rb")  # short: Ray has sockets below it
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=self._temp, **settings)
         wait_for_calm()
 
     def close(self) -> None:
         import ray
 
+        self.reset()
         ray.shutdown()
-        shutil.rmtree(self._temp, ignore_errors=True)
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
 
 
 def wait_for_calm(limit_s: float = 8.0) -> None:
-    """Wait until the processor is idle: a Ray that has just come up still starts processes of its own."""
+    """Wait until the processor is idle: a Ray that has just started still starts processes of its own."""
     deadline = time.monotonic() + limit_s
     psutil.cpu_percent()
     while time.monotonic() < deadline:

@@ -1,11 +1,9 @@
-"""The systems as the measures of recovery need them: with settings of their own, and runs in which workers die. Driver side."""
+"""The systems for the measures of recovery: with their own settings, and runs in which workers die. Driver side."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
@@ -15,14 +13,14 @@ from typing import Any
 import psutil
 
 from bench.machine import without_paths
-from bench.systems import FRAMEWORKS
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc, wait_for_calm
+from bench.systems import framework_of
+from bench.systems.base import RaySystem, TrainFunc
 
 _MAX_ERROR = 300
-#: A process that in so many seconds wants to run for no more than this share of them has finished its imports.
+#: A process has finished its imports if it wants to run for no more than this share of so many seconds.
 _IDLE_S = 0.5
 _IDLE_SHARE = 0.1
-#: A library that is in a process's memory once the framework is.
+#: A library that shows, in a process's memory map, that the framework is loaded.
 _LIBRARIES = {
     "torch": "libtorch_cpu",
     "horovod": "horovod/torch/",
@@ -32,43 +30,25 @@ _LIBRARIES = {
 
 
 class FragileSystem(RaySystem):
-    """A system that is started by the measure, which knows what it needs.
+    """A system that the measure starts, because each measure needs other settings.
 
     Attributes:
-        failures: What went wrong in repetitions, one line each; see `counting_failures`.
-        params: Of the measure: ``num_workers`` (two numbers for an elastic group), ``spares``, ``heartbeat_timeout_s``.
+        failures: A line for each failed repetition; see `counting_failures`.
+        params: The measure's params: ``num_workers`` (two numbers for an elastic group), ``num_spares`` and others.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
         self.failures: list[str] = []
         self.params: dict[str, Any] = {}
-        self._temp: str | None = None
 
     def open(self) -> None:
-        """Nothing is started before `start`."""
+        """Start nothing: the measure calls `start`."""
 
     def start(self, params: Mapping[str, Any]) -> None:
         """Start Ray with ``params["num_cpus"]``, and keep the settings for the runs."""
-        import ray
-
         self.params = dict(params)
-        self._temp = tempfile.mkdtemp(prefix="rb")
-        ray.init(
-            address="local",
-            num_cpus=params["num_cpus"],
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=self._temp,
-        )
-        wait_for_calm()
-
-    def close(self) -> None:
-        import ray
-
-        ray.shutdown()
-        if self._temp is not None:
-            shutil.rmtree(self._temp, ignore_errors=True)
+        self.start_ray(params["num_cpus"], log_to_driver=False)
 
     def is_whole(self, members: Collection[int]) -> bool:
         """Whether the spares, the processes other than ``members`` of the group, are ready and idle."""
@@ -91,14 +71,6 @@ class FragileRaysgd(FragileSystem):
 
     _trainer: Any = None
 
-    @property
-    def _framework(self) -> str:
-        return FRAMEWORKS.get(self.name, "torch")
-
-    def close(self) -> None:
-        self.reset()
-        super().close()
-
     def reset(self) -> None:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
@@ -114,20 +86,13 @@ class FragileRaysgd(FragileSystem):
         num_workers = given["num_workers"]
         return raysgd.Trainer(
             num_workers if isinstance(num_workers, int) else (num_workers[0], num_workers[1]),
-            self._framework,
+            framework_of(self.name),
             run_config=raysgd.RunConfig(storage_path=self.folder / "runs"),
             failure_config=raysgd.FailureConfig(max_failures=-1, **failure),
             checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
         )
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         import raysgd
 
         if self._trainer is None:
@@ -136,9 +101,9 @@ class FragileRaysgd(FragileSystem):
         trainer.run(train_func, self._full(config), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")])
 
     def is_whole(self, members: Collection[int]) -> bool:
-        """As many spares as there should be have the framework in their memory, and do nothing any more."""
+        """Whether all spares have loaded the framework and are idle."""
         others = [each for each in processes_of("ray::WorkerActor") if each.pid not in members]
-        spares = [each for each in others if has_framework(each, self._framework)]
+        spares = [each for each in others if has_framework(each, framework_of(self.name))]
         if len(spares) < self.params.get("num_spares", 0):
             return False
         before = [wanted_s(each) for each in spares]
@@ -149,14 +114,7 @@ class FragileRaysgd(FragileSystem):
 class FragileRayTrain(FragileSystem):
     """Ray Train's TorchTrainer with ``max_failures=-1``."""
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         import ray.train
         from ray.train.torch import TorchTrainer
 
@@ -199,26 +157,19 @@ class BareWorker:
 
 
 class FragileBare(FragileSystem):
-    """The mechanism alone: when an actor has died another is started, and all join a new group."""
+    """The mechanism alone: when an actor has died, another one is started, and all join a new group."""
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         import ray
         from ray.exceptions import ActorDiedError
 
-        from bench.systems.bare import _free_port
+        from bench.systems.bare import free_port
 
         worker, full = ray.remote(BareWorker).options(num_cpus=1, max_concurrency=2), self._full(config)
         workers = [worker.remote() for _ in range(self.params["num_workers"])]
         while True:
             ray.get([each.load.remote() for each in workers])
-            port = _free_port()
+            port = free_port()
             refs = [each.run.remote(rank, len(workers), port, train_func, full) for rank, each in enumerate(workers)]
             has_failed = False
             for rank, ref in enumerate(refs):
@@ -235,7 +186,7 @@ class FragileBare(FragileSystem):
 
 
 def processes_of(title: str) -> list[psutil.Process]:
-    """The processes below this one that call themselves so."""
+    """Return the descendants of this process that have ``title`` in their command lines."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -245,7 +196,7 @@ def processes_of(title: str) -> list[psutil.Process]:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Seconds that its threads have run so far, or have waited for a core to run on."""
+    """Return the seconds that a process's threads have run or have waited for a core."""
     total = 0
     for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):
@@ -255,7 +206,7 @@ def wanted_s(process: psutil.Process) -> float:
 
 
 def has_framework(process: psutil.Process, name: str) -> bool:
-    """Whether a framework is in its memory."""
+    """Return whether a process has loaded a framework."""
     try:
         return _LIBRARIES[name] in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""``horovod.ray.RayExecutor``, Horovod's own way to run on Ray. Driver side."""
+"""``horovod.ray.RayExecutor``, with which Horovod itself runs on Ray. Driver side."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from typing import Any
 import ray.util
 from horovod.ray import RayExecutor
 
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.systems.base import RaySystem, TrainFunc
 from bench.worker import NUM_WORKERS
 from raysgd.backends.rendezvous import find_interface
 
 
 class HorovodExecutorSystem(RaySystem):
-    """See `System`; it reports nothing."""
+    """Horovod's executor, without reports and checkpoints."""
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         interface, full = find_interface(ray.util.get_node_ip_address()), self._full(config)
         self.called = time.time()
         executor = RayExecutor(RayExecutor.create_settings(), num_workers=NUM_WORKERS)
@@ -37,7 +30,7 @@ class HorovodExecutorSystem(RaySystem):
 def _in_worker(train_func: TrainFunc, config: dict[str, Any], interface: str) -> None:
     import horovod.torch as hvd
 
-    os.environ["HOROVOD_GLOO_IFACE"] = interface  # that of raysgd; the executor says lo where there is one node
+    os.environ["HOROVOD_GLOO_IFACE"] = interface  # the interface of raysgd's group; the executor chooses lo on one node
     hvd.init()
     train_func(config)
     hvd.shutdown()

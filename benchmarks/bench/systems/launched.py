@@ -1,7 +1,6 @@
-"""Groups of processes without Ray: by the launcher that comes with a framework, or plain ones. Driver side; what they run is
-`bench.member`.
+"""Groups of processes without Ray, started by a framework's own launcher or as plain processes. Driver side.
 
-gloo has the network interface that raysgd's backends would choose, that of the node's address.
+The processes run `bench.member`. gloo uses the interface of the node's address, as with raysgd's backends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import ray.util
 
 from bench.systems import FRAMEWORKS
-from bench.systems.base import OnCheckpoint, OnReport, System, TrainFunc, wait_for_calm
+from bench.systems.base import System, TrainFunc, wait_for_calm
 from bench.systems.fragile import FragileSystem
 from bench.worker import NUM_WORKERS
 from raysgd.backends.rendezvous import find_free_address, find_interface
@@ -62,19 +61,12 @@ _LAUNCHERS: dict[str, Callable[[str, Command], Iterator[tuple[Command, Variables
 
 
 class LaunchedSystem(System):
-    """See `System`; it reports nothing."""
+    """Processes of a launcher, without reports and checkpoints."""
 
     def open(self) -> None:
         wait_for_calm()
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         node_ip = ray.util.get_node_ip_address()
         script = _script(self.name, train_func, self._full(config))
         commands = list(_LAUNCHERS[self.name](node_ip, script))
@@ -84,23 +76,16 @@ class LaunchedSystem(System):
 
 
 class FragileTorchrun(FragileSystem):
-    """torchrun, which restarts all processes when one has died."""
+    """torchrun, which restarts all processes when one has died; no Ray is started."""
 
     def start(self, params: Mapping[str, Any]) -> None:
         self.params = dict(params)
         wait_for_calm()
 
-    def run(
-        self,
-        train_func: TrainFunc,
-        config: Mapping[str, Any],
-        *,
-        on_report: OnReport | None = None,
-        on_checkpoint: OnCheckpoint | None = None,
-    ) -> None:
+    def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:
         script = _script(self.name, train_func, self._full(config))
         command = _by_torchrun(self.params["num_workers"], self.params["max_restarts"], script)
-        # Without it a group that is started again finds the addresses of the one before in the agent's store.
+        # Without this, a restarted group finds the addresses of the previous group in the agent's store.
         environment = _environment(ray.util.get_node_ip_address()) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         _wait_for([subprocess.Popen(command, env=environment)])
 
@@ -115,10 +100,10 @@ def _environment(node_ip: str) -> Variables:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended; when one fails, its peers are ended too.
+    """Wait until all have ended; when one fails, kill the others.
 
     Raises:
-        RuntimeError: One has failed.
+        RuntimeError: A process has failed.
     """
     try:
         for process in processes:

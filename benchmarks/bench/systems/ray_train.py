@@ -1,8 +1,7 @@
-"""Ray Train's TorchTrainer. Driver side, but for `Arrivals`.
+"""Ray Train's TorchTrainer. Driver side, except `Arrivals`.
 
-Ray Train has no stream of results: the driver is blocked in ``fit`` until the end. The earliest place where a user can
-see a report is a callback in its controller process, and that is where arrivals are taken here: one hop less than what
-is asked of raysgd.
+Ray Train has no stream of results: the driver is blocked in ``fit`` until the end. A user sees a report first in a callback
+in the controller's process, so that is where arrivals are recorded: one hop less than with raysgd.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bench.worker import NUM_KEPT, NUM_WORKERS
 
 
 class Arrivals(UserCallback):
-    """Writes down when a round of reports, or a checkpoint, arrived. Runs in Ray Train's controller."""
+    """Records the times at which rounds of reports and checkpoints arrive. Runs in Ray Train's controller."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,7 +34,7 @@ class Arrivals(UserCallback):
 
 
 class RayTrainSystem(RaySystem):
-    """See `System`. Whether it is tuned is in the process's environment."""
+    """Ray Train; the process's environment makes it the tuned one."""
 
     _numbers = count()
 

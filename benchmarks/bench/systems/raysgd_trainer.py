@@ -1,4 +1,4 @@
-"""raysgd. One Trainer serves all runs of the process, as it would a user's. Driver side."""
+"""raysgd, with one Trainer for all runs of the process, as a user would have. Driver side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.worker import NUM_KEPT, NUM_WORKERS
 
 
 class Commits(raysgd.Callback):
-    """Passes on when checkpoints were committed."""
+    """Calls a function with the time of each commit of a checkpoint."""
 
     critical = True
 
@@ -25,13 +25,9 @@ class Commits(raysgd.Callback):
 
 
 class RaysgdSystem(RaySystem):
-    """See `System`."""
+    """raysgd; a dataset, results and checkpoints go through its public API."""
 
     _trainer: raysgd.Trainer | None = None
-
-    def close(self) -> None:
-        self.reset()
-        super().close()
 
     def reset(self) -> None:
         trainer, self._trainer = self._trainer, None

@@ -1,31 +1,17 @@
-"""A run without processes, cluster or waiting: the TrainerActor's state machine with a fake clock and fake workers.
+"""A run without processes, cluster or waiting: the TrainerActor's state machine with a fake clock.
 
 For those who change policies, or want to see how a run reacts to events, in hundreds of runs a second. `SimulatedRun` is one
 run, stepped by hand. `reports`, `saved`, `part`, `failed` and `broken` make the events of its workers. `history_of` returns the
 history that its files would have, for the same checks as a real run's. `previous_state_of` returns what a restarted
-TrainerActor would read. A `SimulatedRank` keeps a worker's events until they are delivered, so that a test chooses the order of
-arrival. raysgd's own rule-based test is ``tests/unit/test_controller_fuzz.py``.
+TrainerActor would read. raysgd's own rule-based test is ``tests/unit/test_controller_fuzz.py``.
 """
 
+from raysgd.testing.simulation.events import RETURNED, broken, failed, part, reports, saved
 from raysgd.testing.simulation.histories import history_of, previous_state_of
-from raysgd.testing.simulation.ranks import (
-    GONE,
-    RETURNED,
-    SimulatedAttempt,
-    SimulatedRank,
-    broken,
-    failed,
-    part,
-    reports,
-    saved,
-)
 from raysgd.testing.simulation.stepping import SimulatedRun, finish, kill, running, uri_of
 
 __all__ = [
-    "GONE",
     "RETURNED",
-    "SimulatedAttempt",
-    "SimulatedRank",
     "SimulatedRun",
     "broken",
     "failed",

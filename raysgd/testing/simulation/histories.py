@@ -1,8 +1,9 @@
-"""The history that the files of a simulated run would have: the machine's commands, and what `Run` adds to them."""
+"""The history that the files of a simulated run would have: the commands of its machine, and what `Run` adds."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,53 +18,36 @@ from raysgd.controller.run_plan import PreviousState, build_previous_state
 from raysgd.testing.record import History, Stored
 from raysgd.testing.simulation.stepping import SimulatedRun
 
-NODE = "node0"
-
-
-class _Processes:
-    """The process of each rank. A rank whose process died gets another one."""
-
-    def __init__(self) -> None:
-        self._next = itertools.count(100)
-        self._pids: dict[int, int] = {}
-
-    def of(self, rank: int) -> int:
-        return self._pids.setdefault(rank, next(self._next))
-
-    def lose_all(self) -> None:
-        self._pids.clear()
-
-    def lose(self, rank: int) -> None:
-        self._pids.pop(rank, None)
-
 
 def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
-    """Return what `raysgd.testing.check_history` would read of a simulated run."""
+    """Return the history that `raysgd.testing.check_history` would read from the files of a simulated run."""
     made = tuple(replace(frame, seq=seq) for seq, frame in enumerate(_frames(run)))
     return History(made, _stored(run), max_failures, within_s)
 
 
 def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line or two a case)
-    processes, attempt = _Processes(), 0
+    pids: defaultdict[int, int] = defaultdict(
+        itertools.count(100).__next__
+    )  # a rank whose process died gets another one
+    attempt = 0
     yield _event("run_start", 0, {"name": "run_001", "run_dir": "/run"})
     for command in run.commands:
         match command:
             case c.EmitFrame():
                 if command.kind == frames.ATTEMPT:
                     for rank in range(command.data["world_size"]):
-                        up = {"rank": rank, "node": NODE, "pid": processes.of(rank)}
-                        yield _event("worker_up", attempt, up)
+                        yield _event("worker_up", attempt, {"rank": rank, "node": "node0", "pid": pids[rank]})
                     attempt = command.attempt
                 yield Frame(0, command.kind, command.attempt, command.rank, command.data, command.rows)
             case c.RecordEvent():
                 yield _event(command.kind, attempt, command.data)
                 for rank in command.data["ranks"] if command.kind == "failure" else ():
-                    processes.lose(rank)
+                    pids.pop(rank, None)
                 if command.kind in ("controller_restart", "paused"):
-                    processes.lose_all()
+                    pids.clear()
             case c.KillWorkers():
                 for rank in command.ranks:
-                    processes.lose(rank)
+                    pids.pop(rank, None)
             case c.PublishOutcome():
                 outcome = command.outcome
                 data = {key: value for key, value in outcome_data(outcome).items() if not isinstance(value, bytes)}
@@ -78,14 +62,14 @@ def _event(kind: str, attempt: int, data: dict[str, Any]) -> Frame:
 
 
 def _stored(run: SimulatedRun) -> dict[int, Stored]:
-    committed = [say.data["number"] for say in run.emitted(frames.CHECKPOINT)]
+    committed = [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT)]
     deleted = {command.number for command in run.all_of(c.DeleteCheckpoint)}
     manifests = {commit.manifest.number: commit.manifest for commit in run.all_of(c.CommitCheckpoint)}
     return {number: Stored(_with_files(manifests[number])) for number in committed if number not in deleted}
 
 
 def _with_files(manifest: Manifest) -> Manifest:
-    """Simulated parts have no files."""
+    """Return the manifest with a file for each part, because simulated parts have none."""
     ranks = range(manifest.world_size) if manifest.all_ranks else range(1)
     return replace(manifest, parts={rank: [FileEntry(f"r{rank}", 10, 1)] for rank in ranks})
 

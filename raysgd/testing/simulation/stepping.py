@@ -17,7 +17,7 @@ from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
-from raysgd.testing.simulation.ranks import RETURNED, part, saved
+from raysgd.testing.simulation.events import RETURNED, part, saved
 
 C = TypeVar("C", bound=c.Command)
 
@@ -75,11 +75,11 @@ class SimulatedRun:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def feed(self, given: c.Input) -> list[c.Command]:
-        """Step the machine; returns the commands of this step."""
+        """Step the machine; return the commands of this step."""
         return self._keep(self.machine.step(given))
 
     def ready(self, *, enters: bool = True) -> list[c.Command]:
-        """Make all workers ready; they enter train_func if an attempt starts. Returns the commands before that."""
+        """Make all workers ready; they enter train_func if an attempt starts. Return the commands before that."""
         nodes = tuple(f"node{rank}" for rank in range(self.num_ranks))
         commands = self.feed(c.GroupReady(nodes))
         if enters and any(isinstance(command, c.StartAttempt) for command in commands):
@@ -88,7 +88,7 @@ class SimulatedRun:
         return commands
 
     def deliver(self, rank: int, *events: e.WorkerEvent, attempt: int | None = None) -> list[c.Command]:
-        """Deliver events of a worker, of the last attempt if none is given; reports become frames, as in a run."""
+        """Deliver a worker's events, by default of the last attempt; reports become frames, as in a run."""
         given = self.attempt if attempt is None else attempt
         commands: list[c.Command] = []
         for event in events:
@@ -141,16 +141,16 @@ class SimulatedRun:
         return [command for command in self.commands if isinstance(command, kind)]
 
     def unanswered(self) -> list[c.CommitCheckpoint]:
-        """Return the pending commits, which are not pending any more after this call."""
+        """Return the commits since the last call; the caller answers them."""
         commits = [command for command in self.all_of(c.CommitCheckpoint) if not command.amend]
         new, self._num_answered = commits[self._num_answered :], len(commits)
         return new
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [note.data for note in self.all_of(c.RecordEvent) if note.kind == kind]
+        return [command.data for command in self.all_of(c.RecordEvent) if command.kind == kind]
 
     def emitted(self, kind: str) -> list[c.EmitFrame]:
-        return [say for say in self.all_of(c.EmitFrame) if say.kind == kind]
+        return [command for command in self.all_of(c.EmitFrame) if command.kind == kind]
 
     @property
     def entries(self) -> list[c.StartAttempt]:
@@ -171,11 +171,10 @@ class SimulatedRun:
     @property
     def frames(self) -> list[Frame]:
         """The frames that readers get, numbered."""
+        emitted = [command for command in self.all_of(c.EmitFrame) if command.kind != frames.EVENT]
         return [
-            Frame(seq, say.kind, say.attempt, say.rank, say.data, say.rows)
-            for seq, say in enumerate(
-                say for say in self.commands if isinstance(say, c.EmitFrame) and say.kind != frames.EVENT
-            )
+            Frame(seq, command.kind, command.attempt, command.rank, command.data, command.rows)
+            for seq, command in enumerate(emitted)
         ]
 
     def _keep(self, commands: list[c.Command]) -> list[c.Command]:

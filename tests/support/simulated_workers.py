@@ -1,58 +1,14 @@
-"""The workers of a simulated run, and the events that the controller got from them in one attempt."""
+"""Workers of a `raysgd.testing.simulation.SimulatedRun`, whose events wait until a test delivers them."""
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller import commands as c
 from raysgd.session import events as e
-
-
-def reports(first: int, count: int = 1, rows: list[Any] | None = None) -> e.Reports:
-    """Return reports ``first`` to ``first + count - 1`` of a rank; each row has its number as the metric ``n``."""
-    made = [[float(n), float(n), {"n": n}] for n in range(first, first + count)] if rows is None else rows
-    return e.Reports(first, count, json.dumps(made).encode())
-
-
-def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = None, **flags: Any) -> e.Saved:
-    """Return the ``call``-th save of a rank, after ``reports`` reports."""
-    fields = {
-        "time_total_s": float(reports),
-        "all_ranks": False,
-        "is_files": False,
-        "allow_pickle": False,
-        **flags,
-    }
-    return e.Saved(
-        call=call, reports=reports, metrics=None if metrics is None else json.dumps(metrics).encode(), **fields
-    )
-
-
-def part(call: int = 0, *files: str, consumed: int | None = None) -> e.PartSafe:
-    """Return the event that the part of save ``call`` is on storage. ``consumed``: the rank's rows of its dataset so far."""
-    entries = tuple(FileEntry(name, 10, 1) for name in files)
-    if consumed is None:
-        return e.PartSafe(call, entries)
-    return e.PartSafe(call, entries, {"data": {"train": {"epoch": 2, "consumed": consumed, "num_rows": 100}}})
-
-
-def failed(text: str = "boom", at: float = 0.0, *, type_name: str = "builtins.ValueError", **flags: bool) -> e.Failed:
-    """Return an exception that train_func raised at ``at``; ``flags``: ``in_collective`` or ``in_setup``."""
-    return e.Failed(b"pickle of " + text.encode(), type_name, text, f"Traceback: {text}", at, **flags)
-
-
-def broken(text: str = "connection closed by peer", at: float = 0.0) -> e.Failed:
-    """Return the error of a broken collective."""
-    return failed(text, at, type_name="builtins.RuntimeError", in_collective=True)
-
-
-RETURNED = e.Returned(b"value", 5)
-
+from raysgd.testing.simulation import part
 
 #: In an event queue: the stream ends.
 GONE = object()
@@ -64,7 +20,7 @@ class SimulatedRank:
 
     Attributes:
         first_save_after: Reports before its first save.
-        unscored: A save whose round has not been reported yet, in a loop that saves before it reports.
+        unscored: A save that its round's report will follow, in a loop that saves before it reports.
         unwritten: Saves that are not on storage yet.
         has_left: It has sent its last event.
         was_ended: Its attempt was ended.
@@ -92,11 +48,11 @@ class SimulatedRank:
     sees_stop: bool = False
     is_preempted: bool = False
 
-    def leave(self, last_word: e.WorkerEvent) -> None:
+    def leave(self, last_event: e.WorkerEvent) -> None:
         """Send the last event, after everything that was saved is written."""
         self.event_queue += [part(call) for call in self.unwritten]  # a worker ends only when its writes have
         self.unwritten.clear()
-        self.event_queue += [last_word, GONE]
+        self.event_queue += [last_event, GONE]
         self.has_left = True
 
     def wait_if_due(self) -> None:
@@ -138,8 +94,8 @@ class SimulatedAttempt:
     killed: set[int] = field(default_factory=set)
     saw_stop: bool = False
 
-    def note(self, rank: int, event: e.WorkerEvent) -> None:
-        """Note an event of a worker."""
+    def record(self, rank: int, event: e.WorkerEvent) -> None:
+        """Record an event of a worker."""
         match event:
             case e.Entered():
                 self.is_entered = True
