@@ -59,27 +59,26 @@ def main() -> None:
 
 
 def compare(samples: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of both checkouts, their ratio, and the spread of the earlier one: its quartiles' distance by its median.
+    """Return the medians of both checkouts, their ratio, and the spread of the earlier one: interquartile range by median.
 
     Args:
         samples: A row for each sample, with the columns measure, series, unit, checkout and value.
     """
     keys = ["measure", "series", "unit"]
     groups = samples.groupby(["checkout", *keys], sort=False)["value"]
-    figures = pd.DataFrame(
-        {"median": groups.median(), "q1": groups.quantile(0.25), "q3": groups.quantile(0.75), "n": groups.count()}
-    )
+    figures = groups.quantile([0.25, 0.5, 0.75]).unstack().set_axis(["q1", "median", "q3"], axis="columns")
     before, after = (figures.loc[label] for label in ("before", "after"))
     table = pd.DataFrame({"before": before["median"], "after": after["median"]})
     table["ratio"] = table["after"] / table["before"]
     table["spread"] = (before["q3"] - before["q1"]) / before["median"].abs()
-    table["samples"] = before["n"]
+    table["samples"] = groups.count().loc["before"]
     return table
 
 
 def to_markdown(table: pd.DataFrame) -> str:
     """Return the table of `compare` for a page."""
-    head = "| measure | series | before | after | ratio | quartiles of before | samples |\n| --- | --- | --- | --- | --- | --- | --- |\n"
+    names = ("measure", "series", "before", "after", "ratio", "quartiles of before", "samples")
+    head = f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
     lines = [
         f"| {measure} | {series} | {row.before:.4g} {unit} | {row.after:.4g} {unit} | {row.ratio:.3f} "
         f"| ±{row.spread / 2:.1%} | {row.samples:.0f} |\n"
