@@ -208,7 +208,7 @@ class TrainerActor:
         """Return what train_func returned on all ranks or the first: pickles, or references to large ones."""
         return (await self._announced(run_id)).values(first_only=first_only)
 
-    # -- what workers ask ---------------------------------------------------------------------------------------------
+    # -- calls of workers ---------------------------------------------------------------------------------------------
 
     async def join_barrier(
         self, run_id: str, attempt: int, rank: int, what: str, index: int, payload: bytes | None
@@ -238,7 +238,7 @@ class TrainerActor:
         async with self._turn:
             await self._instances.drop()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
     async def workers(self) -> list[dict[str, Any] | None]:
         """Return where each worker is, by rank; None for one that has not started."""
@@ -258,7 +258,7 @@ class TrainerActor:
         with contextlib.suppress(Exception):  # the entries belong to other Trainers; the next shutdown tries again
             await asyncio.to_thread(forget_orphans)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> Endpoint | None:
         if is_tls_enabled():  # the own connections are not encrypted

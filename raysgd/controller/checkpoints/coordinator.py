@@ -113,7 +113,7 @@ class CheckpointCoordinator:
         self._started_from = plan.start
         self._pending = PendingCheckpoints()
 
-    # -- queries ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

@@ -181,12 +181,8 @@ class RunLifecycle:
         why_over = None if is_excused else self._count_failure(failure)
         if why_over is not None:
             message = f"{why_over}. {self.checkpoints.last_checkpoint}"
-            num_failures = self.failures.num_failures
-            self.close(
-                Outcome(
-                    "error", error_type="WorkerDiedError", message=message, ranks=failure.ranks, failures=num_failures
-                )
-            )
+            ranks, failures = failure.ranks, self.failures.num_failures
+            self.close(Outcome("error", error_type="WorkerDiedError", message=message, ranks=ranks, failures=failures))
         elif self.is_stopping:
             self.close(self.stopped_outcome())
         elif isinstance(self.state, Ending):
