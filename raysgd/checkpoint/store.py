@@ -89,8 +89,8 @@ class CheckpointStore:
         """Return the path or URI of a checkpoint's folder."""
         return self.directory(number).uri
 
-    def commit(self, manifest: Manifest) -> None:
-        """Commit a checkpoint by writing its manifest.
+    def commit(self, manifest: Manifest) -> str:
+        """Commit a checkpoint by writing its manifest, and return its path.
 
         Every file that the manifest lists must be durable. Files of other attempts in the folder are removed.
 
@@ -101,6 +101,7 @@ class CheckpointStore:
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
         with contextlib.suppress(CheckpointError):  # files that stay do no harm
             _remove_unlisted(directory, manifest)
+        return directory.uri
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""

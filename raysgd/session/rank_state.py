@@ -16,6 +16,10 @@ from raysgd._util.imports import imported
 from raysgd.session.base import Datasets
 
 GeneratorStates = dict[str, Any]
+RankState = dict[str, Any]
+
+_GENERATORS = "generators"
+_DATA = "data"
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -51,7 +55,9 @@ def restore_generators(states: GeneratorStates) -> None:
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in states and (numpy := imported("numpy")):
         name, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((name, numpy.frombuffer(_decode(keys), numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state(
+            (name, numpy.frombuffer(base64.b64decode(keys), numpy.uint32), position, has_gauss, cached)
+        )
     if "torch" in states and (torch := imported("torch")):
         torch.set_rng_state(_torch_bytes(torch, states["torch"]))
         if "torch_cuda" in states and torch.cuda.is_available():
@@ -73,18 +79,8 @@ def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _decode(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 def _torch_bytes(torch: Any, text: str) -> Any:
-    return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
-
-
-RankState = dict[str, Any]
-
-_GENERATORS = "generators"
-_DATA = "data"
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def capture(datasets: Datasets) -> RankState:

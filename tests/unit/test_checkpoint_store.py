@@ -47,7 +47,7 @@ def commit(store: CheckpointStore, number: int, attempt: int = 1, **changes: Any
         "parts": {0: write_part(store, number, attempt)},
     }
     manifest = Manifest(**(fields | changes))
-    store.commit(manifest)
+    assert store.commit(manifest) == store.path(number)
     return manifest
 
 
