@@ -22,6 +22,7 @@ LIBRARIES_SET = (
     "KMP_",
     "MPL",
     "PYTEST_",
+    "PYTHONBREAKPOINT",  # Ray, when it starts
     "RAY_",
     "TF_",
     "TF2_",

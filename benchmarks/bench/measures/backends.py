@@ -59,7 +59,7 @@ class TorchCollective:
 
 
 class HorovodCollective:
-    """Horovod with torch, in place. The name tells Horovod that it is the same tensor again."""
+    """Horovod with torch, in place. By the name Horovod knows the same tensor again."""
 
     def __init__(self) -> None:
         import horovod.torch as hvd
