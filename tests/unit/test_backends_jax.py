@@ -10,6 +10,7 @@ from raysgd.backends.base import Member
 from raysgd.backends.jax import JaxBackend, JaxConfig
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install raysgd[jax]")
+backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 CLOSED = "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
@@ -45,6 +46,7 @@ def test_devices_are_chosen_before_a_group_is_formed(
     monkeypatch: pytest.MonkeyPatch, config: JaxConfig, has_gpu: bool, platforms: str, cpu_devices: int | None
 ) -> None:
     chosen: dict[str, Any] = {}
+    backends.clear_backends()  # another module of this process may have created arrays
 
     def initialize(**settings: Any) -> None:
         raise InitializeCalledError
