@@ -159,11 +159,19 @@ class CheckpointStore:
             return True
 
     def list(self) -> list[Manifest]:
-        """Return the manifests of the committed checkpoints, oldest first, without those that are not valid."""
+        """Return the manifests of the committed checkpoints, oldest first, without those that are damaged.
+
+        Raises:
+            StorageError: A manifest could not be read: its checkpoint may be a good one, which must not be forgotten.
+        """
         manifests = []
         for number in self.numbers():
-            with contextlib.suppress(CheckpointError):
+            try:
                 manifests.append(self.read(number))
+            except StorageError:
+                raise
+            except CheckpointError:  # damaged, or deleted meanwhile
+                continue
         return manifests
 
 

@@ -150,8 +150,9 @@ def test_unreadable_storage_raises_instead_of_starting_over(local: CheckpointSto
     path = Path(local.path(1)) / "manifest.json"
     path.unlink()
     path.mkdir()  # reading it fails, as on a broken disk
-    with pytest.raises(StorageError):
-        local.newest()
+    for read in (local.newest, local.list):
+        with pytest.raises(StorageError):
+            read()
 
 
 def test_committing_again_replaces_the_manifest(store: CheckpointStore) -> None:
