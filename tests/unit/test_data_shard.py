@@ -237,6 +237,15 @@ def test_checkpoint_in_the_last_step_resumes_with_an_empty_remainder() -> None:
     assert len(list(lockstep(group(numbers(10), positions=after), read))) == 2
 
 
+@pytest.mark.parametrize("read", [torch_batches(batch_size=5), lambda context: context.get().get_split().iter_rows()])
+def test_loop_ends_well_if_the_body_of_its_last_step_moves_the_position(read: Read) -> None:
+    context = single_worker(numbers(10))
+    loop = read(context)
+    for step, _ in enumerate(loop, 1):
+        if step == len(loop):
+            next(iter(loop))  # as by a load of a checkpoint, or by an evaluation
+
+
 def test_resumed_epoch_keeps_its_seed() -> None:
     read = torch_batches(batch_size=2, shuffle="full")
     fault_free = [flat(step) for step in lockstep(group(numbers(12), seed=1), read)]

@@ -176,13 +176,14 @@ class Rows:
     def __iter__(self) -> Iterator[Any]:
         loop = self._loop
         with loop.open_epoch() as (iteration, epoch_steps):
-            made, place = self._make(epoch_steps, iteration.start), iteration.start
-            while loop.assignment.may_have_step(place):
+            made = self._make(epoch_steps, iteration.start)
+            iteration.is_finished = not loop.assignment.may_have_step(iteration.start)
+            while not iteration.is_finished:
                 with loop.open_step(iteration):
                     step = next(made, None)
                     if step is not None:
-                        place = step[1]
-                        iteration.consume(place)
+                        iteration.consume(step[1])
+                        iteration.is_finished = not loop.assignment.may_have_step(step[1])
                 if step is None:
                     return
                 yield from step[0]
