@@ -27,7 +27,7 @@ from raysgd.controller.kv_store import (
     put_settings,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings
-from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back
+from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
 from raysgd.workers.pickling import CallFailed, loads
 from raysgd.workers.placement.cluster import NAMESPACE
@@ -214,16 +214,8 @@ class Channel:
             return request
         from raysgd.controller.processes.data_holder import DataHolder, Kept
 
-        data_holder: Any = (
-            ray.remote(DataHolder)
-            .options(
-                name=data_holder_name(self.settings.name, request.run_id),
-                namespace=NAMESPACE,
-                num_cpus=0,
-                lifetime="detached",
-                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
-            )
-            .remote(self._actor)
+        data_holder = prepare_process(DataHolder, data_holder_name(self.settings.name, request.run_id)).remote(
+            self._actor
         )
         try:
             kept: Kept = ray.get(data_holder.keep.remote(Kept(task.datasets, task.initial_state)))

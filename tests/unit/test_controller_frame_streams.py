@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import read_frames, serve_frames
 from raysgd.transport import Endpoint
-from support.listening import Loop, Relay, listening, loop_in_thread
+from support.listening import Loop, Relay, listening
 
 BATCH = 3
 
@@ -44,12 +44,6 @@ class FakeController:
         assert run_id == "r"
         self.asked_from.append(seq)
         return batches_from(self._run, seq)
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    with loop_in_thread() as loop:
-        yield loop
 
 
 @pytest.fixture(autouse=True)

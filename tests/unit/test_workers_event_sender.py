@@ -16,17 +16,11 @@ from raysgd.session.events import Warned
 from raysgd.transport import Endpoint, connect
 from raysgd.workers import events_connection
 from raysgd.workers.events_connection import Batch, EventSender, Inbox, InboxAddress, Inboxes
-from support.listening import Loop, Relay, listening, loop_in_thread
+from support.listening import Loop, Relay, listening
 from support.poll import until
 
 KEY = "k"
 PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    with loop_in_thread() as loop:
-        yield loop
 
 
 class Controller:

@@ -161,5 +161,5 @@ def note_text(event: Event) -> str:
         return ""
     ranks = ", ".join(map(str, data.get("ranks") or ()))
     error = clip(in_one_line(data.get("error", "")), 120)
-    action = data.get("action")
+    action = "giving up" if data.get("action") == "give up" else data.get("action")
     return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")

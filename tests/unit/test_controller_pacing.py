@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._util.pacing import Pacer
+from raysgd.controller.journal.frame_log import Pacer
 
 
 def test_burst_passes_at_once_and_then_one_per_interval() -> None:
