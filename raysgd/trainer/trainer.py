@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig
@@ -23,7 +25,7 @@ from raysgd.config.argument_names import RUN_HINTS, TRAINER_HINTS, refuse_unknow
 from raysgd.config.checks import check_component
 from raysgd.config.run import BackendName, Reduction, Returns, ScoreOrder
 from raysgd.config.scaling import PlacementStrategy
-from raysgd.errors import SerializationError, UsageError
+from raysgd.errors import SerializationError, UsageError, WorkerError
 from raysgd.result import RunStatus
 from raysgd.session import context
 from raysgd.trainer import assembly
@@ -395,6 +397,9 @@ class Trainer:
         is_connected = ray.is_initialized()
         channel = self._latest.channel
         if is_connected and channel is not None and not channel.is_gone:
-            infos = channel.call("workers", timeout_s=10)
-            nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
+            with contextlib.suppress(
+                GetTimeoutError, WorkerError
+            ):  # the controller is still starting, or has just died
+                infos = channel.call("workers", timeout_s=10)
+                nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
         return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)

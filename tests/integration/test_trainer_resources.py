@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import raysgd
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, UsageError
 from support.cluster import ClusterState
 from support.project import ROOT
-from support.runs import PATIENCE_S, are_gone, make_trainer, pids, quiet, travels_by_value
+from support.runs import PATIENCE_S, are_gone, controller_pid, make_trainer, pids, quiet, travels_by_value
 
 travels_by_value(__name__)
 
@@ -46,6 +47,17 @@ def test_resources_are_taken_as_requested_and_released(ray_cluster: Any, tmp_pat
     assert asked == {"licence": 1.5}
     assert state.leftovers() == []
     assert are_gone(processes)
+
+
+def test_repr_leaves_out_nodes_when_the_controller_does_not_answer(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 1) as trainer:
+        pids(trainer)
+        controller = controller_pid()
+        os.kill(controller, signal.SIGSTOP)
+        try:
+            assert repr(trainer).splitlines()[4].split() == ["0", "-", "1", "0"]
+        finally:
+            os.kill(controller, signal.SIGCONT)
 
 
 def test_workers_have_given_environment_and_spread_placement(ray_cluster: Any, tmp_path: Path) -> None:
