@@ -56,7 +56,8 @@ test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (28 minut
 
 test-all: test test-rest  ## Everything (40 minutes)
 
-lint: $(LINT)  ## Lint, format, types and layers, without changing anything
+# With the packages of the tests: the types of pytest and IPython are checked against.
+lint: $(TEST)  ## Lint, format, types and layers, without changing anything
 	@echo "lint: ruff check";  $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format"; $(BIN)/ruff format --check --quiet .
 	@echo "lint: mypy";        $(BIN)/mypy --no-error-summary
