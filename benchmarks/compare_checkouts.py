@@ -50,8 +50,8 @@ def main() -> None:
                     {"measure": name, "checkout": label, **row} for row in _measure(checkouts[label], name, args.quick)
                 ]
                 print(f"{repetition + 1}/{args.repeat} {name}, {label}: {time.monotonic() - start:.0f} s", flush=True)
-    if not rows:
-        sys.exit("nothing was measured")
+    if {row["checkout"] for row in rows} != set(checkouts):
+        sys.exit("nothing was measured in one of the checkouts")
     table = compare(pd.DataFrame(rows))
     print(table.to_string())
     if args.output:

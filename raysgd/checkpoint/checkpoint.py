@@ -64,6 +64,9 @@ class Checkpoint:
         """Make the checkpoint of a manifest that the caller has just read or written."""
         return cls(path, manifest.metrics, manifest.iteration, manifest.time_total_s)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", dict(self.metrics))  # a copy: several readers make one of the same metrics
+
     def load(self, allow_pickle: bool = False, *, rank: int | None = None) -> Any:
         """Load the state, with all tensors on the CPU; for ``files=True`` return the path of a local folder.
 

@@ -158,21 +158,25 @@ class CheckpointStore:
         except CheckpointCorruptError:  # a link: reading it raises
             return True
 
-    def list(self) -> list[Manifest]:
-        """Return the manifests of the committed checkpoints, oldest first, without those that are damaged.
+    def list(self, *, needs_newest: bool = False) -> list[Manifest]:
+        """Return the manifests of the committed checkpoints, oldest first, without those that cannot be read.
+
+        Args:
+            needs_newest: The newest one must not be left out because storage refuses to read it.
 
         Raises:
-            StorageError: A manifest could not be read: its checkpoint may be a good one, which must not be forgotten.
+            StorageError: ``needs_newest`` is given, and no manifest at least as new could be read.
         """
-        manifests = []
-        for number in self.numbers():
+        manifests: list[Manifest] = []
+        for number in reversed(self.numbers()):
             try:
                 manifests.append(self.read(number))
             except StorageError:
-                raise
+                if needs_newest and not manifests:
+                    raise
             except CheckpointError:  # damaged, or deleted meanwhile
                 continue
-        return manifests
+        return manifests[::-1]
 
 
 def _remove_unlisted(directory: Storage, manifest: Manifest) -> None:

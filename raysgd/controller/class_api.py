@@ -34,11 +34,10 @@ class Instances:
             Exception: What the constructor raised.
         """
         rendezvous = await self._group.open_rendezvous()
+        members = [self._group.member(rank, rendezvous) for rank in range(self._group.size)]
         calls = [
-            asyncio.ensure_future(
-                self._group.call("make_instance", blob, self._group.member(rank, rendezvous), ranks=[rank])
-            )
-            for rank in range(self._group.size)
+            asyncio.ensure_future(self._group.call("make_instance", blob, member, ranks=[member.rank]))
+            for member in members
         ]
         try:
             await asyncio.gather(*calls)

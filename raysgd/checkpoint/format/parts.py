@@ -270,6 +270,7 @@ class PartReader(abc.ABC):
         Raises:
             UnsafeStateError: It holds pickles, and ``allow_pickle`` is False.
         """
+        _ = self.state  # first the small file: if it is damaged, the tensors need not be read
         return self.decode(self._all_leaves(), {}, allow_pickle=allow_pickle)
 
     def decode(self, leaves: Mapping[str, StoredLeaf], arrays: Mapping[str, Any], *, allow_pickle: bool) -> Any:

@@ -51,7 +51,9 @@ class RunFiles:
         """
         frames_so_far, last_seq = self.journal.reopen()
         numbers = self.store.numbers()
-        return build_previous_state(frames_so_far, last_seq, self.store.list(), max(numbers, default=0)).up_to(last)
+        return build_previous_state(
+            frames_so_far, last_seq, self.store.list(needs_newest=True), max(numbers, default=0)
+        ).up_to(last)
 
     def start(self) -> None:
         """Start to flush the journal regularly."""

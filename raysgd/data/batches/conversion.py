@@ -27,7 +27,7 @@ class Conversion(ABC):
             ConfigError: The framework does not take it as a dtype.
         """
         if isinstance(dtypes, Mapping):
-            return {column: self.as_dtypes(dtype) for column, dtype in dtypes.items()}
+            return {column: None if each is None else self.as_dtype(each) for column, each in dtypes.items()}
         return None if dtypes is None else self.as_dtype(dtypes)
 
     @abstractmethod
