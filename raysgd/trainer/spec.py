@@ -12,9 +12,9 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd._util.redact import REDACTED, plain, redact_arguments
 from raysgd.backends.registry import resolve_backend
@@ -32,6 +32,14 @@ _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
 _SCALING = tuple(each.name for each in fields(ScalingConfig))
 #: The names of all arguments of `raysgd.Trainer`.
 ARGUMENTS = (*_SCALING, "backend_args", *(each.name for each in fields(TrainerSpec) if each.name != "scaling"))
+
+
+class TrainerLike(Protocol):
+    """A `raysgd.Trainer`, for the package that it imports itself, which must not import it."""
+
+    _spec: TrainerSpec
+
+    def to_trainable(self, train_func: Callable[..., Any], dataset: Any = None, /, **options: Any) -> Any: ...
 
 
 def make_spec(**arguments: Any) -> TrainerSpec:

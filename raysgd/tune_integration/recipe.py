@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.tune import PlacementGroupFactory
@@ -13,13 +13,10 @@ from raysgd._util.text import with_article
 from raysgd.controller.requests import TrainerSpec
 from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
-from raysgd.trainer.spec import ARGUMENTS, change_spec, make_spec, num_workers_from_json
+from raysgd.trainer.spec import ARGUMENTS, TrainerLike, change_spec, make_spec, num_workers_from_json
 from raysgd.workers.pickling import Packed
 from raysgd.workers.placement.capacity import slot_bundle
 from raysgd.workers.placement.cluster import check_feasible
-
-if TYPE_CHECKING:
-    from raysgd.trainer.trainer import Trainer
 
 #: Where a trial's config has arguments of its Trainer: under a key, or returned by a function of the config.
 ArgumentsFrom = str | Callable[[dict[str, Any]], Mapping[str, Any]] | None
@@ -128,7 +125,7 @@ def bundles_of(spec: TrainerSpec) -> PlacementGroupFactory:
     return PlacementGroupFactory([{}, *bundles], strategy=scaling.placement_strategy)
 
 
-def trial_resources(trainer: Trainer | None = None, **arguments: Any) -> PlacementGroupFactory:
+def trial_resources(trainer: TrainerLike | None = None, **arguments: Any) -> PlacementGroupFactory:
     """Return the resources of a Tune function that makes a Trainer itself, for `ray.tune.with_resources`.
 
     Args:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ray import tune
 
-if TYPE_CHECKING:
-    from raysgd.trainer.trainer import Trainer
+from raysgd.trainer.spec import TrainerLike
 
 
 def search(
-    trainer: Trainer,
+    trainer: TrainerLike,
     train_func: Callable[..., Any],
     space: Mapping[str, Any],
     dataset: Any = None,
