@@ -21,6 +21,16 @@ def inside(calls: int, idle_s: float, longest_pause_s: float = 1.0, phase: str =
     return Heartbeat(calls, idle_s, longest_pause_s, phase, is_inside=True)
 
 
+def hangs_when(watched: HangPolicy, *heartbeats: Heartbeat, seen_for_s: float = 6.0) -> list[Hang]:
+    """Return the hangs once the ranks have stood for some time where their heartbeats say."""
+    start = 1.0
+    for now in (start, start + seen_for_s):
+        for rank, heartbeat in enumerate(heartbeats):
+            watched.on_heartbeat(rank, heartbeat, now)
+        found = watched.find_hangs(now)
+    return found
+
+
 def kinds(hangs: list[Hang]) -> list[tuple[int, str]]:
     return [(hang.rank, hang.kind) for hang in hangs]
 
@@ -140,10 +150,7 @@ def test_rank_without_progress_timeout_is_never_stuck() -> None:
 
 
 def test_stuck_rank_is_the_one_with_fewest_calls() -> None:
-    watched = policy(5.0)
-    for rank, heartbeat in enumerate([inside(8, 6.0), inside(7, 6.5, phase="batch"), inside(8, 6.1)]):
-        watched.on_heartbeat(rank, heartbeat, 1.0)
-    (hang,) = watched.find_hangs(1.0)
+    (hang,) = hangs_when(policy(5.0), inside(8, 6.0), inside(7, 6.5, phase="batch"), inside(8, 6.1))
     assert (hang.rank, hang.kind) == (1, "stuck")
     assert "6.5 s" in hang.why and "last batch" in hang.why and "5 s" in hang.why
 
@@ -153,17 +160,12 @@ def test_source_file_that_marks_train_func_stacks_exists() -> None:
 
 
 def test_rank_idle_longest_is_stuck_among_equal_calls() -> None:
-    watched = policy(5.0)
-    for rank, idle_s in enumerate([6.0, 6.2, 6.1]):
-        watched.on_heartbeat(rank, inside(7, idle_s), 1.0)
-    assert kinds(watched.find_hangs(1.0)) == [(1, "stuck")]
+    found = hangs_when(policy(5.0), *(inside(7, idle_s) for idle_s in (6.0, 6.2, 6.1)))
+    assert kinds(found) == [(1, "stuck")]
 
 
 def test_rank_outside_collectives_is_blamed_among_equal_calls() -> None:
-    watched = policy(5.0)
-    for rank, idle_s in enumerate([6.3, 6.1, 6.2]):
-        watched.on_heartbeat(rank, inside(7, idle_s), 1.0)
-    (hang,) = watched.find_hangs(1.0)
+    (hang,) = hangs_when(policy(5.0), *(inside(7, idle_s) for idle_s in (6.3, 6.1, 6.2)))
     waiting = (
         "all_reduce (torch/distributed/distributed_c10d.py:3000) _call (raysgd/workers/process/train_thread.py:190)"
     )
@@ -175,41 +177,41 @@ def test_rank_outside_collectives_is_blamed_among_equal_calls() -> None:
 
 
 def test_ranks_that_wait_for_a_slow_rank_are_not_stuck() -> None:
+    assert hangs_when(policy(5.0, ranks=2), inside(8, 6.0), inside(4, 0.5)) == []
+
+
+def test_rank_that_waited_for_a_slow_rank_gets_the_full_time_once_that_has_moved_on() -> None:
     watched = policy(5.0, ranks=2)
-    watched.on_heartbeat(0, inside(8, 6.0), 1.0)
-    watched.on_heartbeat(1, inside(4, 0.5), 1.0)
-    assert watched.find_hangs(1.0) == []
+    assert hangs_when(watched, inside(4, 0.5, phase="save"), inside(5, 60.0, phase="barrier"), seen_for_s=60.0) == []
+    watched.on_heartbeat(0, inside(6, 0.1), 61.1)  # released, and at its next call; rank 1 was asked a moment before
+    assert watched.find_hangs(61.1) == []
+    watched.on_heartbeat(1, inside(5, 65.0, phase="barrier"), 66.0)
+    assert watched.find_hangs(66.0) == []
+    (hang,) = watched.find_hangs(66.2)
+    assert (hang.rank, hang.kind) == (1, "stuck")
 
 
 def test_rank_outside_train_func_is_not_stuck() -> None:
-    watched = policy(5.0, ranks=2)
-    watched.on_heartbeat(0, Heartbeat(9, 100.0, 1.0, "report", is_inside=False), 1.0)
-    watched.on_heartbeat(1, inside(3, 1.0), 1.0)
-    assert watched.find_hangs(1.0) == []
+    outside = Heartbeat(9, 100.0, 1.0, "report", is_inside=False)
+    assert hangs_when(policy(5.0, ranks=2), outside, inside(3, 1.0)) == []
 
 
 def test_idle_time_before_first_call_counts_from_entry() -> None:
-    watched = policy(5.0, ranks=1)
-    watched.on_heartbeat(0, inside(0, 6.0, 0.0, ""), 1.0)
-    (hang,) = watched.find_hangs(1.0)
+    (hang,) = hangs_when(policy(5.0, ranks=1), inside(0, 6.0, 0.0, ""))
     assert "since it entered train_func" in hang.why
 
 
 def test_auto_progress_timeout_follows_longest_pause() -> None:
-    watched = policy("auto", ranks=2)
-    watched.on_heartbeat(0, inside(0, 1e5, 0.0), 1.0)  # a first epoch of unknown length
-    assert watched.find_hangs(1.0) == []
+    assert hangs_when(policy("auto", ranks=2), inside(0, 1e5, 0.0)) == []  # a first epoch of unknown length
     slow = AUTO_MIN_S / AUTO_FACTOR * 2
     for idle_s, expected in ((AUTO_MIN_S * 2 - 1, []), (AUTO_MIN_S * 2 + 1, [(0, "stuck")])):
-        watched.on_heartbeat(0, inside(4, idle_s, slow), 1.0)
-        watched.on_heartbeat(1, inside(5, idle_s, 0.01), 1.0)
-        assert kinds(watched.find_hangs(1.0)) == expected
+        found = hangs_when(policy("auto", ranks=2), inside(4, idle_s, slow), inside(5, idle_s, 0.01), seen_for_s=idle_s)
+        assert kinds(found) == expected
 
 
 def test_auto_progress_timeout_has_a_minimum() -> None:
-    watched = policy("auto", ranks=1)
-    watched.on_heartbeat(0, inside(1000, AUTO_MIN_S - 1, 0.01), 1.0)
-    assert watched.find_hangs(1.0) == []
+    idle_s = AUTO_MIN_S - 1
+    assert hangs_when(policy("auto", ranks=1), inside(1000, idle_s, 0.01), seen_for_s=idle_s) == []
 
 
 # -- progress that a worker counts -------------------------------------------------------------------------------------

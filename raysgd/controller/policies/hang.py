@@ -100,6 +100,8 @@ class HangPolicy:
         # An overloaded machine runs a busy process only now and then.
         self._window_s = max(MIN_WINDOW_S, heartbeat_timeout_s / 3)
         self._workers = {rank: _Worker(now) for rank in ranks}
+        self._fewest_calls: int | None = None  # of the ranks in train_func, and since when
+        self._fewest_since = now
 
     def on_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """A worker has answered."""
@@ -150,15 +152,18 @@ class HangPolicy:
         return Hang(rank, "silent", f"{silence}; {reason}")
 
     def _stuck(self, now: float) -> Hang | None:
-        """Return the rank inside train_func that is behind the others, which wait for it."""
+        """Return the rank inside train_func that has been behind the others, which wait for it, for longer than the limit."""
         inside = {rank: worker for rank, worker in self._workers.items() if worker.heartbeat.is_inside}
         limit = self._limit(worker.heartbeat for worker in inside.values())
         if limit is None or not inside:
             return None
         idle = {rank: worker.heartbeat.idle_s for rank, worker in inside.items() if now - worker.answered_at < limit}
-        if not idle or max(idle.values()) <= limit:
+        fewest = min((inside[rank].heartbeat.calls for rank in idle), default=None)
+        if fewest != self._fewest_calls:
+            # The rank that was behind has moved on. Those that waited for it were idle, and are behind only since now.
+            self._fewest_calls, self._fewest_since = fewest, now
+        if not idle or max(idle.values()) <= limit or now - self._fewest_since <= limit:
             return None
-        fewest = min(inside[rank].heartbeat.calls for rank in idle)
         behind = sorted((rank for rank in idle if inside[rank].heartbeat.calls == fewest), key=lambda rank: -idle[rank])
         if any(idle[rank] <= limit for rank in behind):  # it is slow but makes progress
             return None
