@@ -106,8 +106,8 @@ def slow_loader(config: dict[str, Any]) -> None:
 def check_reported_once(trainer: raysgd.Trainer, phase: str) -> None:
     (straggler,) = events_of(trainer, "straggler")
     assert (straggler["rank"], straggler["phase"]) == (SLOW_RANK, phase)
-    # The first window may include steps made before the rank became slow.
-    assert straggler["own_s"] >= 0.7 * SLOW_S and straggler["others_s"] <= straggler["own_s"] / 1.5
+    # The first window may include steps made before the rank became slow: heartbeats of a busy machine are late.
+    assert straggler["own_s"] >= 0.3 * SLOW_S and straggler["others_s"] <= straggler["own_s"] / 1.5
     assert straggler["since_s"] > 0
     (warning,) = [event for event in events_of(trainer, "warning") if "is slow" in event["message"]]
     assert f"rank {SLOW_RANK} on {straggler['node']} is slow" in warning["message"]
