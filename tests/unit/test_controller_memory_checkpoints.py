@@ -15,6 +15,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.checkpoints.memory import MemoryCheckpoints
 from raysgd.session import events as e
 from raysgd.testing.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
+from support.poll import turn_loop
 
 MEMORY_ALONE = CheckpointConfig(storage_interval=100)
 
@@ -343,7 +344,7 @@ def test_end_of_event_stream_waits_for_announced_parts() -> None:
         held.parts.intercept(0, 2, saved(0))
         held.parts.intercept(0, 2, e.PartHeld(0, 10))
         settling = asyncio.ensure_future(held.parts.settle(0))
-        await asyncio.sleep(0.01)
+        await turn_loop()
         assert not settling.done()
         await held.put(0, "ref0")
         await settling

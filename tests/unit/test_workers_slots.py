@@ -36,7 +36,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(module, "remove_placement_group", found.append)
     monkeypatch.setattr(module, "placement_group_table", lambda placement: {"state": "CREATED"})
-    monkeypatch.setattr(module, "_POLL_S", 0.001)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
     return found
 
 
@@ -197,7 +197,7 @@ def test_placement_group_that_never_settles_is_removed_after_a_while(
     removed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "placement_group_table", FakeTable("queued"))
-    monkeypatch.setattr(module, "_SETTLE_S", 0.02)
+    monkeypatch.setattr(module, "SETTLE_S", 0.02)
 
     async def close() -> None:
         slots = slots_in("first")
