@@ -508,14 +508,17 @@ def test_reader_of_another_execution_gets_stream_lost() -> None:
 def test_long_wait_for_a_block_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_host, "WAIT_WARNING_S", 0.02)
     waited: list[int] = []
-    monkeypatch.setattr(stream_host.StreamHost, "on_long_wait", lambda self: waited.append(1))
+
+    class WatchedHost(stream_host.StreamHost):
+        def on_long_wait(self) -> None:
+            waited.append(1)
 
     def block_sizes(execution: int) -> Iterator[int]:
         while len(waited) < 3:
             time.sleep(0.01)
         yield 5
 
-    with hosted(LazyRows(block_sizes)) as stream:
+    with hosted(LazyRows(block_sizes), WatchedHost) as stream:
         (context,) = contexts(stream, 1)
         assert epoch_of(context.get().get_split().iter_batches(5)) == [[0, 1, 2, 3, 4]]
     assert len(waited) >= 3

@@ -178,7 +178,7 @@ class SimulatedRun:
 
     @property
     def num_save_points(self) -> int:
-        """How often the ranks were asked to wait after the same save."""
+        """The number of times that the ranks were asked to wait after the same save."""
         return len(self.all_of(c.AgreeOnSavePoint))
 
     @property
