@@ -113,17 +113,21 @@ _log = logging.getLogger(__name__)
 #: Serves one connection: what the other end wants, and the stream both ways. Closing it is the listener's.
 Handler = Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-#: Seconds a connection has to show its token.
-_HELLO_TIMEOUT_S = 10.0
 #: Bytes a connection may be ahead of its handler.
 _READ_AHEAD_BYTES = 1 << 20
 
 
 class Listener:
-    """Accepts connections and passes each to the handler of the ``kind`` that it names."""
+    """Accepts connections and passes each to the handler of the ``kind`` that it names.
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    Args:
+        handlers: The handler of each kind of connection.
+        hello_timeout_s: The time that a connection has to show its token and to name its kind.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler], hello_timeout_s: float = 10.0) -> None:
         self._handlers = dict(handlers)
+        self._hello_timeout_s = hello_timeout_s
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._server: asyncio.Server | None = None
 
@@ -143,7 +147,7 @@ class Listener:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello = await asyncio.wait_for(self._greet(reader), _HELLO_TIMEOUT_S)
+            hello = await asyncio.wait_for(self._greet(reader), self._hello_timeout_s)
             handler = self._handlers[hello["kind"]]
             tune(writer.get_extra_info("socket"))
             await handler(hello, reader, writer)

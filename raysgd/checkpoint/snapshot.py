@@ -32,7 +32,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointError
 
 #: States of at least this size are copied by several threads; smaller ones are not worth starting threads.
-_PARALLEL_BYTES = 32 << 20
+PARALLEL_BYTES = 32 << 20
 _MAX_THREADS = 4
 _PAGE_BYTES = 4096
 _ROUND_BYTES = 2 << 20
@@ -174,7 +174,7 @@ def _copy(copies: Sequence[tuple[Leaf, ByteArray]], num_threads: int) -> None:
 
 def _num_threads(num_bytes: int) -> int:
     """Choose the number of copy threads: one core cannot saturate the memory bandwidth, a few can."""
-    if num_bytes < _PARALLEL_BYTES:
+    if num_bytes < PARALLEL_BYTES:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_THREADS, cores)

@@ -14,9 +14,9 @@ import pytest
 from support.project import PACKAGE, ROOT, name_of
 
 #: How often replaced words still occur, as (names, texts). Lower these numbers; never raise them.
-ALLOWED = {"raysgd": (0, 11), "examples": (0, 0), "benchmarks": (0, 0), "tests": (6, 4), "doc": (0, 0)}
+ALLOWED = {"raysgd": (0, 9), "examples": (0, 0), "benchmarks": (0, 0), "tests": (0, 4), "doc": (0, 0)}
 #: How many docstrings of public objects still begin with something else than a sentence, an imperative or a noun phrase.
-ALLOWED_DOCSTRINGS = 36
+ALLOWED_DOCSTRINGS = 18
 
 PLAIN = re.compile(  # "is no longer", "has not yet" and the like are plain English
     r"\b(is|are) no (longer|more|less)\b|\b(has|have) not (yet|\w+ed)\b|go on to\b|\bthere (is|are) no\b", re.IGNORECASE

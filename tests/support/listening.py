@@ -50,9 +50,9 @@ def loop_in_thread() -> Iterator[Loop]:
 
 
 @contextlib.contextmanager
-def listening(loop: Loop, handlers: Mapping[str, Handler]) -> Iterator[Endpoint]:
-    """Start a listener on loopback, and yield its endpoint."""
-    listener = Listener(handlers)
+def listening(loop: Loop, handlers: Mapping[str, Handler], **settings: Any) -> Iterator[Endpoint]:
+    """Start a listener on loopback, and yield its endpoint. ``settings`` are arguments of `Listener`."""
+    listener = Listener(handlers, **settings)
     try:
         yield loop.run(listener.open("127.0.0.1"))
     finally:

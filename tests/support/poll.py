@@ -1,7 +1,8 @@
-"""Wait for a condition with a deadline, instead of sleeping."""
+"""Wait for a condition with a deadline, or for the tasks of an asyncio loop, instead of sleeping."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,3 +16,9 @@ def until(condition: Callable[[], T], timeout_s: float, interval_s: float = 0.05
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(interval_s)
     return value
+
+
+async def turn_loop(turns: int = 20) -> None:
+    """Let the tasks of the asyncio loop run as far as they can without waiting; ``turns`` is more than they need."""
+    for _ in range(turns):
+        await asyncio.sleep(0)

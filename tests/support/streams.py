@@ -57,9 +57,10 @@ def bundle(table: Any) -> Any:
 class HostInThread:
     """A `Stream` whose host runs in an event loop in a thread, as in an actor. ``restart`` loses the host's state."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, make_host: Callable[[Any], StreamHost] = StreamHost) -> None:
         self.dataset = dataset
-        self.host = StreamHost(dataset)
+        self._make_host = make_host
+        self.host = make_host(dataset)
         self.num_requests = 0
         self._generation = 0
         self.loop = asyncio.new_event_loop()
@@ -105,7 +106,7 @@ class HostInThread:
     def _replace_host(self) -> None:
         self._end_passes()
         self._generation += 1
-        self.host = StreamHost(self.dataset)
+        self.host = self._make_host(self.dataset)
 
     def _end_passes(self) -> None:
         for each in self.host._passes.values():
@@ -127,8 +128,8 @@ class HostInThread:
 
 
 @contextmanager
-def hosted(dataset: Any) -> Iterator[HostInThread]:
-    host = HostInThread(dataset)
+def hosted(dataset: Any, make_host: Callable[[Any], StreamHost] = StreamHost) -> Iterator[HostInThread]:
+    host = HostInThread(dataset, make_host)
     try:
         yield host
     finally:

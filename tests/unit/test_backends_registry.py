@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 import raysgd
-from raysgd.backends import registry
 from raysgd.backends.registry import ENTRY_POINTS, resolve_backend
 from raysgd.errors import ConfigError
 
@@ -26,15 +25,20 @@ class OtherConfig(raysgd.BackendConfig):
 
 
 @pytest.fixture
-def entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry points that other distributions declare."""
-    points = [
-        EntryPoint("other", f"{__name__}:OtherConfig", ENTRY_POINTS),
-        EntryPoint("broken", "no_such_module:Config", ENTRY_POINTS),
-        EntryPoint("odd", "os:getpid", ENTRY_POINTS),
-        EntryPoint("torch", "no_such_module:Config", ENTRY_POINTS),
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in points if point.group == group])
+def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install another distribution that declares entry points."""
+    folder = tmp_path / "other_backends-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other-backends\nVersion: 1.0\n")
+    points = {
+        "other": f"{__name__}:OtherConfig",
+        "broken": "no_such_module:Config",
+        "odd": "os:getpid",
+        "torch": "no_such_module:Config",
+    }
+    lines = [f"[{ENTRY_POINTS}]", *(f"{name} = {value}" for name, value in points.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ JSON = st.recursive(
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(max_size=4), inner, max_size=3)
         | st.builds(
-            lambda tag, rest: [tag, *rest],
+            lambda tag, values: [tag, *values],
             st.sampled_from(
                 "same list tuple dict set deque odict state_dict counter defaultdict bytes bytes.leaf bytearray int "
                 "float complex str slice range datetime date timedelta path random pickle np.array np.scalar np.str "

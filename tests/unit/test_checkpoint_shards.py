@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.codecs import numpy as numpy_codec
 from raysgd.checkpoint.codecs.shards import ShardIndex, ShardWriter, full_index
+from raysgd.checkpoint.codecs.tree import ENCODERS
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.format.parts import MemoryPart
 from raysgd.checkpoint.resharding import SavedArray, load_parts
@@ -50,7 +51,7 @@ def _register_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return encoder.shards.add(encoder.path, numpy_codec.dtype_to_json(whole_array.dtype), whole_array.shape, names)
 
-    monkeypatch.setattr(numpy_codec, "_OTHERS", ((Sharded, encode), *numpy_codec._OTHERS))
+    monkeypatch.setitem(ENCODERS, Sharded, encode)
 
 
 @dataclass
@@ -136,7 +137,7 @@ def test_parts_in_memory_are_read_like_stored_ones(data: st.DataObject) -> None:
     assert np.array_equal(state["w"][begin:end, left:right], VALUES[begin:end, left:right])
 
 
-ML_DTYPES = sorted(numpy_codec._ML_DTYPES)
+ML_DTYPES = sorted(numpy_codec.ML_DTYPES)
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])

@@ -11,6 +11,7 @@ import pyarrow.fs
 import pytest
 import torch
 
+from raysgd.checkpoint import snapshot
 from raysgd.checkpoint.format.parts import write_payload
 from raysgd.checkpoint.snapshot import Snapshot, StagingPool, take_snapshot
 from raysgd.checkpoint.storage.storage import Retry, Storage
@@ -65,9 +66,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_tensors_of_every_memory_layout_are_copied(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: threads)
+@pytest.mark.parametrize("parallel_bytes", [snapshot.PARALLEL_BYTES, 0], ids=["one thread", "several threads"])
+def test_tensors_of_every_memory_layout_are_copied(parallel_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "PARALLEL_BYTES", parallel_bytes)
     loaded = load_payload(take(LAYOUTS).payload())
     for name, value in LAYOUTS.items():
         assert np.array_equal(_bytes_of(loaded[name]), _bytes_of(value)), name
@@ -80,7 +81,7 @@ def _bytes_of(value: Any) -> Any:
 
 
 def test_error_of_a_copy_thread_is_raised_and_releases_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysgd.checkpoint.snapshot._num_threads", lambda num_bytes: 2)
+    monkeypatch.setattr(snapshot, "PARALLEL_BYTES", 0)
     pool = StagingPool(1)
     broken = np.zeros(3)
     state = {"a": np.ones(1000), "b": broken, "c": np.ones(1000)}

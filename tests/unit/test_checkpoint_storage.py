@@ -6,6 +6,7 @@ import errno
 import gzip
 import os
 import pickle
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,7 +383,7 @@ def test_checksum_works_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*args: Any, **kwargs: Any) -> Callable[..., None]:
         raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    monkeypatch.setattr("raysgd.checkpoint.storage.files.threading.Thread.start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     data = b"x" * (2 << 20)
     with Checksum() as checksum:
         checksum.update(data)

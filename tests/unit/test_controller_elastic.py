@@ -29,7 +29,7 @@ def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
     run = running(num_ranks, **settings)
     run.feed(c.JoiningWorkerReady())
     run.advance(SETTLE_S)
-    assert run.all_of(c.AgreeOnSavePoint) == [c.AgreeOnSavePoint(1)]
+    assert run.has_save_point
     return run
 
 
@@ -51,7 +51,7 @@ def test_group_grows_after_a_committed_save() -> None:
     assert ended(run) == ["the group grows"]
     for rank in range(2):
         run.leave(rank, e.Ended())
-    assert run.all_of(c.PrepareGroup)[1:] == [c.PrepareGroup(2)]
+    assert run.prepared_attempts[1:] == [2] and not run.keeps_size
     run.num_ranks = 3
     run.ready()
     assert (run.entries[-1].attempt, run.entries[-1].start.uri) == (2, uri_of(1))
@@ -65,9 +65,9 @@ def test_workers_that_join_together_cause_one_save_point() -> None:
     for _ in range(5):
         run.feed(c.JoiningWorkerReady())
         run.advance(SETTLE_S / 2)
-    assert run.all_of(c.AgreeOnSavePoint) == []
+    assert run.num_save_points == 0
     run.advance(SETTLE_S)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
 
 
 def test_worker_that_became_ready_while_group_formed_joins_later() -> None:
@@ -77,7 +77,7 @@ def test_worker_that_became_ready_while_group_formed_joins_later() -> None:
     for rank in range(2):
         run.deliver(rank, e.Entered(run.now))
     run.advance(SETTLE_S)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
 
 
 def test_worker_that_joined_while_group_formed_causes_no_save_point() -> None:
@@ -85,7 +85,7 @@ def test_worker_that_joined_while_group_formed_causes_no_save_point() -> None:
     run.feed(c.JoiningWorkerReady())
     run.ready()
     run.advance(SETTLE_S)
-    assert run.all_of(c.AgreeOnSavePoint) == []
+    assert run.num_save_points == 0
 
 
 def test_group_grows_when_commit_precedes_the_save_point() -> None:
@@ -120,9 +120,9 @@ def test_group_grows_after_next_save_when_commit_fails() -> None:
     run.save()
     reach(run)
     run.fail_commit()
-    assert run.all_of(c.CancelSavePoint) == [c.CancelSavePoint(1)]
+    assert not run.has_save_point
     run.advance(AGAIN_S)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 2
+    assert run.num_save_points == 2
     run.save(1, 2)
     reach(run, 1)
     run.commit()
@@ -133,18 +133,15 @@ def test_failed_part_cancels_the_save_point() -> None:
     run = run_before_save_point(checkpoint_config=CheckpointConfig(on_write_error="warn"))
     run.deliver(0, saved(), e.PartFailed(0, "disk full"))
     reach(run)
-    assert run.all_of(c.CancelSavePoint) == [c.CancelSavePoint(1)]
+    assert not run.has_save_point
 
 
 def test_stop_cancels_the_save_point() -> None:
     run = run_before_save_point()
     run.save()
     reach(run, 0, 0)
-    commands = run.stop()
-    assert [type(command) for command in commands if not isinstance(command, c.RecordEvent)] == [
-        c.CancelSavePoint,
-        c.RequestStop,
-    ]
+    run.stop()
+    assert run.is_asked_to_stop and not run.has_save_point
     run.commit()
     reach(run, 0, 1)
     assert not ended(run)
@@ -153,10 +150,10 @@ def test_stop_cancels_the_save_point() -> None:
 def test_returned_rank_cancels_the_save_point() -> None:
     run = run_before_save_point()
     run.leave(1)
-    assert run.all_of(c.CancelSavePoint) == [c.CancelSavePoint(1)]
+    assert not run.has_save_point
     run.feed(c.JoiningWorkerReady())
     run.advance(60)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
     run.leave(0)
     assert run.outcome is not None and run.outcome.kind == "done"
 
@@ -166,14 +163,14 @@ def test_checkpoint_of_all_ranks_prevents_growth() -> None:
     run.save(all_ranks=True)
     reach(run)
     run.commit()
-    assert not ended(run) and run.all_of(c.CancelSavePoint) == [c.CancelSavePoint(1)]
+    assert not ended(run) and not run.has_save_point
     run.feed(c.JoiningWorkerReady())
     run.advance(60)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
     (warning,) = run.events("warning")
     assert "all_ranks=True" in warning["message"]
     kill(run)
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2, keep_size=True)
+    assert run.keeps_size
 
 
 def test_reshardable_checkpoint_allows_growth() -> None:
@@ -182,7 +179,7 @@ def test_reshardable_checkpoint_allows_growth() -> None:
         run.deliver(rank, saved(all_ranks=True), replace(part(), unsharded_digest="equal"))
     reach(run)
     run.commit()
-    assert ended(run) and run.all_of(c.CancelSavePoint) == [] and run.events("warning") == []
+    assert ended(run) and run.has_save_point and run.events("warning") == []
 
 
 def test_death_while_leaving_for_growth_is_not_a_failure() -> None:
@@ -193,7 +190,7 @@ def test_death_while_leaving_for_growth_is_not_a_failure() -> None:
     run.end_stream(0, "killed")
     run.leave(1, e.Ended())
     assert run.events("failure") == []
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2 and not run.keeps_size
 
 
 def test_death_cancels_the_save_point() -> None:

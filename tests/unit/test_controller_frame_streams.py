@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,8 +49,8 @@ class FakeController:
 
 @pytest.fixture(autouse=True)
 def _refs_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downlink.ray, "get", lambda ref: ref)
-    monkeypatch.setattr(downlink.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
 
 def server(run: list[Frame]) -> Any:

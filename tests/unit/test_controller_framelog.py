@@ -15,6 +15,7 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal import frame_log as framelog
 from raysgd.controller.journal.frame_log import BURST, ITEM_BYTES, FrameLog
 from raysgd.controller.journal.journal import Journal
+from support.poll import turn_loop
 
 TINY = 1000  # bytes of memory, enough for two or three frames
 
@@ -261,7 +262,7 @@ def test_reader_gets_a_round_in_one_batch(journal: CountingJournal, monkeypatch:
         item = asyncio.ensure_future(anext(reader))
         for rank in (2, 0):
             report_of(log, rank)
-            await asyncio.sleep(0.01)
+            await turn_loop()
             assert not item.done()
         report_of(log, 1)
         assert [frame.rank for frame in await item] == [2, 0, 1]

@@ -33,10 +33,11 @@ from raysgd.testing.simulation import (
 
 def test_successful_run_goes_through_all_states() -> None:
     run = SimulatedRun()
-    assert run.commands == [c.PrepareGroup(1)]
+    assert run.prepared_attempts == [1] and run.entries == []
     run.ready()
     assert isinstance(run.machine.state, Running)
-    assert run.entries == [c.StartAttempt(1, Start(), 1)]
+    (entry,) = run.entries
+    assert (entry.attempt, entry.start, entry.first_number) == (1, Start(), 1)
     run.leave(0)
     assert not run.is_closed
     run.leave(1)
@@ -51,7 +52,7 @@ def test_group_is_closed_once_after_all_ranks_returned() -> None:
     run.leave(0)
     assert run.all_of(c.LeaveGroup) == []
     run.leave(1)
-    assert run.all_of(c.LeaveGroup) == [c.LeaveGroup()]
+    assert len(run.all_of(c.LeaveGroup)) == 1
 
 
 def test_rank_has_left_when_its_event_stream_ends() -> None:
@@ -109,7 +110,7 @@ def test_worker_death_while_starting_counts_as_failure() -> None:
     died = c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True, ranks=(1,))
     run.feed(died)
     run.advance(RESTART_DELAY_S)
-    assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(1)]
+    assert run.prepared_attempts == [1, 1]
     run.feed(died)
     assert run.is_closed and run.outcome is not None
     assert (run.outcome.error_type, run.outcome.ranks) == ("WorkerDiedError", (1,))
@@ -121,9 +122,9 @@ def test_failed_starts_are_retried_with_growing_delays() -> None:
         run.feed(c.GroupFailed("WorkerDiedError", "a worker died while it was starting", can_retry=True))
         delay_s = run.all_of(c.SetTimer)[-1].delay_s
         run.advance(delay_s - 0.01)
-        assert len(run.all_of(c.PrepareGroup)) == number - 1
+        assert len(run.prepared_attempts) == number - 1
         run.advance(0.02)
-        assert len(run.all_of(c.PrepareGroup)) == number
+        assert len(run.prepared_attempts) == number
     delays = [timer.delay_s for timer in run.all_of(c.SetTimer)]
     assert delays == sorted(delays) and (delays[0], delays[1], delays[-1]) == (
         RESTART_DELAY_S,
@@ -134,7 +135,7 @@ def test_failed_starts_are_retried_with_growing_delays() -> None:
     run.end_stream(0, "killed")
     run.advance(GATHER_S)
     run.leave(1, e.Ended())
-    assert len(run.all_of(c.PrepareGroup)) == 12  # a successful start resets the delay
+    assert len(run.prepared_attempts) == 12  # a successful start resets the delay
 
 
 def test_group_that_did_not_form_does_not_use_up_an_attempt_number() -> None:
@@ -145,7 +146,7 @@ def test_group_that_did_not_form_does_not_use_up_an_attempt_number() -> None:
     run.advance(RESTART_DELAY_S)
     run.ready()
     run.advance(FailureConfig().abort_grace_s)
-    assert run.all_of(c.KillWorkers) == []  # the timers of the first group do not affect the second
+    assert run.killed_ranks == []  # the timers of the first group do not affect the second
     kill(run)
     run.ready()
     assert [entry.attempt for entry in run.entries] == [1, 1, 2]
@@ -167,7 +168,7 @@ def test_stop_during_restart_delay_requests_no_more_workers(cancel: bool) -> Non
     run.stop(cancel=cancel)
     assert run.is_closed
     run.advance(MAX_RESTART_DELAY_S)
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
 
 
 def test_group_events_outside_preparing_are_ignored() -> None:
@@ -187,9 +188,9 @@ def test_next_attempt_starts_after_survivors_left() -> None:
     assert (end.attempt, end.ranks) == (1, (0, 2))
     run.advance(GATHER_S)
     run.leave(0, e.Ended())
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
     run.leave(2, e.Ended())
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
     run.ready()
     assert [entry.attempt for entry in run.entries] == [1, 2]
 
@@ -223,7 +224,7 @@ def test_max_failures_of_minus_one_is_unlimited() -> None:
         run.ready()
         kill(run)
     assert run.outcome is None
-    assert [prepare.attempt for prepare in run.all_of(c.PrepareGroup)] == list(range(1, 22))
+    assert run.prepared_attempts == list(range(1, 22))
 
 
 def test_error_after_max_failures_names_rank_cause_count_and_checkpoint() -> None:
@@ -300,7 +301,7 @@ def test_process_death_after_return_is_a_failure() -> None:
     run.deliver(1, RETURNED)
     run.end_stream(1, "killed")
     run.advance(GATHER_S)
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def test_broken_collective_is_attributed_to_a_death() -> None:
     assert run.outcome is None
     (failure,) = run.events("failure")
     assert failure["ranks"] == [1]
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
 
 
 def test_unexplained_broken_collective_is_raised_after_delay() -> None:
@@ -382,7 +383,7 @@ def test_exception_after_a_death_is_attributed_to_the_death() -> None:
     run.advance(GATHER_S)
     run.end_stream(0)
     assert run.outcome is None
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
 
 
 def test_error_after_max_failures_names_last_exception_of_train_func() -> None:
@@ -522,7 +523,8 @@ def hung(rank: int, kind: str = "silent", attempt: int = 1) -> c.WorkerHung:
 def test_hung_worker_is_killed_and_replaced(kind: str) -> None:
     run = running(2)
     run.feed(hung(1, kind))
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,), is_lost=kind == "lost")]
+    (killed,) = run.all_of(c.KillWorkers)
+    assert killed.ranks == (1,) and killed.is_lost == (kind == "lost")
     (note,) = run.events("hang")
     assert (note["rank"], note["kind"], note["stacks"]) == (1, kind, {"0": "line 1", "1": "line 2"})
     run.end_stream(1, "it was killed")
@@ -530,20 +532,20 @@ def test_hung_worker_is_killed_and_replaced(kind: str) -> None:
     run.advance(GATHER_S)
     (failure,) = run.events("failure")
     assert failure["ranks"] == [1] and "hung: it gave no sign of life" in failure["error"]
-    assert run.all_of(c.PrepareGroup) == [c.PrepareGroup(1), c.PrepareGroup(2)]
+    assert run.prepared_attempts == [1, 2]
 
 
 def test_hang_of_previous_attempt_is_ignored() -> None:
     run = running(2)
     run.feed(hung(1, attempt=0))
-    assert run.all_of(c.KillWorkers) == [] and run.events("hang") == []
+    assert run.killed_ranks == [] and run.events("hang") == []
 
 
 def test_hang_after_return_is_not_a_failure() -> None:
     run = running(2)
     run.leave(1)
     run.feed(hung(1))
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
+    assert run.killed_ranks == [1]
     run.leave(0)
     assert run.outcome is not None and run.outcome.kind == "done"
 

@@ -15,6 +15,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.checkpoints.memory import MemoryCheckpoints
 from raysgd.session import events as e
 from raysgd.testing.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
+from support.poll import turn_loop
 
 MEMORY_ALONE = CheckpointConfig(storage_interval=100)
 
@@ -37,7 +38,7 @@ def test_run_resumes_from_memory() -> None:
     run = running(checkpoint_config=MEMORY_ALONE)
     hold(run, 0, 1)
     hold(run, 1, 2)
-    assert run.all_of(c.KeepInMemory) == [c.KeepInMemory(1), c.KeepInMemory(2)]
+    assert [command.number for command in run.all_of(c.KeepInMemory)] == [1, 2]
     assert run.all_of(c.CommitCheckpoint) == []
     kill(run)
     run.ready()
@@ -182,7 +183,7 @@ def test_memory_checkpoint_of_all_ranks_keeps_group_size() -> None:
     run = running(checkpoint_config=MEMORY_ALONE)
     hold(run, all_ranks=True)
     kill(run)
-    assert run.all_of(c.PrepareGroup)[-1].keep_size
+    assert run.keeps_size
 
 
 def test_keep_in_memory_false_keeps_nothing_in_memory() -> None:
@@ -343,7 +344,7 @@ def test_end_of_event_stream_waits_for_announced_parts() -> None:
         held.parts.intercept(0, 2, saved(0))
         held.parts.intercept(0, 2, e.PartHeld(0, 10))
         settling = asyncio.ensure_future(held.parts.settle(0))
-        await asyncio.sleep(0.01)
+        await turn_loop()
         assert not settling.done()
         await held.put(0, "ref0")
         await settling

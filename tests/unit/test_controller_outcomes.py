@@ -30,7 +30,8 @@ from raysgd.testing.simulation import (
 
 def test_stop_request_lets_train_func_return() -> None:
     run = running()
-    assert c.RequestStop(1) in run.stop()
+    run.stop()
+    assert run.is_asked_to_stop
     assert run.all_of(c.EndAttempt) == []
     run.leave(0)
     run.leave(1)
@@ -66,9 +67,9 @@ def test_rank_that_does_not_stop_within_grace_period_is_killed() -> None:
     run.stop()
     run.leave(0, e.Ended())
     run.advance(4.9)
-    assert run.all_of(c.KillWorkers) == []
+    assert run.killed_ranks == []
     run.advance(0.2)
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
+    assert run.killed_ranks == [1]
     run.end_stream(1, "killed")
     assert run.outcome is not None and run.outcome.kind == "stopped"
     assert run.events("failure") == []
@@ -85,7 +86,8 @@ def test_all_rounds_of_a_stopped_run_are_emitted() -> None:
 
 def test_worker_can_request_stop() -> None:
     run = running()
-    assert c.RequestStop(1) in run.deliver(0, e.StopRequested("good enough"))
+    run.deliver(0, e.StopRequested("good enough"))
+    assert run.is_asked_to_stop
     assert run.events("stop") == [{"why": "good enough"}]
 
 
@@ -95,7 +97,7 @@ def test_stopping_run_is_not_restarted_after_death() -> None:
     kill(run)
     assert run.is_closed and run.outcome is not None
     assert run.outcome.kind == "stopped"
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
 
 
 def test_exception_during_stop_is_raised() -> None:
@@ -137,7 +139,7 @@ def test_stop_between_attempts_prevents_next_attempt(cancel: bool, is_settled: b
     run.leave(1, e.Ended())
     assert run.is_closed and run.outcome is not None
     assert run.outcome.kind == ("cancelled" if cancel else "stopped")
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
 
 
 def test_stop_between_attempts_keeps_rounds_up_to_newest_checkpoint() -> None:
@@ -164,7 +166,7 @@ def test_error_of_critical_callback_ends_the_run(state: str) -> None:
     for rank in range(run.num_ranks):
         run.end_stream(rank)
     assert run.is_closed
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -226,9 +228,9 @@ def test_rank_that_does_not_leave_within_grace_period_is_killed_and_replaced() -
     run.end_stream(0, "killed")
     run.advance(1.9)
     run.leave(1, e.Ended())
-    assert run.all_of(c.KillWorkers) == []
+    assert run.killed_ranks == []
     run.advance(0.2)
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((2,))]
+    assert run.killed_ranks == [2]
     run.end_stream(2, "killed")
     run.ready()
     finish(run)
@@ -242,14 +244,14 @@ def test_no_rank_is_killed_when_all_leave_in_time() -> None:
     run.advance(100)
     run.ready()
     run.advance(100)
-    assert run.all_of(c.KillWorkers) == []
+    assert run.killed_ranks == []
 
 
 def test_exception_is_kept_when_hung_rank_is_killed() -> None:
     run = running(failure_config=FailureConfig(abort_grace_s=2))
     run.leave(0, failed("boom", at=1000.0))
     run.advance(2.1)
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
+    assert run.killed_ranks == [1]
     run.end_stream(1, "killed")
     assert run.is_closed and run.outcome is not None
     assert run.outcome.failed is not None
@@ -259,9 +261,9 @@ def test_death_of_killed_rank_does_not_explain_broken_collective() -> None:
     run = running(failure_config=FailureConfig(abort_grace_s=1))
     run.leave(0, broken("timed out", at=1000.0))
     run.advance(EXPLAIN_S)
-    assert run.all_of(c.KillWorkers) == [] and run.outcome is None
+    assert run.killed_ranks == [] and run.outcome is None
     run.advance(GATHER_S * 2)
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
+    assert run.killed_ranks == [1]
     assert run.outcome is not None and run.outcome.failed is not None
     assert run.outcome.failed.summary == "timed out"
     run.end_stream(1, "killed")
@@ -278,20 +280,20 @@ def test_death_reported_after_grace_period_explains_broken_collective() -> None:
     run.advance(GATHER_S)
     assert run.outcome is None
     assert [failure["ranks"] for failure in run.events("failure")] == [[2]]
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
 
 
 def test_hung_rank_is_killed_when_death_of_another_is_reported_late() -> None:
     run = running(3, failure_config=FailureConfig(abort_grace_s=1, max_failures=1))
     run.leave(0, broken("connection reset by peer", at=1000.0))
     run.advance(EXPLAIN_S * 0.9)
-    assert run.all_of(c.KillWorkers) == []
+    assert run.killed_ranks == []
     run.end_stream(2, "its node was lost")
     run.advance(GATHER_S)
-    assert run.all_of(c.KillWorkers) == [c.KillWorkers((1,))]
+    assert run.killed_ranks == [1]
     run.end_stream(1, "killed")
     assert [failure["ranks"] for failure in run.events("failure")] == [[2]]
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2)
+    assert run.prepared_attempts[-1] == 2
 
 
 # -- checkpoints in writing --------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ def test_readers_are_notified_of_deleted_checkpoints() -> None:
     run.commit()
     run.save(1, reports=2)
     run.commit()
-    assert run.all_of(c.DeleteCheckpoint) == [c.DeleteCheckpoint(1)]
+    assert [command.number for command in run.all_of(c.DeleteCheckpoint)] == [1]
     assert [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT)] == [1, 2]
     assert [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT_DELETED)] == [1]
     kill(run)

@@ -33,7 +33,7 @@ def is_paused(run: SimulatedRun) -> bool:
 def test_run_pauses_when_all_ranks_have_left_after_the_same_save() -> None:
     run = running()
     pause(run)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1 and not run.all_of(c.ReleaseWorkers)
+    assert run.num_save_points == 1 and not run.all_of(c.ReleaseWorkers)
     run.save()
     run.commit()
     run.deliver(0, e.AtSavePoint(0))
@@ -44,7 +44,7 @@ def test_run_pauses_when_all_ranks_have_left_after_the_same_save() -> None:
     run.leave(1, e.Ended())
     assert is_paused(run)
     assert len(run.all_of(c.ReleaseWorkers)) == len(run.events("paused")) == 1
-    assert len(run.all_of(c.PrepareGroup)) == 1
+    assert len(run.prepared_attempts) == 1
 
 
 def test_paused_run_resumes_from_that_save_as_next_attempt_without_failure() -> None:
@@ -111,7 +111,7 @@ def test_rank_that_returns_first_cancels_save_point_and_run_ends_normally() -> N
     run = running()
     pause(run)
     run.deliver(0, RETURNED)
-    assert len(run.all_of(c.CancelSavePoint)) == 1
+    assert run.num_save_points == 1 and not run.has_save_point
     run.end_stream(0)
     run.leave(1)
     assert run.outcome is not None and run.outcome.kind == "done"
@@ -124,9 +124,9 @@ def test_run_pauses_at_next_save_when_write_of_first_one_failed() -> None:
     run.save()
     run.deliver(0, e.AtSavePoint(0))
     run.fail_commit()
-    assert len(run.all_of(c.CancelSavePoint)) == 1
+    assert run.num_save_points == 1 and not run.has_save_point
     run.advance(2)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 2
+    assert run.num_save_points == 2
     leave_at_save_point(run, 1)
     assert is_paused(run)
 
@@ -135,7 +135,7 @@ def test_withdrawn_pause_request_has_no_effect() -> None:
     run = running()
     pause(run)
     run.feed(c.ResumeRequested())
-    assert len(run.all_of(c.CancelSavePoint)) == 1
+    assert run.num_save_points == 1 and not run.has_save_point
     run.save()
     run.commit()
     run.leave(0)
@@ -147,13 +147,13 @@ def test_second_pause_request_has_no_effect() -> None:
     run = running()
     pause(run)
     pause(run)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
     leave_at_save_point(run)
     pause(run)
     assert is_paused(run) and len(run.all_of(c.ReleaseWorkers)) == 1
     run.feed(c.ResumeRequested())
     run.feed(c.ResumeRequested())
-    assert len(run.all_of(c.PrepareGroup)) == 2
+    assert len(run.prepared_attempts) == 2
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -190,7 +190,7 @@ def test_run_pauses_at_checkpoint_of_all_ranks_and_keeps_its_size() -> None:
         run.leave(rank, e.Ended())
     assert is_paused(run)
     run.feed(c.ResumeRequested())
-    assert run.all_of(c.PrepareGroup)[-1].keep_size
+    assert run.keeps_size
 
 
 def test_checkpoint_in_memory_is_stored_before_workers_are_released() -> None:
@@ -228,4 +228,4 @@ def test_run_with_unstored_checkpoint_does_not_pause_between_attempts() -> None:
     pause(run)
     assert not is_paused(run), "no worker can write the checkpoint"
     run.ready()
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1

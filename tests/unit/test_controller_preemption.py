@@ -25,14 +25,10 @@ def preempted(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
     return run
 
 
-def killed(run: SimulatedRun) -> list[tuple[int, ...]]:
-    return [command.ranks for command in run.all_of(c.KillWorkers)]
-
-
 def has_regrouped(run: SimulatedRun, checkpoint: str | None) -> bool:
     """Whether the preempted worker was killed and the next attempt starts from `checkpoint`, without a failure."""
-    assert killed(run) == [(1,)] and run.events("failure") == []
-    assert run.all_of(c.PrepareGroup)[1:] == [c.PrepareGroup(2)]
+    assert run.killed_ranks == [1] and run.events("failure") == []
+    assert run.prepared_attempts[1:] == [2] and not run.keeps_size
     run.ready()
     (regroup,) = run.events("regroup")
     return run.entries[-1].start.uri == checkpoint and regroup["attempt"] == 1
@@ -40,8 +36,8 @@ def has_regrouped(run: SimulatedRun, checkpoint: str | None) -> bool:
 
 def test_preemption_requests_stop_and_save_point_on_all_ranks() -> None:
     run = preempted()
-    assert run.all_of(c.RequestStop) == [c.RequestStop(1, ends_reports=False)]
-    assert run.all_of(c.AgreeOnSavePoint) == [c.AgreeOnSavePoint(1)]
+    assert run.is_asked_to_stop and run.has_save_point
+    assert not run.all_of(c.RequestStop)[-1].ends_reports, "a rank that only reports trains until the save point"
     assert run.events("preemption") == [{"attempt": 1, "rank": 1, "node": "node1", "why": "SIGTERM"}]
 
 
@@ -50,13 +46,13 @@ def test_train_func_is_called_again_after_ranks_returned_because_of_preemption()
     run.save()
     run.leave(0, SAW_STOP)
     run.leave(1, SAW_STOP)
-    assert killed(run) == []  # the checkpoint is still being written
+    assert run.killed_ranks == []  # the checkpoint is still being written
     run.commit()
-    assert run.all_of(c.LeaveGroup) == [c.LeaveGroup()]
+    assert len(run.all_of(c.LeaveGroup)) == 1
     assert has_regrouped(run, uri_of(1))
     assert run.events("regroup")[0]["why"] == WHY
     finish(run)
-    assert run.outcome is not None and run.outcome.kind == "done" and killed(run) == [(1,)]
+    assert run.outcome is not None and run.outcome.kind == "done" and run.killed_ranks == [1]
 
 
 def test_one_rank_that_saw_the_stop_is_enough_for_next_attempt() -> None:
@@ -86,7 +82,7 @@ def test_preemption_leaves_attempt_though_checkpoint_is_bound_to_size() -> None:
     for rank in (0, 1):
         run.deliver(rank, e.AtSavePoint(0))
         run.leave(rank, e.Ended())
-    assert run.all_of(c.PrepareGroup)[-1] == c.PrepareGroup(2, keep_size=True)
+    assert run.keeps_size
     assert run.events("warning") == []
 
 
@@ -95,7 +91,7 @@ def test_ranks_agree_on_another_save_point_after_failed_write() -> None:
     run.deliver(0, saved(), e.PartFailed(0, "disk full"))
     run.deliver(0, e.AtSavePoint(0))
     run.advance(AGAIN_S)
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 2 and len(run.all_of(c.RequestStop)) == 1
+    assert run.num_save_points == 2 and len(run.all_of(c.RequestStop)) == 1
 
 
 def test_growing_group_uses_the_same_save_point_for_preemption() -> None:
@@ -103,14 +99,14 @@ def test_growing_group_uses_the_same_save_point_for_preemption() -> None:
     run.feed(c.JoiningWorkerReady())
     run.advance(SETTLE_S)
     run.deliver(1, e.Preempted("SIGTERM"))
-    assert len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert run.num_save_points == 1
 
 
 def test_run_is_done_when_ranks_returned_without_seeing_the_stop() -> None:
     run = preempted()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
-    assert killed(run) == [(1,)] and run.is_closed
+    assert run.killed_ranks == [1] and run.is_closed
     assert run.events("regroup") == []
 
 
@@ -118,7 +114,7 @@ def test_preemption_after_a_rank_returned_starts_no_regroup() -> None:
     run = running()
     run.leave(0)
     run.deliver(1, e.Preempted("SIGTERM"))
-    assert run.all_of(c.RequestStop) == [] and run.all_of(c.AgreeOnSavePoint) == []
+    assert run.all_of(c.RequestStop) == [] and run.num_save_points == 0
     run.leave(1)
     assert run.outcome is not None and run.outcome.kind == "done"
 
@@ -127,11 +123,11 @@ def test_second_preemption_joins_the_first() -> None:
     run = preempted(3)
     run.deliver(2, e.Preempted("SIGTERM"))
     run.deliver(1, e.Preempted("SIGTERM"))
-    assert len(run.all_of(c.RequestStop)) == len(run.all_of(c.AgreeOnSavePoint)) == 1
+    assert len(run.all_of(c.RequestStop)) == run.num_save_points == 1
     assert [note["rank"] for note in run.events("preemption")] == [1, 2]
     for rank in range(3):
         run.leave(rank, SAW_STOP)
-    assert killed(run) == [(1, 2)]
+    assert run.killed_ranks == [1, 2]
 
 
 # -- workers that do not leave in time ---------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ def test_death_of_another_rank_during_preemption_is_a_failure() -> None:
     run.leave(1, e.Ended())
     run.advance(GATHER_S)
     assert run.outcome is not None and run.outcome.error_type == "WorkerDiedError"
-    assert killed(run) == [(1,)]
+    assert run.killed_ranks == [1]
 
 
 def test_preempted_workers_are_killed_after_a_counted_failure() -> None:
@@ -163,7 +159,7 @@ def test_preempted_workers_are_killed_after_a_counted_failure() -> None:
     run.leave(1, e.Ended())
     run.advance(GATHER_S)
     assert [note["action"] for note in run.events("failure")] == ["retry 1"]
-    assert killed(run) == [(1,)] and len(run.all_of(c.PrepareGroup)) == 2
+    assert run.killed_ranks == [1] and len(run.prepared_attempts) == 2
 
 
 def test_exception_of_user_is_raised_during_preemption() -> None:
@@ -205,7 +201,7 @@ def test_draining_node_sets_the_time_to_leave(within_s: float | None, after: flo
     assert [command.ranks for command in run.all_of(c.EndAttempt)] == [(0, 1, 2)]
     for rank in range(3):
         run.leave(rank, e.Ended())
-    assert killed(run) == [(1, 2)]
+    assert run.killed_ranks == [1, 2]
 
 
 def test_group_is_prepared_again_when_workers_were_preempted_before_it_formed() -> None:
@@ -213,7 +209,7 @@ def test_group_is_prepared_again_when_workers_were_preempted_before_it_formed() 
     for _ in range(3):
         run.feed(c.GroupFailed("WorkerDiedError", "SIGTERM", True, (1,), is_announced=True))
         run.advance(5)
-    assert len(run.all_of(c.PrepareGroup)) == 4
+    assert len(run.prepared_attempts) == 4
     run.ready()
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
@@ -224,22 +220,20 @@ def test_group_is_prepared_again_when_workers_were_preempted_before_it_formed() 
 
 def test_stop_has_priority_over_preemption() -> None:
     run = preempted()
-    commands = run.stop()
-    assert [command for command in commands if not isinstance(command, c.RecordEvent)] == [
-        c.CancelSavePoint(1),
-        c.RequestStop(1),
-    ]
+    run.stop()
+    assert run.num_save_points == 1 and not run.has_save_point
+    assert run.all_of(c.RequestStop)[-1].ends_reports, "ranks that do not check should_stop leave, too"
     for rank in (0, 1):
         run.leave(rank, SAW_STOP)
     assert run.outcome is not None and run.outcome.kind == "stopped"
-    assert killed(run) == [(1,)] and len(run.entries) == 1
+    assert run.killed_ranks == [1] and len(run.entries) == 1
 
 
 def test_preemption_during_stop_has_no_effect() -> None:
     run = running(failure_config=FailureConfig(max_failures=0))
     run.stop()
-    commands = run.deliver(1, e.Preempted("SIGTERM"))
-    assert [type(command) for command in commands] == [c.RecordEvent]
+    run.deliver(1, e.Preempted("SIGTERM"))
+    assert run.num_save_points == 0 and run.all_of(c.EndAttempt) == [] and run.killed_ranks == []
     run.end_stream(1, "killed")
     run.leave(0, e.Ended())
     run.advance(GATHER_S)
@@ -255,4 +249,4 @@ def test_stop_while_group_leaves_ends_the_run() -> None:
     run.stop()
     for rank in (0, 1):
         run.leave(rank, e.Ended())
-    assert run.outcome is not None and run.outcome.kind == "stopped" and killed(run) == [(1,)]
+    assert run.outcome is not None and run.outcome.kind == "stopped" and run.killed_ranks == [1]

@@ -67,9 +67,9 @@ def test_each_row_is_in_one_validation_subset(
     pairs = to_cv(rows, splits, seed)
     seen: Counter[int] = Counter()
     for train, validation in pairs:
-        chosen, rest = (column(subset, shuffle=shuffle) for subset in (validation, train))
-        assert sorted(chosen + rest) == list(range(num_rows))
-        assert (len(validation), len(train)) == (len(chosen), len(rest))
+        chosen, others = (column(subset, shuffle=shuffle) for subset in (validation, train))
+        assert sorted(chosen + others) == list(range(num_rows))
+        assert (len(validation), len(train)) == (len(chosen), len(others))
         assert shuffle is not False or chosen == sorted(chosen)
         seen.update(chosen)
     assert seen == Counter(range(num_rows))

@@ -177,7 +177,7 @@ def test_closing_the_datasets_stops_prefetching() -> None:
 
 
 def test_leaving_the_loop_does_not_wait_long_for_a_slow_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(prefetch, "CLOSE_S", 0.3)
     is_released = threading.Event()
 
     def collate(batch: dict[str, Any]) -> Any:

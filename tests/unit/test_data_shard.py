@@ -253,8 +253,8 @@ def test_resumed_epoch_keeps_its_seed() -> None:
     iterators = [iter(read(context)) for context in contexts]
     first = [values(next(iterator)) for iterator in iterators]
     resumed = group(numbers(12), seed=2, positions=contexts[0].positions())
-    rest = [flat(step) for step in lockstep(resumed, read)]
-    assert [flat(first), *rest] == fault_free
+    remaining = [flat(step) for step in lockstep(resumed, read)]
+    assert [flat(first), *remaining] == fault_free
     new_epoch = [flat(step) for step in lockstep(resumed, read)]
     other = group(numbers(12), seed=2)
     list(lockstep(other, read))

@@ -296,8 +296,8 @@ def test_late_worker_gets_its_own_execution() -> None:
         first = [next(loop)["x"].tolist() for _ in range(15)]
         late_batches = epoch_of(late.get().get_split().iter_batches(5))
         assert dataset.num_executions == 2
-        rest = [batch["x"].tolist() for batch in loop]
-        assert sorted(chain(*first, *rest, *late_batches)) == list(range(200))
+        remaining = [batch["x"].tolist() for batch in loop]
+        assert sorted(chain(*first, *remaining, *late_batches)) == list(range(200))
 
 
 def test_shard_of_another_rank_can_be_read_during_a_loop() -> None:
@@ -381,11 +381,11 @@ def test_resumed_epoch_is_executed_once_for_all_workers() -> None:
         saved = group[0].positions()
         before = dataset.num_executions
         assert saved[UNNAMED]["consumed"] == 310
-        rest = []
+        remaining = []
         for step in lockstep(contexts(stream, 2, saved, attempt=1), lambda shard: shard.iter_batches(5)):
-            rest += step
+            remaining += step
             assert stream.num_held() <= MOST_HELD
-        assert sorted(chain(*seen, *rest)) == list(range(500))
+        assert sorted(chain(*seen, *remaining)) == list(range(500))
         assert dataset.num_executions == before + 1
         for loop in loops:
             loop.close()
@@ -508,14 +508,17 @@ def test_reader_of_another_execution_gets_stream_lost() -> None:
 def test_long_wait_for_a_block_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_host, "WAIT_WARNING_S", 0.02)
     waited: list[int] = []
-    monkeypatch.setattr(stream_host.StreamHost, "on_long_wait", lambda self: waited.append(1))
+
+    class WatchedHost(stream_host.StreamHost):
+        def on_long_wait(self) -> None:
+            waited.append(1)
 
     def block_sizes(execution: int) -> Iterator[int]:
         while len(waited) < 3:
             time.sleep(0.01)
         yield 5
 
-    with hosted(LazyRows(block_sizes)) as stream:
+    with hosted(LazyRows(block_sizes), WatchedHost) as stream:
         (context,) = contexts(stream, 1)
         assert epoch_of(context.get().get_split().iter_batches(5)) == [[0, 1, 2, 3, 4]]
     assert len(waited) >= 3

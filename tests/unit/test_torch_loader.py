@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-import raysgd.torch.loader
+import raysgd.torch
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.session.progress import Progress
@@ -354,14 +354,26 @@ def test_epoch_must_be_a_count(world: Enter) -> None:
         prepare_data_loader(DataLoader(Numbers())).set_epoch(-1)
 
 
-def test_batches_are_moved(world: Enter, monkeypatch: pytest.MonkeyPatch) -> None:
+class Movable:
+    """Stands for a tensor on another device; records where it is moved."""
+
+    device: torch.device | None = None
+
+    def to(self, device: torch.device) -> Movable:
+        self.device = device
+        return self
+
+
+def test_batches_are_moved(world: Enter) -> None:
+    def collate(items: list[Any]) -> Any:
+        return {"x": Movable(), "pair": (Movable(), [item["pair"][1] for item in items])}
+
     world()
-    monkeypatch.setattr(raysgd.torch.loader, "device", lambda: torch.device("meta"))
-    batch = next(iter(prepare_data_loader(DataLoader(Numbers(), batch_size=2))))
-    assert (batch["x"].device.type, batch["pair"][0].device.type) == ("meta", "meta")
-    assert batch["pair"][1] == ("name 0", "name 1")
-    batch = next(iter(prepare_data_loader(DataLoader(Numbers()), move_to_device=False)))
-    assert batch["x"].device.type == "cpu"
+    batch = next(iter(prepare_data_loader(DataLoader(Numbers(), batch_size=2, collate_fn=collate))))
+    assert batch["x"].device == batch["pair"][0].device == raysgd.torch.device()
+    assert batch["pair"][1] == ["name 0", "name 1"]
+    loader = prepare_data_loader(DataLoader(Numbers(), collate_fn=collate), move_to_device=False)
+    assert next(iter(loader))["x"].device is None
 
 
 def test_loader_processes_draw_different_and_repeatable_numbers_on_each_rank(world: Enter) -> None:

@@ -22,7 +22,6 @@ from raysgd.session.progress import Progress
 from raysgd.torch import prepare_model, unwrap
 from raysgd.torch.model import DistributedModel, copy_to, without_prefix
 from support import groups
-from support.groups import group_of_one
 
 Enter = Callable[..., None]
 
@@ -55,12 +54,6 @@ def world() -> Iterator[Enter]:
 
     yield enter
     context.uninstall()
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 @pytest.fixture

@@ -16,17 +16,12 @@ from torch import nn
 from raysgd.session.progress import Progress, Stopwatch
 from raysgd.torch.model import DistributedModel
 from raysgd.torch.reduction import time_waiting
-from support.groups import group_of_one
 
 WAIT_S = 0.1
 #: The least fraction of the reply time that is spent waiting: a busy machine starts to wait late.
 MOST = 0.6
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture

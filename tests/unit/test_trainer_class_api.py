@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from raysgd.errors import WorkerError
-from raysgd.trainer import assembly
 from raysgd.trainer.class_api import ClassApi
 
 
@@ -42,10 +41,7 @@ class Runs:
         return self.latest.channel
 
 
-def test_functions_are_not_called_without_instances_that_died_with_the_controller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(assembly, "share_call", lambda obj, name: b"")
+def test_functions_are_not_called_without_instances_that_died_with_the_controller() -> None:
     runs: Any = Runs()
     api = ClassApi(runs)
     api.start(dict, (), {})

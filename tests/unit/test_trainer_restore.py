@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,20 @@ def test_restore_replaces_settings_and_refuses_unknown_ones(run_dir: Path) -> No
         raysgd.Trainer.restore(run_dir, num_workers=0)
 
 
-def test_restore_is_refused_inside_a_train_func(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def worker_session() -> Iterator[None]:
+    """Make this process a worker's."""
+
     class WorkerSession(LocalSession):
         in_worker = True
 
-    monkeypatch.setattr(context, "_current", WorkerSession())
+    context.install(WorkerSession())
+    yield
+    context.uninstall()
+
+
+@pytest.mark.usefixtures("worker_session")
+def test_restore_is_refused_inside_a_train_func(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="a Trainer inside train_func"):
         raysgd.Trainer.restore(run_dir)
 

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import transport as endpoint
-from raysgd import transport as listener
-from raysgd.transport import MAX_MESSAGE_BYTES, Endpoint, connect, pack, read_message, receive_message
+from raysgd.transport import MAX_MESSAGE_BYTES, TOKEN_BYTES, Endpoint, connect, pack, read_message, receive_message
 from support.listening import Loop, listening
 from support.poll import until
 
@@ -106,9 +104,11 @@ def test_invalid_hello_ends_its_connection_only(place: Endpoint, after_token: by
         assert receive_message(file) == HELLO
 
 
-def test_silent_connection_is_closed(place: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_HELLO_TIMEOUT_S", 0.05)
-    with socket.create_connection((place.host, place.port), 10) as line:
+def test_silent_connection_is_closed(loop: Loop) -> None:
+    with (
+        listening(loop, {"echo": echo}, hello_timeout_s=0.05) as place,
+        socket.create_connection((place.host, place.port), 10) as line,
+    ):
         assert is_hung_up(line)
 
 
@@ -124,7 +124,7 @@ def test_connect_without_a_listener_raises_os_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
-        connect(Endpoint("127.0.0.1", port, bytes(endpoint.TOKEN_BYTES)), HELLO, 1)
+        connect(Endpoint("127.0.0.1", port, bytes(TOKEN_BYTES)), HELLO, 1)
 
 
 def test_failing_handler_ends_its_connection_only(loop: Loop) -> None:

@@ -11,7 +11,7 @@ import pytest
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
 from raysgd.workers.placement import cluster
-from raysgd.workers.placement.capacity import Node
+from support.ray_state import RayState
 
 Check = Callable[..., None]
 
@@ -21,11 +21,10 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
     """Return ``check(limit, num_workers, ...)`` for a cluster of two nodes with 4 CPUs and 1 GPU each."""
 
     def check(limit: Mapping[str, float] | None, num_workers: int, **settings: Any) -> None:
-        monkeypatch.setattr(cluster.state, "get_max_resources_from_cluster_config", lambda: limit)
+        ray_state.limit = limit
         cluster.check_feasible(ScalingConfig(num_workers=num_workers, **settings))
 
-    node = {"CPU": 4.0, "GPU": 1.0}
-    monkeypatch.setattr(cluster, "list_nodes", lambda: [Node("a", "a", node, node), Node("b", "b", node, node)])
+    ray_state = RayState({name: {"CPU": 4.0, "GPU": 1.0} for name in "ab"}).install(monkeypatch)
     return check
 
 
@@ -45,7 +44,7 @@ def test_workers_that_do_not_fit_are_refused_without_an_autoscaler(check: Check)
         (16, {}),
         (4, {"gpus_per_worker": 1}),
         (4, {"gpus_per_worker": 1, "cpus_per_worker": 4}),
-        # A limit message nothing about single nodes.
+        # A limit says nothing about single nodes.
         (8, {"placement_strategy": "STRICT_PACK"}),
         (3, {"placement_strategy": "STRICT_SPREAD"}),
         (2, {"cpus_per_worker": 8}),

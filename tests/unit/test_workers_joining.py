@@ -13,6 +13,7 @@ from raysgd.config import ScalingConfig
 from raysgd.workers.group import joining as module
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from support.ray_state import RayState
 
 
 class FakeSlot:
@@ -73,17 +74,19 @@ class FakeStarter:
 
 
 class Cluster:
-    room = 100
+    """A cluster of one node, with room for any number of workers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._state = RayState({"node": {"CPU": 100.0}}).install(monkeypatch)
+
+    def set_room(self, num_workers: int) -> None:
+        self._state.free["node"] = {"CPU": num_workers}
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    found = Cluster()
     monkeypatch.setattr(module, "SEARCH_INTERVAL_S", 0.001)
-    monkeypatch.setattr(module, "has_autoscaler", lambda: False)
-    monkeypatch.setattr(module, "list_nodes", list)
-    monkeypatch.setattr(module, "count_fitting", lambda bundle, nodes: found.room)
-    return found
+    return Cluster(monkeypatch)
 
 
 def make_joining() -> tuple[JoiningWorkers, FakeSlots, FakeStarter]:
@@ -130,9 +133,10 @@ async def test_each_ready_worker_is_taken_once(cluster: Cluster) -> None:
 async def test_no_worker_is_started_in_place_of_one_that_was_taken(cluster: Cluster) -> None:
     """The group gets ready with the taken worker, which takes a while, and wants fewer workers then."""
     joining, slots, starter = make_joining()
-    cluster.room, starter.is_quick = 0, True
+    cluster.set_room(0)
+    starter.is_quick = True
     joining.want(1)
-    cluster.room = 100
+    cluster.set_room(100)
     taken: list[Any] = []
     joining.on_ready = lambda: taken.append(joining.take())
     await until(lambda: bool(taken))
@@ -176,7 +180,7 @@ async def test_slot_whose_resources_others_took_is_removed_even_if_no_more_worke
     joining, slots, starter = make_joining()
     slots.has_resources = False
     joining.want(1)
-    cluster.room = 0
+    cluster.set_room(0)
     await until(lambda: starter.started[0].is_ended)
     assert joining.all() == slots.taken == []
     joining.close()

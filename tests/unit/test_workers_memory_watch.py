@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.workers.liveness import memory
-from raysgd.workers.liveness.memory import MemoryEvidence, MemoryFiles, MemoryPool, MemoryWatch, Size
+from raysgd.workers.liveness.memory import NUM_SAMPLES, MemoryEvidence, MemoryFiles, MemoryPool, MemoryWatch, Size
 from raysgd.workers.liveness.node_agent import NodeAgent
 from support.poll import until
 
@@ -224,13 +223,12 @@ def test_removed_cgroup_gives_no_evidence(node: Node) -> None:
     assert node.evidence().kills == 0
 
 
-def test_first_sample_and_last_samples_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_NUM_SAMPLES", 6)
+def test_first_sample_and_last_samples_are_kept(node: Node) -> None:
     node.write_process(7 * MIB)
     node.watch.watch([PID])
-    node.sample(*[i * MIB for i in range(10, 30)])
+    node.sample(*[i * MIB for i in range(10, 30 + NUM_SAMPLES)])
     sizes = node.evidence().sizes
-    assert [size.size_bytes // MIB for size in sizes] == [7, *range(24, 30)]
+    assert [size.size_bytes // MIB for size in sizes] == [7, *range(30, 30 + NUM_SAMPLES)]
 
 
 def test_last_sample_is_kept_after_the_process_has_gone(node: Node) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import pytest
@@ -21,37 +22,53 @@ from raysgd.workers.orders import WorkerInfo
 from support.poll import until
 
 
-@pytest.mark.parametrize("fetch_s", [0.0, 0.001])
-def test_newest_parts_are_kept_in_the_end(fetch_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[Any] = []
+class Part:
+    """Stands for the reference to a checkpoint part, which Ray keeps while the reference lives."""
 
-    def wait(refs: list[Any], **how: Any) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@pytest.mark.parametrize("fetch_s", [0.0, 0.001])
+def test_only_the_newest_parts_are_kept_in_the_end(fetch_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: WeakSet[Part] = WeakSet()
+    fetched: list[int] = []
+
+    def wait(refs: list[Part], **how: Any) -> None:
         time.sleep(fetch_s)
-        fetched.append(refs)
+        fetched.append(refs[0].number)
+
+    def keep(number: int) -> None:
+        part = Part(number)
+        alive.add(part)
+        agent.keep_copies([part])
+
+    def is_kept_alone(number: int) -> bool:
+        return fetched[-1:] == [number] and [part.number for part in alive] == [number]
 
     monkeypatch.setattr(ray, "wait", wait)
     agent = NodeAgent()
     for number in range(300):  # often just when the previous part has arrived
-        agent.keep_copies([number])
+        keep(number)
         time.sleep(fetch_s * (number % 3))
         if number % 10 == 0:
-            assert until(lambda: agent._copies == [number], 20, interval_s=0), "the newest part was never fetched"  # noqa: B023
-    assert until(lambda: agent._copies == [299], 20)
-    assert fetched[-1] == [299]
-    agent._pool.shutdown()
+            assert until(lambda: is_kept_alone(number), 20, interval_s=0), "the newest part was never fetched"  # noqa: B023
+    assert until(lambda: is_kept_alone(299), 20)
 
 
 def test_failed_fetch_does_not_stop_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(refs: list[Any], **how: Any) -> None:
+    tried: list[int] = []
+
+    def wait(refs: list[int], **how: Any) -> None:
+        tried.extend(refs)
         if refs == [0]:
             raise ray.exceptions.RaySystemError("no")
 
     monkeypatch.setattr(ray, "wait", wait)
     agent = NodeAgent()
-    agent.keep_copies([0])
-    agent.keep_copies([1])
-    assert until(lambda: agent._copies == [1], 20)
-    agent._pool.shutdown()
+    for number in range(2):
+        agent.keep_copies([number])
+        assert until(lambda: tried[-1:] == [number], 20)  # noqa: B023
 
 
 @pytest.fixture
@@ -127,7 +144,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_lost_node_does_not_delay_the_end(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_agent, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(node_agent, "CLOSE_TIMEOUT_S", 0.01)
     worker = WorkerInfo(node_id="lost", node_ip="", hostname="", pid=1)
 
     async def end() -> None:
@@ -144,7 +161,7 @@ def test_lost_node_does_not_delay_the_end(killed: list[str], monkeypatch: pytest
 def test_next_agent_of_a_node_has_another_name_than_one_that_still_closes(
     killed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_agent, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(node_agent, "CLOSE_TIMEOUT_S", 0.01)
     worker = WorkerInfo(node_id="other", node_ip="", hostname="", pid=1)
 
     async def pause_and_resume() -> None:

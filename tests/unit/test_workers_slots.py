@@ -3,206 +3,185 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from raysgd.workers.placement import slots as module
-from raysgd.workers.placement.slots import WorkerSlot, WorkerSlots
+from raysgd.workers.placement.slots import WorkerSlots
 
 
-class FakeSlot(WorkerSlot):
-    """A slot whose placement changes with the number of checks."""
+@dataclass(frozen=True)
+class State:
+    """What Ray says about a placement group at one moment."""
 
-    checks = 0
-    placed_at = 0
-    nodes = ("elsewhere",)
+    state: str
+    scheduling_state: str
+    nodes: Sequence[str] = ()
 
-    def is_placed(self) -> bool:
-        type(self).checks += 1
-        return self.checks > self.placed_at
-
-    def node_id(self) -> str:
-        return self.nodes[min(self.checks, len(self.nodes) - 1)]
+    def on(self, *nodes: str) -> State:
+        """Return the state with a node for each slot; a slot without a node has an empty one."""
+        return replace(self, nodes=nodes)
 
 
-class NeverPlaced(FakeSlot):
-    placed_at = 1_000_000
+QUEUED = State("PENDING", "QUEUED")
+RESERVING = State("PREPARED", "QUEUED")
+CREATED = State("CREATED", "FINISHED")
+WAITING = State("PENDING", "NO_RESOURCES")
+TOO_LARGE = State("PENDING", "INFEASIBLE")
+LOST = State("RESCHEDULING", "FAILED_TO_COMMIT_RESOURCES")
+
+
+class FakeRay:
+    """Ray's placement groups. A placement group is its name here.
+
+    Attributes:
+        states: The states of a placement group, by its name: the next one for each look, and the last one from then on. A
+            group that is not in here is waiting.
+        selectors: The label selectors of the placement groups that were requested, by their names, in order.
+        removed: The placement groups that were removed.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, list[State]] = {}
+        self.selectors: dict[str, Any] = {}
+        self.removed: list[str] = []
+
+    def request(self, bundles: Any, strategy: str = "PACK", name: str = "", bundle_label_selector: Any = None) -> str:
+        self.selectors[name] = bundle_label_selector
+        return name
+
+    def table(self, name: str) -> dict[str, Any]:
+        states = self.states.get(name, [WAITING])
+        now = states.pop(0) if len(states) > 1 else states[0]
+        return {
+            "state": now.state,
+            "stats": {"scheduling_state": now.scheduling_state},
+            "bundles_to_node_id": dict(enumerate(now.nodes)),
+        }
 
 
 @pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of placement groups that were removed."""
-    found: list[Any] = []
-    monkeypatch.setattr(module, "remove_placement_group", found.append)
-    monkeypatch.setattr(module, "placement_group_table", lambda placement: {"state": "CREATED"})
-    monkeypatch.setattr(module, "_POLL_S", 0.001)
-    return found
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(module, "placement_group", fake.request)
+    monkeypatch.setattr(module, "placement_group_table", fake.table)
+    monkeypatch.setattr(module, "remove_placement_group", fake.removed.append)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    return fake
 
 
-def slots_with(free: WorkerSlot, added: WorkerSlot) -> WorkerSlots:
-    slots = WorkerSlots("trainer", {"CPU": 1}, "PACK")
-    slots._placements = [free.placement]
-    slots._free = [free]
-
-    def add(avoid: Any = ()) -> WorkerSlot:
-        assert avoid == {"lost"}
-        slots._placements.append(added.placement)
-        return added
-
-    slots.add = add  # type: ignore[method-assign]
+def open_slots(count: int = 1, strategy: str = "PACK") -> WorkerSlots:
+    """Open ``count`` slots in the placement group "trainer"; further ones are in "trainer-1", "trainer-2" and so on."""
+    slots = WorkerSlots("trainer", {"CPU": 1}, strategy)
+    slots.open(count)
     return slots
 
 
-def test_requested_slot_is_found_once_it_is_placed(removed: list[Any]) -> None:
-    class OnLostNode(FakeSlot):
-        nodes = ("lost",)
-
-    class PlacedSoon(FakeSlot):
-        placed_at = 3
-
-    added = PlacedSoon(cast(Any, "added"), 0)
-    slots = slots_with(OnLostNode(cast(Any, "first"), 0), added)
-    assert asyncio.run(slots.find({"lost"})) is added
-    assert removed == []
+def test_requested_slot_is_found_once_it_is_placed(fake_ray: FakeRay) -> None:
+    fake_ray.states = {"trainer": [CREATED.on("lost")], "trainer-1": [QUEUED, QUEUED, QUEUED, CREATED.on("other")]}
+    found = asyncio.run(open_slots().find({"lost"}))
+    assert (found.placement, fake_ray.removed) == ("trainer-1", [])
 
 
-def test_slot_that_ray_moves_is_found_if_it_takes_the_only_room(removed: list[Any]) -> None:
+def test_slot_that_ray_moves_is_found_if_it_takes_the_only_room(fake_ray: FakeRay) -> None:
     """Ray noticed the lost node right after one more slot was requested, which is never placed then."""
-
-    class Moved(FakeSlot):
-        nodes = ("lost", "lost", "lost", "elsewhere")
-
-    moved = Moved(cast(Any, "first"), 1)
-    slots = slots_with(moved, NeverPlaced(cast(Any, "added"), 0))
-    assert asyncio.run(slots.find({"lost"})) is moved
-    assert removed == ["added"] and slots._free == []
+    fake_ray.states["trainer"] = [*[CREATED.on("here", "lost")] * 3, CREATED.on("here", "elsewhere")]
+    slots = open_slots(2)
+    assert slots.take() is not None
+    found = asyncio.run(slots.find({"lost"}))
+    assert (found.placement, found.index) == ("trainer", 1)
+    assert fake_ray.removed == ["trainer-1"] and slots.take() is None
 
 
-def test_cancelled_search_removes_the_requested_slot(removed: list[Any]) -> None:
-    class NeverMoved(NeverPlaced):
-        nodes = ("lost",)
-
+def test_cancelled_search_removes_the_requested_slot(fake_ray: FakeRay) -> None:
     async def search() -> None:
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(slots.find({"lost"}), 0.05)
+            await asyncio.wait_for(open_slots().find({"lost"}), 0.05)
 
-    slots = slots_with(NeverMoved(cast(Any, "first"), 0), NeverPlaced(cast(Any, "added"), 0))
+    fake_ray.states["trainer"] = [CREATED.on("lost")]
     asyncio.run(search())
-    assert removed == ["added"]
+    assert fake_ray.removed == ["trainer-1"]
 
 
-def test_slot_without_a_node_is_taken_only_by_callers_that_can_wait() -> None:
-    class WithNode(FakeSlot):
-        nodes = ("node",)
-
-    class WithoutNode(FakeSlot):
-        nodes = ("",)
-
-    slots = WorkerSlots("trainer", {"CPU": 1}, "PACK")
-    without_node, with_node = WithoutNode(cast(Any, "first"), 0), WithNode(cast(Any, "first"), 1)
-    slots._free = [without_node, with_node]
+def test_slot_without_a_node_is_taken_only_by_callers_that_can_wait(fake_ray: FakeRay) -> None:
+    fake_ray.states["trainer"] = [LOST.on("", "node")]
+    slots = open_slots(2)
     assert slots.take({"node"}, must_have_node=True) is None
-    assert slots.take(must_have_node=True) is with_node
+    with_node = slots.take(must_have_node=True)
+    assert with_node is not None and with_node.index == 1
     assert slots.take(must_have_node=True) is None
-    assert slots.take({"lost"}) is without_node
+    without_node = slots.take({"lost"})
+    assert without_node is not None and without_node.index == 0
 
 
-def test_strict_spread_avoids_nodes_with_a_slot_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nodes = {"first": {0: "a", 1: "b", 2: "c"}, "beyond": {0: "d"}, "lost": {0: ""}}
-    monkeypatch.setattr(module, "placement_group_table", lambda placement: {"bundles_to_node_id": nodes[placement]})
-    for strategy, avoided in [("STRICT_SPREAD", {"z", "a", "c", "d"}), ("SPREAD", {"z"}), ("PACK", {"z"})]:
-        slots = WorkerSlots("trainer", {"CPU": 1}, strategy)
-        slots._placements = [cast(Any, name) for name in nodes]
-        slots._free = [WorkerSlot(cast(Any, "first"), 1)]
-        requested: list[Any] = []
-
-        def add(avoid: Any, requested: list[Any] = requested) -> WorkerSlot:
-            requested.append(set(avoid))
-            return FakeSlot(cast(Any, "added"), 0)
-
-        slots.add = add  # type: ignore[method-assign]
-        asyncio.run(slots.find({"z"}))
-        assert requested == [avoided]
-
-
-TABLE = {
-    "queued": {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}},
-    "reserving": {"state": "PREPARED", "stats": {"scheduling_state": "QUEUED"}},
-    "created": {"state": "CREATED", "stats": {"scheduling_state": "FINISHED"}},
-    "waiting": {"state": "PENDING", "stats": {"scheduling_state": "NO_RESOURCES"}},
-    "too large": {"state": "PENDING", "stats": {"scheduling_state": "INFEASIBLE"}},
-    "lost": {"state": "RESCHEDULING", "stats": {"scheduling_state": "FAILED_TO_COMMIT_RESOURCES"}},
-}
+@pytest.mark.parametrize(
+    ("strategy", "selector"), [("STRICT_SPREAD", "!in(a,c,d,z)"), ("SPREAD", "!in(z)"), ("PACK", "!in(z)")]
+)
+def test_strict_spread_avoids_nodes_with_a_slot_in_use(fake_ray: FakeRay, strategy: str, selector: str) -> None:
+    fake_ray.states = {
+        "trainer": [CREATED.on("a", "b", "c")],
+        "trainer-1": [CREATED.on("d")],
+        "trainer-2": [LOST.on("")],
+        "trainer-3": [CREATED.on("e")],
+    }
+    slots = open_slots(3, strategy)
+    _, unused, _ = (slots.take() for _ in range(3))
+    assert unused is not None
+    slots.release(unused)
+    for _ in range(2):
+        slots.add()
+    assert asyncio.run(slots.find({"z"})).placement == "trainer-3"
+    assert fake_ray.selectors["trainer-3"] == [{"ray.io/node-id": selector}]
 
 
-def test_first_placement_group_has_a_new_name_each_time(removed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_placement_group_has_a_new_name_each_time(fake_ray: FakeRay) -> None:
     """The previous one may still exist, for example because its node is lost, and Ray refuses a name in use."""
-    names: list[str] = []
-    monkeypatch.setattr(module, "placement_group", lambda bundles, strategy, name: names.append(name))
     slots = WorkerSlots("trainer", {"CPU": 1}, "PACK")
     for _ in range(3):
         slots.open(2)
         slots.close()
-    assert len(set(names)) == 3
-    assert names[0] == "trainer" and all(name.startswith("trainer-") for name in names[1:])
+    first, *others = fake_ray.selectors
+    assert first == "trainer" and len(others) == 2
+    assert all(name.startswith("trainer-") for name in others)
 
 
-class FakeTable:
-    """Ray's table of placement groups, which steps through the given states and stays at the last one."""
-
-    def __init__(self, *states: str) -> None:
-        self.states = list(states)
-
-    def __call__(self, placement: Any) -> dict[str, Any]:
-        return TABLE[self.states.pop(0) if len(self.states) > 1 else self.states[0]]
-
-
-def slots_in(*placements: str) -> WorkerSlots:
-    slots = WorkerSlots("trainer", {"CPU": 1}, "PACK")
-    slots._placements = [cast(Any, name) for name in placements]
-    return slots
+@pytest.mark.parametrize("state", [CREATED, WAITING, TOO_LARGE, LOST])
+def test_placement_group_is_removed_at_once_unless_a_node_is_reserving_it(fake_ray: FakeRay, state: State) -> None:
+    fake_ray.states = {"trainer": [state], "trainer-1": [state]}
+    slots = open_slots()
+    slots.add()
+    slots.close()
+    assert fake_ray.removed == ["trainer", "trainer-1"]
 
 
-@pytest.mark.parametrize("state", ["created", "waiting", "too large", "lost"])
-def test_placement_group_is_removed_at_once_unless_a_node_is_reserving_it(
-    removed: list[Any], monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
-    monkeypatch.setattr(module, "placement_group_table", FakeTable(state))
-    slots_in("first", "second").close()
-    assert removed == ["first", "second"]
-
-
-@pytest.mark.parametrize("last", ["created", "waiting"])
-def test_placement_group_that_is_being_reserved_is_removed_afterwards(
-    removed: list[Any], monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
+@pytest.mark.parametrize("last", [CREATED, WAITING])
+def test_placement_group_that_is_being_reserved_is_removed_afterwards(fake_ray: FakeRay, last: State) -> None:
     """Otherwise Ray loses the resources."""
-    table = FakeTable("queued", "queued", "reserving", last)
-    monkeypatch.setattr(module, "placement_group_table", table)
+    fake_ray.states["trainer-1"] = [QUEUED, QUEUED, RESERVING, last]
 
     async def remove() -> None:
-        slots = slots_in("first", "added")
-        slots.remove(WorkerSlot(cast(Any, "added"), 0))
-        assert removed == []
+        slots = open_slots()
+        slots.remove(slots.add())
+        assert fake_ray.removed == []
         await slots.wait_removed()
-        assert removed == ["added"] and table.states == [last]
 
     asyncio.run(remove())
+    assert fake_ray.removed == ["trainer-1"] and fake_ray.states["trainer-1"] == [last]
 
 
 def test_placement_group_that_never_settles_is_removed_after_a_while(
-    removed: list[Any], monkeypatch: pytest.MonkeyPatch
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "placement_group_table", FakeTable("queued"))
-    monkeypatch.setattr(module, "_SETTLE_S", 0.02)
+    fake_ray.states["trainer"] = [QUEUED]
+    monkeypatch.setattr(module, "SETTLE_S", 0.02)
 
     async def close() -> None:
-        slots = slots_in("first")
+        slots = open_slots()
         slots.close()
         await slots.wait_removed()
 
     asyncio.run(close())
-    assert removed == ["first"]
+    assert fake_ray.removed == ["trainer"]

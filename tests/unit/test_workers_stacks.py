@@ -36,7 +36,7 @@ def write(*_):
     time.sleep(0.1)
     os.write(file, b"last\\n")
 
-signal.signal(stacks._SIGNAL, write)
+signal.signal(stacks.SIGNAL, write)
 print(file, flush=True)
 while True:
     time.sleep(600)
@@ -82,7 +82,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
 def test_py_spy_reads_the_stacks(sleeping: tuple[int, int], is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_PY_SPY_TIMEOUT_S", 60.0)  # for a busy machine
+    monkeypatch.setattr(stacks, "PY_SPY_TIMEOUT_S", 60.0)  # for a busy machine
     with stopped(sleeping[0]) if is_stopped else contextlib.nullcontext():
         assert "sleep_here" in stacks.read_stacks(*sleeping)
 
@@ -90,7 +90,7 @@ def test_py_spy_reads_the_stacks(sleeping: tuple[int, int], is_stopped: bool, mo
 def test_process_writes_its_stacks_itself_without_py_spy(
     sleeping: tuple[int, int], no_py_spy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_WRITE_TIMEOUT_S", 20.0)  # for a busy machine
+    monkeypatch.setattr(stacks, "WRITE_TIMEOUT_S", 20.0)  # for a busy machine
     for _ in range(2):  # the second time without the text of the first
         assert stacks.read_stacks(*sleeping).count("in sleep_here") == 1
 
@@ -102,7 +102,7 @@ def test_reader_waits_for_a_process_that_writes_slowly(start_program: StartProgr
 def test_message_says_why_stacks_cannot_be_read(
     sleeping: tuple[int, int], no_py_spy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stacks, "WRITE_TIMEOUT_S", 0.05)
     pid, file = sleeping
     assert "py-spy is not installed" in stacks.read_stacks(pid, -1)
     with stopped(pid):

@@ -28,7 +28,7 @@ _SAME = {
     "complex64": "C64",
 }
 # dtypes that the package ml_dtypes adds to NumPy for JAX. Those that safetensors lacks are stored as one byte (U8) each.
-_ML_DTYPES = {
+ML_DTYPES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -196,7 +196,7 @@ def _decode_random_state(decoder: Any, node: Json) -> Any:
 def _stored_dtype(dtype: Any) -> str | None:
     """Return the safetensors name of the same dtype, or None."""
     if dtype.type.__module__ == "ml_dtypes" or type(dtype).__module__ == "ml_dtypes":
-        return _ML_DTYPES.get(dtype.name)
+        return ML_DTYPES.get(dtype.name)
     return _SAME.get(dtype.name) if dtype.isnative and dtype.fields is None and dtype.kind in "biufc" else None
 
 
@@ -217,7 +217,7 @@ def _plain(description: Any) -> Json:
 
 def dtype_from_json(description: Json) -> Any:
     """Make a dtype of its JSON. NumPy only parses text and lists here; object dtypes are refused."""
-    if isinstance(description, str) and description in _ML_DTYPES:
+    if isinstance(description, str) and description in ML_DTYPES:
         return np.dtype(getattr(importlib.import_module("ml_dtypes"), description))
     dtype = np.lib.format.descr_to_dtype(_fields(description))
     if dtype.hasobject or not dtype.itemsize:

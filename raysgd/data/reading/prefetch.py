@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 2**20
 #: Seconds of one wait: Python cannot interrupt a thread during a longer one.
 _POLL_S = 0.2
 #: Seconds that `PrefetchIterator.close` waits for the batch in progress. The thread ends after that batch in any case.
-_CLOSE_S = 5.0
+CLOSE_S = 5.0
 
 
 class Prefetchers:
@@ -93,9 +93,9 @@ class PrefetchIterator(Generic[T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Make no more items, and wait up to `_CLOSE_S` for the one in progress."""
+        """Make no more items, and wait up to `CLOSE_S` for the one in progress."""
         self.stop()
-        until = time.monotonic() + _CLOSE_S
+        until = time.monotonic() + CLOSE_S
         while self._thread.is_alive() and time.monotonic() < until:
             self._thread.join(_POLL_S)
         self._ready.clear()

@@ -157,6 +157,37 @@ class SimulatedRun:
         return self.all_of(c.StartAttempt)
 
     @property
+    def prepared_attempts(self) -> list[int]:
+        """The number of the next attempt, each time that the workers were prepared for one."""
+        return [command.attempt for command in self.all_of(c.PrepareGroup)]
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the workers were last prepared with the same number of them as before."""
+        return self.all_of(c.PrepareGroup)[-1].keep_size
+
+    @property
+    def killed_ranks(self) -> list[int]:
+        """The ranks whose processes the run has killed, in order."""
+        return [rank for command in self.all_of(c.KillWorkers) for rank in command.ranks]
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether ``should_stop()`` is true on the ranks of the last attempt."""
+        return any(command.attempt == self.attempt for command in self.all_of(c.RequestStop))
+
+    @property
+    def num_save_points(self) -> int:
+        """The number of times that the ranks were asked to wait after the same save."""
+        return len(self.all_of(c.AgreeOnSavePoint))
+
+    @property
+    def has_save_point(self) -> bool:
+        """Whether the ranks of the last attempt were asked to wait after the same save, and that was not cancelled since."""
+        asked = [command for command in self.commands if isinstance(command, (c.AgreeOnSavePoint, c.CancelSavePoint))]
+        return bool(asked) and isinstance(asked[-1], c.AgreeOnSavePoint) and asked[-1].attempt == self.attempt
+
+    @property
     def outcome(self) -> Outcome | None:
         """The published outcome, or None."""
         published = self.all_of(c.PublishOutcome)

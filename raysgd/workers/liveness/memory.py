@@ -27,7 +27,7 @@ _GROWTH_FRACTION = 0.05
 _GROWTH_BYTES = 64 << 20
 _RECENT_S = 30.0
 #: The number of samples that are kept.
-_NUM_SAMPLES = 60
+NUM_SAMPLES = 60
 #: A process may still be visible this long after the kernel has counted its kill: large processes need time to exit.
 _DYING_S = 2.0
 
@@ -285,8 +285,8 @@ class _Track:
     first: Size
     seen_in: str
     counted_in: str
-    sizes: deque[Size] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
-    counts: deque[_KillCount] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
+    sizes: deque[Size] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    counts: deque[_KillCount] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     pool: MemoryPool | None = None
     is_gone: bool = False
 

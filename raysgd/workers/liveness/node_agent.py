@@ -38,7 +38,7 @@ EXIT_GRACE_S = 1.0
 #: The time for the kernel to end a process after SIGKILL.
 _KILL_TIMEOUT_S = 5.0
 #: The time for an agent to confirm, before it is stopped, that the processes on its node are gone. A lost node never answers.
-_CLOSE_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 3.0
 #: The time for a node to return what it knows of a dead worker's memory; the worker's last events are read meanwhile.
 _EVIDENCE_TIMEOUT_S = 0.2
 
@@ -300,5 +300,5 @@ class NodeAgents:
 
 async def _close_agent(actor: Any) -> None:
     with contextlib.suppress(RayError, asyncio.TimeoutError):
-        await asyncio.wait_for(actor.wait_for_exits.remote(), _CLOSE_TIMEOUT_S)
+        await asyncio.wait_for(actor.wait_for_exits.remote(), CLOSE_TIMEOUT_S)
     ray.kill(actor)

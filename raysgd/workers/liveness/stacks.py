@@ -16,10 +16,10 @@ import sys
 import time
 
 #: A signal that programs do not use.
-_SIGNAL = signal.SIGRTMIN + 7
+SIGNAL = signal.SIGRTMIN + 7
 #: The time for py-spy, and for the faulthandler after it; together less than `raysgd.controller.run.watch` waits.
-_PY_SPY_TIMEOUT_S = 2.0
-_WRITE_TIMEOUT_S = 0.8
+PY_SPY_TIMEOUT_S = 2.0
+WRITE_TIMEOUT_S = 0.8
 #: The faulthandler has finished if no line was added for this long: it writes many, and may be delayed.
 _SETTLED_S = 0.2
 _POLL_S = 0.02
@@ -29,7 +29,7 @@ def expose_stacks() -> int:
     """Let the node's agent read this process's stacks; return the file descriptor to read them from, or -1."""
     with contextlib.suppress(OSError, AttributeError, ValueError):  # not on Linux
         file = os.memfd_create("raysgd-stacks")
-        faulthandler.register(_SIGNAL, file=file, all_threads=True)
+        faulthandler.register(SIGNAL, file=file, all_threads=True)
         return file
     return -1
 
@@ -49,7 +49,7 @@ def read_stacks(pid: int, file: int) -> str:
 
 def _run_py_spy(py_spy: str, pid: int) -> str | None:
     # py-spy pauses the process while it reads. A process that is stopped already cannot be paused: hence the second try.
-    deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
+    deadline = time.monotonic() + PY_SPY_TIMEOUT_S
     for options in ((), ("--nonblocking",)):
         command = [py_spy, "dump", *options, "--pid", str(pid)]
         try:
@@ -67,9 +67,9 @@ def _ask_faulthandler(pid: int, file: int) -> str:
     path = f"/proc/{pid}/fd/{file}"
     try:
         before = size = os.stat(path).st_size
-        os.kill(pid, _SIGNAL)
+        os.kill(pid, SIGNAL)
         grown_at = time.monotonic()
-        deadline = grown_at + _WRITE_TIMEOUT_S
+        deadline = grown_at + WRITE_TIMEOUT_S
         while (now := time.monotonic()) < deadline and (size == before or now < grown_at + _SETTLED_S):
             time.sleep(_POLL_S)
             if (latest := os.stat(path).st_size) > size:

@@ -22,9 +22,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 #: Seconds between two checks of a placement group's state.
-_POLL_S = 0.05
+POLL_S = 0.05
 #: How long the removal of a placement group waits for resources that are just being reserved.
-_SETTLE_S = 5.0
+SETTLE_S = 5.0
 #: Ray's scheduling states of a placement group that waits for room; in the last one only a part of the group waits.
 _WAITING = ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
 
@@ -144,7 +144,7 @@ class WorkerSlots:
                 if (moved := self.take_placed(avoid)) is not None:
                     self.remove(added)
                     return moved
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
             self.remove(added)
             raise
@@ -218,9 +218,9 @@ def _is_settled(placement: PlacementGroup) -> bool:
 
 
 async def _remove_when_settled(placement: PlacementGroup) -> None:
-    deadline = time.monotonic() + _SETTLE_S
+    deadline = time.monotonic() + SETTLE_S
     while True:
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(POLL_S)
         if time.monotonic() > deadline or _is_settled(placement):
             break
     remove_placement_group(placement)
@@ -242,12 +242,12 @@ def _holds(total: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
 
 def remove_placement_groups(name: str) -> None:
     """Remove the placement groups that a dead TrainerActor left: those named ``name`` or with that prefix. Blocks."""
-    deadline = time.monotonic() + _SETTLE_S  # for all of them together
+    deadline = time.monotonic() + SETTLE_S  # for all of them together
     for group in placement_group_table().values():
         found = str(group["name"])
         if group["state"] != "REMOVED" and (found == name or found.startswith(f"{name}-")):
             with contextlib.suppress(Exception):  # it may be gone by now
                 placement = get_placement_group(found)
                 while time.monotonic() < deadline and not _is_settled(placement):
-                    time.sleep(_POLL_S)
+                    time.sleep(POLL_S)
                 remove_placement_group(placement)
