@@ -111,7 +111,7 @@ def _is_marked(process: psutil.Process) -> bool:
 
 def end_processes(
     before: set[psutil.Process],
-    timeout_s: float = 30,  # Ray's dashboard takes long to end on a busy machine
+    timeout_s: float = 75,  # Ray's dashboard takes long to end on a busy machine
     is_to_stay: Callable[[psutil.Process], bool] = lambda process: False,
 ) -> list[str]:
     """Wait for the new marked processes to end; kill the others, and return their names."""
