@@ -118,6 +118,7 @@ def check_steps(results: list[raysgd.Result]) -> None:
         assert follows or after["attempt"] > before["attempt"]
 
 
+@pytest.mark.timeout(300)  # several cold starts: two minutes on a loaded machine
 def test_run_resumes_after_controller_death(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
     log = tmp_path / "log"

@@ -46,6 +46,7 @@ def files_of(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.timeout(300)  # several cold starts: two minutes on a loaded machine
 def test_run_on_object_storage_survives_a_worker_death(ray_cluster: Any, tmp_path: Path) -> None:
     uri = f"fsspec+file://{tmp_path}"
     assert not Storage.from_uri(uri).is_local
