@@ -2,7 +2,8 @@
 
     python benchmarks/compare_checkouts.py BEFORE AFTER [--only NAME] [--repeat N] [--quick] [--output FILE]
 
-Each checkout is measured by its own benchmarks, with the packages of this environment. Prints a table, and writes it as a
+Each checkout is measured by its own benchmarks, with the packages of this environment. Of a measure with several systems of
+raysgd, such as kills with a spare and without, the first one is measured. Prints a table, and writes it as a
 Markdown table with --output. A ratio above 1 means that the later checkout needs more of the unit, or does more a second.
 """
 
@@ -20,17 +21,14 @@ import pandas as pd
 from bench.measures import BACKENDS, INGEST, NAMES, RECOVERY, TUNE
 
 MEASURES = (*NAMES, *RECOVERY, *INGEST, *TUNE, *BACKENDS)
-#: Systems that stand for raysgd, where it is not called so.
-SYSTEMS = {"resize": "raysgd", "backend_start": "raysgd_torch", "backend_kill": "raysgd_torch"}
 PROGRAM = """
 import json, sys, tempfile
 from pathlib import Path
 from bench.children import measure
 from bench.measures import load_measure
-name, system, quick = sys.argv[1], sys.argv[2], sys.argv[3] == "quick"
+name, quick = sys.argv[1], sys.argv[2] == "quick"
 each = load_measure(name)
-if system not in each.systems_of(quick=quick):
-    system = next(known for known in each.systems_of(quick=quick) if known.startswith("raysgd"))
+system = next(known for known in each.systems_of(quick=quick) if known.startswith("raysgd"))
 with tempfile.TemporaryDirectory() as folder:
     sizes = {name: each.params(system, quick)}
     lines = measure(system, sizes, Path(folder), timeout_s=each.timeout_s, environment=each.environment)
@@ -89,7 +87,7 @@ def to_markdown(table: pd.DataFrame) -> str:
 
 def _measure(checkout: Path, name: str, quick: bool) -> list[dict[str, object]]:
     """Measure once, in the checkout's own code; return a row for each sample."""
-    command = [sys.executable, "-c", PROGRAM, name, SYSTEMS.get(name, "raysgd"), "quick" if quick else "full"]
+    command = [sys.executable, "-c", PROGRAM, name, "quick" if quick else "full"]
     folder = checkout / "benchmarks"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(folder)])}
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
