@@ -44,7 +44,9 @@ def test_the_star_backend_works(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "[[1.0, 3.0, 5.0], [1.0, 3.0, 5.0]]\n" in done.stdout
     # The error of rank 0 follows within milliseconds, or later on a loaded machine.
-    assert re.search(r"the cause \((\(0, 'ConnectionError: a member has left the star'\),)?\)\n", done.stdout)
+    assert re.search(r"the cause \((\(0, 'ConnectionError: a member has left the star'\),)?\)\n", done.stdout), (
+        done.stdout
+    )
     assert "\n[1.0, 3.0, 5.0]\n" in done.stdout
 
 

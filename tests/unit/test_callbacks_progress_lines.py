@@ -41,6 +41,21 @@ def test_the_start_says_what_runs_and_where_its_files_are(tmp_path: Path, played
     assert first == f"[digits] started with 2 workers, none; files in {tmp_path / 'digits'}"
 
 
+def test_a_line_is_one_write_so_that_prints_of_the_program_do_not_break_it(tmp_path: Path) -> None:
+    class Terminal(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.pieces += [text] if text else []
+            return len(text)
+
+    terminal = Terminal()
+    LinesDisplay(make_info(tmp_path / "digits"), terminal).start()
+    assert [piece[-1] for piece in terminal.pieces] == ["\n"]
+
+
 def test_slow_results_are_shown_one_by_one(played: Played) -> None:
     for iteration in (1, 2, 3):
         played.result(iteration)

@@ -56,11 +56,11 @@ class PrintCallback(Callback):
             for rank, metrics in zip(result.ranks, result.workers, strict=False):
                 values = "  ".join(f"{key}={short(value)}" for key, value in flatten(metrics).items())
                 lines.append(f"[{self._name}]   rank {rank}  {values}")
-        print("\n".join(lines), flush=True)
+        _print(lines)
 
     def on_run_end(self, error: BaseException | None) -> None:
         if error is not None:
-            print(f"[{self._name}] failed: {one_line(error)}", flush=True)
+            _print([f"[{self._name}] failed: {one_line(error)}"])
 
 
 class LinesDisplay:
@@ -120,7 +120,12 @@ class LinesDisplay:
         self._print(f"{result_line(result)}{note}")
 
     def _print(self, text: str) -> None:
-        print(f"[{self._info.name}] {text}", file=self._file or sys.stdout, flush=True)
+        _print([f"[{self._info.name}] {text}"], self._file)
+
+
+def _print(lines: list[str], file: TextIO | None = None) -> None:
+    """Print in one write, since a line that the program prints meanwhile would come between a text and the end of its line."""
+    print("".join(f"{line}\n" for line in lines), end="", file=file or sys.stdout, flush=True)
 
 
 def _event_text(event: Event) -> str:
