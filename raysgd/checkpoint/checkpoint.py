@@ -55,7 +55,9 @@ class Checkpoint:
         try:
             manifest = read_manifest(directory)
         except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {directory.uri}{_suggest(directory)}") from error
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {directory.path_of('')}{_suggest(directory)}"
+            ) from error
         verify_files(directory, manifest, checksums=False)
         return cls.of_manifest(directory.uri, manifest)
 
@@ -132,7 +134,7 @@ def load_state(
         )
     if manifest.is_files:
         if manifest.all_ranks and (rank not in parts or world_size not in (None, manifest.world_size)):
-            raise missing_part_error(storage_dir.uri, manifest, parts, rank, world_size)
+            raise missing_part_error(storage_dir.path_of(""), manifest, parts, rank, world_size)
         return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)])
     from raysgd.checkpoint.format.parts import StoredPart  # NumPy: a driver that only lists checkpoints needs none
     from raysgd.checkpoint.resharding import load_parts
@@ -142,7 +144,7 @@ def load_state(
         {rank: StoredPart(storage_dir, files) for rank, files in parts.items()},
         rank,
         world_size=world_size,
-        where=storage_dir.uri,
+        where=storage_dir.path_of(""),
         allow_pickle=allow_pickle,
         on_unusable=on_unusable,
     )

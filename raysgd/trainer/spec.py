@@ -152,7 +152,9 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
 
 def _read_description(folder: Storage) -> dict[str, Any]:
     if not folder.exists("run.json"):
-        raise CheckpointNotFoundError(f"{folder.uri} is not the folder of a run: it has no run.json{_suggest(folder)}")
+        raise CheckpointNotFoundError(
+            f"{folder.path_of('')} is not the folder of a run: it has no run.json{_suggest(folder)}"
+        )
     description: dict[str, Any] = json.loads(folder.read_bytes("run.json"))
     if "scaling" not in description or "failure_config" not in description:
         raise CheckpointNotFoundError(

@@ -57,9 +57,9 @@ def uri_of(storage: Storage) -> str:
             is_same = False
         if not is_same:
             raise ConfigError(
-                f"the search's files are on {storage.uri}, which needs settings that the workers do not have. Give Tune a "
-                "storage_path that is a path, or a URI without options, and no storage_filesystem; further settings of the "
-                "file system can be environment variables, such as AWS_ENDPOINT_URL."
+                f"the search's files are on {storage.path_of('')}, which needs settings that the workers do not have. Give "
+                "Tune a storage_path that is a path, or a URI without options, and no storage_filesystem; further "
+                "settings of the file system can be environment variables, such as AWS_ENDPOINT_URL."
             )
     return storage.uri
 

@@ -18,7 +18,7 @@ import pytest
 
 from raysgd.checkpoint.storage.files import Checksum
 from raysgd.checkpoint.storage.names import check_name
-from raysgd.checkpoint.storage.storage import Retry, Storage
+from raysgd.checkpoint.storage.storage import Retry, Storage, is_transient
 from raysgd.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -339,6 +339,20 @@ def test_permanent_errors_are_raised_at_once(number: int) -> None:
     with pytest.raises(StorageError, match="tried once"):
         policy.run("write", "x", Flaky(OSError(number, os.strerror(number))))
     assert waits == []
+
+
+def test_s3_errors_that_waiting_does_not_cure_are_raised_at_once() -> None:
+    refused = OSError(
+        "When uploading part for key 'a' in bucket 'b': AWS Error ACCESS_DENIED during UploadPart operation"
+    )
+    slow = OSError("When uploading part for key 'a' in bucket 'b': AWS Error SLOW_DOWN during UploadPart operation")
+    assert not is_transient(refused) and is_transient(slow)
+
+
+def test_messages_do_not_show_the_key_of_a_uri() -> None:
+    storage = Storage.from_uri("s3://key:secret@bucket/runs?region=us-east-1")
+    assert storage.path_of("a") == "s3://***@bucket/runs/a" and "secret" not in repr(storage)
+    assert storage.child("a").uri == "s3://key:secret@bucket/runs/a?region=us-east-1"
 
 
 def test_other_exceptions_are_not_retried() -> None:

@@ -235,7 +235,9 @@ def _split_entries(directory: Storage, entries: Sequence[FileEntry]) -> tuple[Fi
     }
     if TREE_SUFFIX not in found or len(found) != len(entries):
         names = [entry.name for entry in entries]
-        raise CheckpointCorruptError(f"{directory.uri}: its manifest lists files that do not form a part: {names}")
+        raise CheckpointCorruptError(
+            f"{directory.path_of('')}: its manifest lists files that do not form a part: {names}"
+        )
     return found[TREE_SUFFIX], found.get(TENSORS_SUFFIX)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, final
 
+from raysgd._util.redact import redact_uri
 from raysgd.checkpoint.storage.files import (
     ArrowFiles,
     Checksum,
@@ -46,6 +47,10 @@ _PERMANENT = {
         "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM ENOENT ENOTDIR EISDIR EEXIST ENOTEMPTY ENAMETOOLONG ELOOP EINVAL EXDEV"
     ).split()
 }
+# The same for S3, whose errors pyarrow raises as an OSError without a number.
+_PERMANENT_ON_S3 = re.compile(
+    r"\bAWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT_MATCH)\b"
+)
 
 #: Seconds of the wait after the first failure. Each further wait is twice as long, up to the maximum.
 _FIRST_DELAY_S = 0.1
@@ -94,7 +99,9 @@ class Retry:
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed a moment later."""
-    return isinstance(error, OSError) and error.errno not in _PERMANENT and not isinstance(error, PermissionError)
+    if not isinstance(error, OSError) or isinstance(error, PermissionError):
+        return False
+    return error.errno not in _PERMANENT and _PERMANENT_ON_S3.search(str(error)) is None
 
 
 def _storage_error(operation: str, path: str, tries: int, error: Exception) -> StorageError:
@@ -155,7 +162,7 @@ class Storage:
         return cls(fs, path, uri=text, retry=retry)
 
     def __repr__(self) -> str:
-        return f"Storage({self.uri!r})"
+        return f"Storage({redact_uri(self.uri)!r})"
 
     def is_on(self, other: Storage) -> bool:
         """Whether both folders are on the same file system, opened with the same options."""
@@ -187,9 +194,9 @@ class Storage:
         return folder
 
     def path_of(self, name: str) -> str:
-        """Return the path or URI of a file, for messages and for local readers."""
-        folder = self.uri if self.is_local else self.uri.partition("?")[0]
-        return f"{folder.rstrip('/')}/{name}" if name else self.uri
+        """Return the path or URI of a file, or of the folder for ``""``; for local readers, and for messages without secrets."""
+        folder = self.uri if self.is_local else redact_uri(self.uri.partition("?")[0])
+        return f"{folder.rstrip('/')}/{name}" if name else folder
 
     # -- files -------------------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ def stored_frames(storage: Storage) -> list[Frame]:
     """
     names = storage.list_names()
     if not any(_EVENTS_FILE.fullmatch(name) for name in names):
-        raise CheckpointNotFoundError(f"{storage.uri} is not a run's folder: it has no events.jsonl.")
+        raise CheckpointNotFoundError(f"{storage.path_of('')} is not a run's folder: it has no events.jsonl.")
     found: list[Frame] = []
     for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
         for name in filter(pattern.fullmatch, names):

@@ -85,7 +85,7 @@ class RunFiles:
         try:
             await self._in_writer(self.store.sweep_uncommitted)
         except Exception as error:  # the run itself is safe
-            self._warn(f"parts of unfinished checkpoints are left in {self.store.storage.uri}: {error}")
+            self._warn(f"parts of unfinished checkpoints are left in {self.store.storage.path_of('')}: {error}")
 
     async def write_run(self, description: dict[str, Any]) -> None:
         """Write ``run.json``."""

@@ -277,7 +277,7 @@ class WorkerGroup:
         storage.delete_file("probe")
         if blind := [worker.node for worker, sees in zip(workers, seen, strict=True) if not sees]:
             raise ConfigError(
-                f"storage_path {storage.uri} is on one node's disk: {', '.join(blind)} cannot see it. "
+                f"storage_path {storage.path_of('')} is on one node's disk: {', '.join(blind)} cannot see it. "
                 "Give RunConfig(storage_path=...) a folder that all nodes share, or a URI such as s3://bucket/folder."
             )
 
