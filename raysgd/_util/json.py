@@ -7,10 +7,14 @@ standard JSON but are read back as they were; such integers are read back as flo
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
-import orjson
+try:
+    _orjson: Any = importlib.import_module("orjson")
+except ImportError:  # a checkout on a machine without raysgd's dependencies: the same values, more slowly
+    _orjson = None
 
 
 def encode(value: Any) -> bytes:
@@ -19,8 +23,10 @@ def encode(value: Any) -> bytes:
     Raises:
         TypeError: It contains an object that JSON cannot hold.
     """
+    if _orjson is None:
+        return _encode_any(value)
     try:
-        data = orjson.dumps(value)
+        data = _orjson.dumps(value)
     except TypeError:  # a large integer, a lone surrogate, or an object that json refuses as well
         return _encode_any(value)
     return _encode_any(value) if b"null" in data else data
@@ -28,9 +34,11 @@ def encode(value: Any) -> bytes:
 
 def decode(data: bytes) -> Any:
     """Decode the output of `encode`. Tuples come back as lists, integers beyond 64 bits as floats."""
+    if _orjson is None:
+        return json.loads(data)
     try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
+        return _orjson.loads(data)
+    except _orjson.JSONDecodeError:
         return json.loads(data)
 
 

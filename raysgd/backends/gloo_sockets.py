@@ -21,10 +21,9 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import psutil
-
 #: Host and port.
 Address = tuple[str, int]
+_LISTENING = "LISTEN"  # as psutil names the state
 
 
 class GlooListeners(NamedTuple):
@@ -69,7 +68,7 @@ def list_connections() -> set[tuple[Address, Address]]:
 
 def list_listeners() -> set[Address]:
     """Return the addresses at which this process listens for TCP connections."""
-    return {_address(link.laddr) for link in _sockets() if link.status == psutil.CONN_LISTEN}
+    return {_address(link.laddr) for link in _sockets() if link.status == _LISTENING}
 
 
 def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
@@ -83,6 +82,10 @@ def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
 
 
 def _sockets() -> list[Any]:
+    try:
+        import psutil
+    except ImportError:  # as in `raysgd.backends.rendezvous.find_interface`
+        return []
     # The kernel's list: creating a socket object for a descriptor may change the descriptor's blocking mode.
     with contextlib.suppress(psutil.Error, OSError):
         return list(psutil.Process().net_connections("tcp"))

@@ -10,8 +10,6 @@ import socket
 import time
 from typing import Any
 
-import psutil
-
 from raysgd.backends.base import Member
 
 
@@ -80,6 +78,10 @@ def address_family(node_ip: str) -> socket.AddressFamily:
 
 def find_interface(node_ip: str) -> str | None:
     """Return the name of the network interface that has this address, or None."""
+    try:
+        import psutil
+    except ImportError:  # a checkout on a machine without raysgd's dependencies: the library chooses the interface
+        return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             return str(name)
