@@ -38,7 +38,7 @@ class Member:
         rendezvous: The value that `Backend.open_rendezvous` on rank 0, or `Coordinator.open_rendezvous`, returned.
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
-        shares_gpu: Whether each worker was given a fraction of a GPU, so that several workers may use the same one.
+        shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
     """
 
     rank: int

@@ -153,7 +153,7 @@ class TorchConfig(BackendConfig):
 
     Attributes:
         backend: ``"gloo"`` or ``"nccl"``. None: nccl if each worker has GPUs of its own, else gloo (nccl refuses two members
-            on one GPU).
+            on one GPU, also on two MIG devices of it).
         init_method: Where the members meet, as in torch. ``"tcp://host:port"``: an address of rank 0's node.
             ``"file:///path"``: a path prefix in a folder that all nodes share. ``"env://"``: ``MASTER_ADDR`` and
             ``MASTER_PORT`` of the workers' environment. None: rank 0's address and a free port.

@@ -15,6 +15,8 @@ from raysgd.session import context
 
 DEVICE_INDEX = "RAYSGD_DEVICE_INDEX"
 """Environment variable that the worker sets before train_func: the index of its GPU in CUDA_VISIBLE_DEVICES."""
+DRIVER_FILE = "/dev/nvidiactl"
+"""A file of NVIDIA's driver: where it exists, a GPU that CUDA does not see is hidden, not missing."""
 
 
 def device() -> torch.device:
@@ -28,14 +30,20 @@ def device() -> torch.device:
         one, else the CPU.
 
     Raises:
-        ConfigError: The worker's GPU index is not among the GPUs that CUDA sees.
+        ConfigError: CUDA does not see the worker's GPU.
     """
+    in_worker = context.current().in_worker
+    given = os.environ.get(DEVICE_INDEX) if in_worker else None  # a worker without it has no GPU, even if it sees some
     if not torch.cuda.is_available():
+        if given and torch.version.cuda is not None and os.path.exists(DRIVER_FILE):
+            raise ConfigError(
+                f"this worker was given a GPU, but CUDA sees none of CUDA_VISIBLE_DEVICES={_visible()!r}: start Ray with the "
+                "GPUs' numbers, or with their full names as `nvidia-smi -L` lists them. A wrong name hides all after it."
+            )
         return torch.device("cpu")
-    if not context.current().in_worker:
+    if not in_worker:
         is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # does not initialize CUDA
         return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
-    given = os.environ.get(DEVICE_INDEX)  # a worker without it has no GPU, even if it sees some
     return torch.device("cuda", _checked(given)) if given else torch.device("cpu")
 
 
@@ -44,9 +52,13 @@ def _checked(given: str) -> int:
     if not given.isdecimal() or int(given) >= count:
         raise ConfigError(
             f"{DEVICE_INDEX}={given!r} is not one of the {count} GPUs that this process sees "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); expected an int from 0 to {count - 1}."
+            f"(CUDA_VISIBLE_DEVICES={_visible()!r}); expected an int from 0 to {count - 1}."
         )
     return int(given)
+
+
+def _visible() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def to_device(value: Any, device: torch.device) -> Any:

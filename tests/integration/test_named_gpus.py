@@ -15,13 +15,13 @@ from support.runs import make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
 
-NAMES = ("MIG-4f6b", "MIG-0a1c")
+GPUS, MIG_DEVICES = ("GPU-4f6b", "GPU-0a1c"), ("MIG-4f6b", "MIG-0a1c")
 
 
 @pytest.fixture
 def cluster_with_gpus(_no_process_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(NAMES))
-    with cluster_of_one(num_cpus=4, num_gpus=2):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS + MIG_DEVICES))
+    with cluster_of_one(num_cpus=4, num_gpus=4):
         yield
 
 
@@ -32,8 +32,12 @@ def own_and_visible() -> tuple[str, str, str]:
 
 
 def test_workers_see_gpus_by_their_names(cluster_with_gpus: None, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, 2, TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
+    """CUDA uses only the first MIG device that a process sees, so each worker with one sees no other."""
+    with make_trainer(tmp_path, 4, TorchConfig(backend="gloo"), gpus_per_worker=1) as trainer:
         seen = trainer.run(own_and_visible, callbacks=quiet(), returns="all")
-    assert sorted(own for own, _, _ in seen) == sorted(NAMES)
     assert all(own == found for own, found, _ in seen)
-    assert {visible for _, _, visible in seen} == {",".join(sorted(NAMES))}
+    visible = {own: visible for own, _, visible in seen}
+    assert visible == {
+        **dict.fromkeys(GPUS, ",".join(sorted(GPUS))),
+        **{name: name for name in MIG_DEVICES},
+    }

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from raysgd.backends.base import Member
 from raysgd.backends.torch import TorchConfig
 from raysgd.errors import ConfigError
 from raysgd.session import context
+from raysgd.torch import devices
 
 Machine = Callable[..., None]
 
@@ -82,6 +84,30 @@ def test_process_group_uses_the_same_device(
 def test_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
     machine(0, index="0")
     assert raysgd.torch.device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("is_built", "has_driver", "index", "is_refused"),
+    [(True, True, "0", True), (True, True, None, False), (True, False, "0", False), (False, True, "0", False)],
+)
+def test_worker_whose_gpu_is_hidden_does_not_train_on_the_cpu(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_built: bool,
+    has_driver: bool,
+    index: str | None,
+    is_refused: bool,
+) -> None:
+    machine(0, index=index)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if is_built else None)
+    monkeypatch.setattr(devices, "DRIVER_FILE", str(tmp_path if has_driver else tmp_path / "missing"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4f6b")
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"CUDA sees none of CUDA_VISIBLE_DEVICES='MIG-4f6b'.*nvidia-smi -L"):
+            raysgd.torch.device()
+    else:
+        assert raysgd.torch.device() == torch.device("cpu")
 
 
 def test_gpu_is_used_outside_a_worker(machine: Machine) -> None:

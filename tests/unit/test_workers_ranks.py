@@ -14,7 +14,7 @@ from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_
 from raysgd.workers.orders import WorkerInfo
 
 
-def worker(node: str, *gpus: int) -> WorkerInfo:
+def worker(node: str, *gpus: int | str) -> WorkerInfo:
     return WorkerInfo(node, f"address of {node}", node, 1, gpus)
 
 
@@ -80,6 +80,21 @@ def test_workers_of_a_node_see_each_others_gpus_only_if_asked_for() -> None:
     workers = [worker("a", 2), worker("a", 0), worker("b", 1)]
     assert assign_visible_gpus(workers, shows_all=True) == [((0, 2), 1), ((0, 2), 0), ((1,), 0)]
     assert assign_visible_gpus(workers, shows_all=False) == [((2,), 0), ((0,), 0), ((1,), 0)]
+
+
+def test_workers_with_mig_devices_see_their_own_alone() -> None:
+    """CUDA uses only the first MIG device that a process sees."""
+    workers = [worker("a", "MIG-4f6b"), worker("a", "MIG-0a1c"), worker("b", "GPU-4f6b"), worker("b", "GPU-0a1c")]
+    seen = assign_visible_gpus(workers, shows_all=True)
+    both = ("GPU-0a1c", "GPU-4f6b")
+    assert seen == [(("MIG-4f6b",), 0), (("MIG-0a1c",), 0), (both, 1), (both, 0)]
+
+
+@pytest.mark.parametrize(("names", "shares_gpu"), [(("MIG-4f6b", "MIG-0a1c"), True), (("GPU-4f6b", "GPU-0a1c"), False)])
+def test_mig_devices_count_as_one_shared_gpu(names: tuple[str, ...], shares_gpu: bool) -> None:
+    """nccl has no members on MIG devices of one GPU."""
+    members = make_members([worker("a", name) for name in names], gpus_per_worker=1)
+    assert [member.shares_gpu for member in members] == [shares_gpu] * 2
 
 
 def test_workers_with_parts_of_the_same_gpu_see_it_once() -> None:

@@ -41,6 +41,7 @@ def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[
         workers: Where each worker runs, by rank; a node's workers need not be next to each other.
         gpus_per_worker: May be a fraction.
     """
+    shares_gpu = 0 < gpus_per_worker < 1 or any(map(_has_mig_device, workers))  # the MIG devices of one GPU share it
     sizes = Counter(worker.node_id for worker in workers)
     node_ranks = {node: rank for rank, node in enumerate(sizes)}
     seen: Counter[str] = Counter()
@@ -56,7 +57,7 @@ def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[
                 rendezvous="",
                 node_ip=worker.node_ip,
                 has_gpu=gpus_per_worker > 0,
-                shares_gpu=0 < gpus_per_worker < 1,
+                shares_gpu=shares_gpu,
             )
         )
         seen[worker.node_id] += 1
@@ -68,14 +69,21 @@ def assign_visible_gpus(workers: Sequence[WorkerInfo], *, shows_all: bool) -> li
 
     Args:
         workers: Where each worker is, with its own GPUs.
-        shows_all: Show all GPUs of a node's workers to each of them, which nccl needs for direct transfers.
+        shows_all: Show all GPUs of a node's workers to each of them, which nccl needs for direct transfers. Workers with
+            MIG devices see their own alone in any case: CUDA uses only the first that is visible to a process.
     """
     assigned = []
     for worker in workers:
-        seen = [other for other in workers if other.node_id == worker.node_id] if shows_all else [worker]
+        seen = [worker]
+        if shows_all and not _has_mig_device(worker):
+            seen = [other for other in workers if other.node_id == worker.node_id and not _has_mig_device(other)]
         gpus = tuple(sorted({gpu for other in seen for gpu in other.gpu_ids}, key=_numbers_first))
         assigned.append((gpus, gpus.index(worker.gpu_ids[0]) if worker.gpu_ids else 0))
     return assigned
+
+
+def _has_mig_device(worker: WorkerInfo) -> bool:
+    return any(isinstance(gpu, str) and gpu.startswith("MIG-") for gpu in worker.gpu_ids)
 
 
 def _numbers_first(gpu: GpuId) -> tuple[int, str]:
