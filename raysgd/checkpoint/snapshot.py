@@ -66,8 +66,9 @@ def take_snapshot(
         specs = ((name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed)
         header = encode_header(specs, {"format": "pt"})
     num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
-    pinned = any(leaf.device is not None and leaf.device.type == "cuda" for _, leaf in placed)
-    buffer = pool.acquire(num_tensor_bytes + len(tree) + FOOTER_BYTES, pinned=pinned)
+    devices = (leaf.device for _, leaf in placed if leaf.device is not None)
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    buffer = pool.acquire(num_tensor_bytes + len(tree) + FOOTER_BYTES, gpu=gpu)
     try:
         _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
@@ -205,14 +206,15 @@ class StagingPool:
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         self._closed = False
-        self._pinned = False
+        self._gpu: Any = None
 
-    def acquire(self, num_bytes: int, *, pinned: bool = False) -> StagingBuffer:
+    def acquire(self, num_bytes: int, *, gpu: Any = None) -> StagingBuffer:
         """Return a buffer of at least ``num_bytes``; wait while all are in use.
 
         Args:
             num_bytes: Room needed.
-            pinned: Prefer page-locked memory, into which a GPU copies faster and without blocking.
+            gpu: The CUDA device that copies into it. Memory is then page-locked if possible: copies are faster and do not
+                block.
 
         Raises:
             CheckpointError: The pool was closed.
@@ -226,9 +228,9 @@ class StagingPool:
                 self.waited_s += time.monotonic() - began
             buffer = self._take(self._best_fit(num_bytes))
             buffer.num_bytes = num_bytes
-            self._pinned = pinned
+            self._gpu = gpu
         try:
-            buffer.reserve(num_bytes, pinned=pinned)
+            buffer.reserve(num_bytes, gpu=gpu)
         except BaseException:
             self.release(buffer)
             raise
@@ -250,7 +252,7 @@ class StagingPool:
         """
         while num_bytes >= _MIN_PREFAULT_BYTES and (buffer := self._take_small(num_bytes)) is not None:
             try:
-                buffer.reserve(num_bytes, pinned=self._pinned)
+                buffer.reserve(num_bytes, gpu=self._gpu)
                 buffer.touch()
             finally:
                 self.release(buffer)
@@ -322,15 +324,15 @@ class StagingBuffer:
     def capacity(self) -> int:
         return self._memory.size
 
-    def reserve(self, num_bytes: int, *, pinned: bool) -> None:
+    def reserve(self, num_bytes: int, *, gpu: Any = None) -> None:
         """Make room; the content is lost if the buffer grows."""
-        if num_bytes > self.capacity or (pinned and not self._is_for_gpu):
+        if num_bytes > self.capacity or (gpu is not None and not self._is_for_gpu):
             self._memory = np.empty(0, np.uint8)  # free it before allocating the new one
             # Allocate a little more: the JSON of the next state may be a few digits longer.
             self._memory = np.empty(-(-(num_bytes + num_bytes // 64) // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
-            self._is_for_gpu = pinned
-            if pinned:  # if pinning fails, copies are only slower
-                _pin(self._memory)
+            self._is_for_gpu = gpu is not None
+            if gpu is not None:  # if pinning fails, copies are only slower
+                _pin(self._memory, gpu)
         self.num_bytes = num_bytes
 
     def touch(self) -> None:
@@ -338,7 +340,7 @@ class StagingBuffer:
         self._memory[::_PAGE_BYTES] = 0
 
 
-def _pin(memory: ByteArray) -> None:
+def _pin(memory: ByteArray, gpu: Any) -> None:
     """Page-lock memory for CUDA, if possible.
 
     The memory is registered with CUDA, not allocated by torch: torch's pinned allocator rounds up to a power of two.
@@ -348,10 +350,15 @@ def _pin(memory: ByteArray) -> None:
         return
     address = memory.__array_interface__["data"][0]
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, memory.size, 0)) == 0:
-        weakref.finalize(memory, _unpin, runtime, address)
+    with torch.cuda.device(gpu):  # a new thread is on GPU 0, and would take memory there, which others use
+        is_pinned = int(runtime.cudaHostRegister(address, memory.size, 0)) == 0
+    if is_pinned:
+        weakref.finalize(memory, _unpin, torch.cuda.device(gpu), runtime, address)
 
 
-def _unpin(runtime: Any, address: int) -> None:
-    with contextlib.suppress(Exception):  # at interpreter exit the CUDA runtime may end before the memory is freed
+def _unpin(device: Any, runtime: Any, address: int) -> None:
+    with (
+        contextlib.suppress(Exception),
+        device,
+    ):  # at interpreter exit the CUDA runtime may end before the memory is freed
         runtime.cudaHostUnregister(address)

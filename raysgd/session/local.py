@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -18,7 +20,7 @@ from raysgd.errors import CheckpointError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.events import PartFailed, PartSafe, WorkerEvent
-from raysgd.session.metrics import copy_metrics, read_deferred
+from raysgd.session.metrics import copy_metrics, has_deferred, read_deferred
 from raysgd.session.saving import CheckpointWriter
 
 
@@ -29,12 +31,12 @@ class LocalSession(Session):
         super().__init__(Identity(), plan=plan, fetch=fetch_object)
         self._store = None if directory is None else CheckpointStore(Storage.from_uri(directory))
         self._num_reports = 0
+        self._log = ReportLog()
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        copied = read_deferred(copy_metrics(metrics))
+        copied = copy_metrics(metrics)
         self._num_reports += 1
-        values = "  ".join(f"{name}={_short(value)}" for name, value in copied.items())
-        get_logger().info("%d: %s", self._num_reports, values)
+        self._log.put(self._num_reports, copied)
 
     def save_checkpoint(
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
@@ -51,7 +53,7 @@ class LocalSession(Session):
                 iteration=self._num_reports,
                 time_total_s=0.0,
                 world_size=1,
-                metrics=copy_metrics(metrics or {}),
+                metrics=read_deferred(copy_metrics(metrics or {})),
                 all_ranks=all_ranks,
                 is_files=files,
                 allow_pickle=allow_pickle,
@@ -101,6 +103,45 @@ class LocalSession(Session):
             raise CheckpointError(f"save_checkpoint could not write checkpoint {number}: {part.error}")
         assert isinstance(part, PartSafe)
         return part
+
+
+class ReportLog:
+    """Logs reports in their order. Where a value is on a device, a thread waits for it, not the caller."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        self._is_running = False
+        self._lock = threading.Lock()
+
+    def put(self, number: int, metrics: dict[str, Any]) -> None:
+        """Log a report, or leave it to the thread if a value of it, or of an earlier report, is on a device."""
+        with self._lock:
+            is_read = not self._is_running and not has_deferred(metrics)
+            starts = not self._is_running and not is_read
+            if not is_read:
+                self._waiting.append((number, metrics))
+                self._is_running = True
+        if is_read:
+            _log_report(number, metrics)
+        elif starts:  # Python waits for the thread at exit, so no line is lost
+            threading.Thread(target=self._log_all, name="raysgd-report").start()
+
+    def _log_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                number, metrics = self._waiting.popleft()
+            try:
+                _log_report(number, read_deferred(metrics))
+            except Exception as error:  # a device that failed; the loop gets its error, too
+                get_logger().error("%d: this report could not be read: %s: %s", number, type(error).__name__, error)
+
+
+def _log_report(number: int, metrics: dict[str, Any]) -> None:
+    values = "  ".join(f"{name}={_short(value)}" for name, value in metrics.items())
+    get_logger().info("%d: %s", number, values)
 
 
 def _short(value: Any) -> str:

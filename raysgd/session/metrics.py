@@ -83,6 +83,14 @@ def read_deferred(value: Any) -> Any:
     return value
 
 
+def has_deferred(value: Any) -> bool:
+    """Return whether a `Deferred` is in ``value``."""
+    kind = type(value)
+    if kind is dict:
+        return any(map(has_deferred, value.values()))
+    return any(map(has_deferred, value)) if kind is list else kind is Deferred
+
+
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     """Return a plain copy of ``value``, and about how many bytes it takes as JSON."""
     kind = type(value)
@@ -196,16 +204,17 @@ def _holds_number(value: Any) -> bool:
 def _copy_torch(torch: Any, tensor: Any) -> Any:
     if tensor.device.type == "cpu":
         return tensor.item()
-    clone = tensor.detach().clone()
     if tensor.device.type != "cuda":
-        return Deferred(clone.item)
-    # The clone is queued on the training thread's CUDA stream: another thread must wait for that stream, not its own.
-    copied = torch.cuda.Event()
+        return Deferred(tensor.detach().clone().item)
+    # Queued here, behind what computes the value and before what changes it. Another thread that queued the copy when it
+    # reads would wait for all steps that were queued meanwhile. torch copies into pinned memory, so nothing waits.
+    host = tensor.detach().resolve_neg().to("cpu", non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)  # the reading thread sleeps: a spinning one would take a core
     copied.record(torch.cuda.current_stream(tensor.device))
 
     def read() -> Any:
         copied.synchronize()
-        return clone.item()
+        return host.item()
 
     return Deferred(read)
 

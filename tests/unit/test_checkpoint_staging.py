@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.errors import CheckpointError
@@ -170,3 +174,45 @@ def test_prefault_respects_the_bound_and_skips_small_buffers() -> None:
     small = other.acquire(10 << 20)
     other.prefault(10 << 20)
     assert other.acquire(1).capacity < small.capacity
+
+
+class Gpu:
+    """Stands for CUDA: each thread has a current device, and notes on which one memory is page-locked and unlocked."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[str, int]] = []
+        self._current = threading.local()
+
+    def device(self, device: torch.device) -> Any:
+        @contextmanager
+        def chosen() -> Iterator[None]:
+            before, self._current.index = getattr(self._current, "index", 0), device.index
+            yield
+            self._current.index = before
+
+        return chosen()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.used.append(("lock", getattr(self._current, "index", 0)))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.used.append(("unlock", getattr(self._current, "index", 0)))
+
+
+def test_memory_is_page_locked_for_the_gpu_that_is_saved_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's thread begins on GPU 0, which belongs to another worker."""
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device", gpu.device)
+    pool = StagingPool(num_buffers=2)
+    pool.release(pool.acquire(20 << 20, gpu=torch.device("cuda", 2)))
+    thread, _ = in_thread(partial(pool.prefault, 20 << 20))
+    thread.join(10)
+    assert gpu.used == [("lock", 2)] * 2
+    large = pool.acquire(40 << 20, gpu=torch.device("cuda", 2))  # larger than both
+    assert gpu.used[2:] == [("unlock", 2), ("lock", 2)]
+    del pool, large
+    gc.collect()
+    assert gpu.used[4:] == [("unlock", 2)] * 2

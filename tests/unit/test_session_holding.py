@@ -81,7 +81,7 @@ def test_snapshots_that_nobody_takes_fail_at_the_end_of_the_attempt(tmp_path: Pa
     saver.writer.close()
     assert saver.events_of(HoldFailed) == saver.events_of(PartSafe) == [0, 1]
     for _ in range(2):  # both buffers are free again
-        saver.pool.acquire(10, pinned=False)
+        saver.pool.acquire(10)
 
 
 def test_close_waits_for_memory_up_to_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
@@ -17,7 +19,7 @@ from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, WorkerEvent
 from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
 from raysgd.workers.pickling import loads
-from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.process.attempt import Attempt, Sampler, WorkerCallbacks
 from raysgd.workers.process.train_thread import TrainThread
 from support.sessions import Worker
 
@@ -146,3 +148,19 @@ def test_interrupt_does_nothing_outside_of_train_func(when: str) -> None:
     assert values.get(timeout=PATIENCE_S) == "value" and not thread.is_inside
     if when == "after":
         thread.interrupt()
+
+
+@pytest.mark.parametrize(("index", "memory", "percent"), [("2", 200, 20), (None, 1, 1)])
+def test_sample_is_of_the_workers_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, index: str | None, memory: int, percent: int
+) -> None:
+    """The thread that samples is not the training thread, so its current device is another one."""
+    monkeypatch.delenv("RAYSGD_DEVICE_INDEX", raising=False)
+    if index is not None:
+        monkeypatch.setenv("RAYSGD_DEVICE_INDEX", index)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 if device is None else 100 * device)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1 if device is None else 10 * device)
+    monkeypatch.setattr("ray.util.metrics.Gauge", lambda *args, **settings: Mock())
+    sample = Sampler({"rank": 0}).sample(num_reports=0)
+    assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (memory, percent)

@@ -127,6 +127,8 @@ def _fill(source: Any, area: ByteArray) -> None:
             return
     if source.element_size() == 1:  # copy_ lacks some 8-bit types
         source = source.view(torch().uint8)
+    if source.device.type != "cpu":  # torch would conjugate or negate here at once, before the copy has arrived
+        source = source.resolve_conj().resolve_neg()
     torch().frombuffer(area, dtype=source.dtype).view(source.shape).copy_(source, non_blocking=True)
 
 

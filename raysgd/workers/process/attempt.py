@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import traceback
@@ -378,10 +379,12 @@ class Sampler:
 
 def _gpu() -> dict[str, Any]:
     torch = imported("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return {"gpu_memory_bytes": None, "gpu_percent": None}
+    given = os.environ.get("RAYSGD_DEVICE_INDEX")
+    device = int(given) if given else None  # by default this thread's device, which is not the training thread's
     try:
-        percent: int | None = torch.cuda.utilization()
+        percent: int | None = torch.cuda.utilization(device)
     except Exception:  # needs NVIDIA's management library, which some machines do not have
         percent = None
-    return {"gpu_memory_bytes": torch.cuda.memory_reserved(), "gpu_percent": percent}
+    return {"gpu_memory_bytes": torch.cuda.memory_reserved(device), "gpu_percent": percent}
