@@ -12,6 +12,9 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 PROCESSES := tests/integration tests/fault tests/conformance tests/docs
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
+# `make gpu` installs nothing: it takes this environment if it is there, or the Python that is given.
+GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+
 # What is installed so far.
 RUN := $(VENV)/run.stamp
 LINT := $(VENV)/lint.stamp
@@ -21,7 +24,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all lint format bench doc wheel horovod pin clean
+.PHONY: help train quick test test-rest test-all lint format gpu bench doc wheel horovod pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -34,7 +37,7 @@ help:  ## This page
 	@echo "  ARGS=\"...\"          more arguments for the example (train), pytest (quick, test ...) or the comparison (bench)"
 	@echo "  JOBS=2              processes of pytest"
 	@echo
-	@echo "Each target first makes or completes the environment in $(VENV)."
+	@echo "Each target but gpu first makes or completes the environment in $(VENV)."
 
 train: $(RUN)  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
@@ -66,6 +69,12 @@ lint: $(TEST)  ## Lint, format, types and layers, without changing anything
 format: $(LINT)  ## Format the code and apply the fixes that are safe
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
+
+# Both parts run, whatever the other one did. On a machine with torch, NumPy, pyarrow and pytest alone, what needs Ray is skipped.
+gpu:  ## The tests that need a GPU, and figures for doc/benchmarks/gpu.md (8 minutes at most, installs nothing)
+	@timeout 340 $(GPU_PYTHON) -m pytest tests/gpu $(ARGS); tests=$$?; \
+	timeout 130 $(GPU_PYTHON) benchmarks/gpu.py; figures=$$?; \
+	test $$tests$$figures = 00 || { echo "gpu: the tests ended with status $$tests, the benchmark with $$figures (124: out of time)"; exit 1; }
 
 bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)

@@ -11,7 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from bench.pages import backends, comparison, ingest, recovery, search
+from bench import results
+from bench.pages import backends, comparison, gpu, ingest, recovery, search
 from bench.program import PUBLISHED, write_page
 
 
@@ -24,6 +25,10 @@ def main() -> None:
         if path.exists():
             write_page(json.loads(path.read_text(encoding="utf-8")), folder, page)
             print(folder / page.file_name)
+    path = folder / f"{gpu.PAGE.stem}.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else results.new_document({})
+    (folder / gpu.PAGE.file_name).write_text(gpu.PAGE.render(document), encoding="utf-8")  # also before the first run
+    print(folder / gpu.PAGE.file_name)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,6 @@ def _cluster_of(item: Any) -> str:
     return "0" if settings is None else f"1 {settings}"
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a GPU")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Print the stacks of a test's other processes shortly before its timeout."""

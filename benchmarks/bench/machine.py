@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 _PACKAGES = ("raysgd", "ray", "torch", "numpy", "pyarrow")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -28,7 +26,7 @@ def describe_machine(more_packages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processor": _processor(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "versions": versions,
     }

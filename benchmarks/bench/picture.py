@@ -21,6 +21,7 @@ _COLORS = {
     "jax": "#7d8597",
     "dd": "#7d8597",
     "pyarrow": "#7d8597",
+    "pinned_copy": "#7d8597",
     "raysgd": "#3b6ea5",
 }
 _COLUMNS = 3

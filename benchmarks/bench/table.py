@@ -156,6 +156,8 @@ class Page:
         extra: Makes a section below the method from the document.
         packages: Further packages whose versions belong to the results.
         page_name: The name of the page's file, if it is not ``stem``.
+        unmeasured: The text in place of a table, where there are no results.
+        has_picture: Whether the page shows a picture of its rows.
     """
 
     rows: Sequence[Row]
@@ -170,6 +172,8 @@ class Page:
     extra: Callable[[Mapping[str, Any]], str] | None = None
     packages: Sequence[str] = ()
     page_name: str = ""
+    unmeasured: str = "Nothing has been measured yet.\n"
+    has_picture: bool = True
 
     @property
     def file_name(self) -> str:
@@ -177,16 +181,18 @@ class Page:
 
     def render(self, document: Mapping[str, Any]) -> str:
         """Return the Markdown of the page."""
+        if not document["machine"]:  # nothing has run
+            return f"{self.head}\n{self.unmeasured}"
         rows = fill_rows(document, self.rows)
         parts = [self.head]
         if any(measure["quick"] for measure in document["measures"].values()):
             parts.append(f"**A quick run: {self.quick}. These figures only show that the benchmark works.**\n")
         if rows:
             parts += [self.intro(document)] if self.intro is not None else []
-            picture = f"![The figures of the table]({self.stem}.svg)\n"
-            parts += [self.compare(rows), picture, missed(rows, self.reasons)]
+            picture = [f"![The figures of the table]({self.stem}.svg)\n"] if self.has_picture else []
+            parts += [self.compare(rows), *picture, missed(rows, self.reasons)]
         else:
-            parts.append("Nothing has been measured yet.\n")
+            parts.append(self.unmeasured)
         parts.append(self.method.format(machine=machine_line(document["machine"]), **self.fields(document)))
         if failed := list_failures(document):
             parts.append("## What failed\n\n" + "\n".join(f"- {line}" for line in failed) + "\n")
@@ -277,7 +283,8 @@ def show_cell(cell: Mapping[str, Any] | None, unit: str) -> str:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; {versions}"
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    return f"{gpu}{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; {versions}"
 
 
 def days_line(measures: Mapping[str, Any]) -> str:

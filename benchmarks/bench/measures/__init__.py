@@ -13,6 +13,7 @@ _MODULES = {
     "ingest": ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning"),
     "search": ("tune_search",),
     "backends": ("backend_start", "backend_allreduce", "backend_kill"),
+    "gpu": ("gpu_step",),
 }
 #: The measures of `benchmarks/vs_ray_train.py`, in their order.
 NAMES = (*_MODULES["reports"], *_MODULES["runs"])

@@ -19,6 +19,7 @@ TITLES = {
     "jax": "plain JAX",
     "dd": "dd",
     "pyarrow": "plain pyarrow",
+    "pinned_copy": "plain copy",
     "raysgd": "raysgd",
 }
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 #: Called with the time a round of reports arrived, and each rank's metrics.
 OnReport = Callable[[float, list[dict[str, Any]]], None]
 #: Called with the time at which a checkpoint was known to be complete.
@@ -92,6 +90,8 @@ class RaySystem(System):
 
 def wait_for_calm(limit_s: float = 8.0) -> None:
     """Wait until the processor is idle: a Ray that has just started still starts processes of its own."""
+    import psutil
+
     deadline = time.monotonic() + limit_s
     psutil.cpu_percent()
     while time.monotonic() < deadline:
