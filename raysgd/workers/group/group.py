@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,8 @@ from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_
 from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.deaths import DEATHS, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
-from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
+from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.orders import AttemptOrder, Blob, ControllerProcess, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes
@@ -50,10 +52,11 @@ class WorkerGroup:
     Args:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
+        is_watched_by_workers: Whether the workers watch the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
 
-    The attributes ``slots``, ``streams``, ``monitor``, ``drains``, ``agreement`` and ``memory`` are the group's parts; their
-    classes say what they do.
+    The attributes ``slots``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory`` are the group's
+    parts; their classes say what they do.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class WorkerGroup:
         *,
         controller: str,
         runtime_env: Mapping[str, Any] | None,
+        is_watched_by_workers: bool = False,
         existing: ExistingPlacement | None = None,
     ) -> None:
         self._scaling = scaling
@@ -74,9 +78,11 @@ class WorkerGroup:
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
-        self._agents = NodeAgents(name)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
-        self._coordinator = CoordinatorProcess(name, backend, runtime_env)
+        self.watch = ProcessWatch(failure.heartbeat_timeout_s)
+        self._agents = NodeAgents(name, self.watch)
+        me = ControllerProcess(controller, os.getpid(), failure.heartbeat_timeout_s if is_watched_by_workers else None)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, me)
+        self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
         self._joining = JoiningWorkers(
             scaling,
