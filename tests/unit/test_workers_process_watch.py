@@ -109,7 +109,7 @@ def test_process_that_answers_is_asked_four_times_in_the_timeout_and_lives(watch
 def test_stopped_process_is_killed_once_after_the_timeout(watching: Watching) -> None:
     watching.run(4)
     watching.processes.answers, watching.processes.is_stopped = False, True
-    watching.run(TIMEOUT_S - STEP_S)
+    watching.run(0.7 * TIMEOUT_S)  # its last answer was up to a quarter of the timeout ago
     assert watching.processes.killed == []
     watching.run(TIMEOUT_S / 2)
     assert watching.processes.killed == [HERE]

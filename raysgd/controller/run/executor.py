@@ -235,6 +235,7 @@ class Run:
             case c.RecordEvent():
                 self._record_event(command)
             case c.PrepareGroup():
+                self._end_watch()  # the ranks may change; until the next attempt, the group watches its members
                 self._preparing = self._spawn(self._prepare(command))
             case c.StartAttempt():
                 self._enter(command)

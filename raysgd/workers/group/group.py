@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -251,7 +251,8 @@ class WorkerGroup:
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
-            return list(await asyncio.gather(*answers))
+            with self.watching(workers):
+                return list(await asyncio.gather(*answers))
         except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
             ranks, why = await self._remove_dead(workers, answers)
@@ -261,6 +262,23 @@ class WorkerGroup:
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
+
+    @contextlib.contextmanager
+    def watching(self, workers: Sequence[Worker] | None = None) -> Iterator[None]:
+        """Kill members that do not run, while they are called outside of an attempt, in which `Watch` does that.
+
+        Args:
+            workers: The workers that are called; None: all members.
+        """
+        called = set(self._workers() if workers is None else workers)
+        watched = {f"the worker process {w.handle._actor_id.hex()[:8]} on {w.node}": w for w in called}
+        for name, worker in watched.items():
+            self.watch.add(name, partial(getattr, worker, "handle"))
+        try:
+            yield
+        finally:
+            for name in watched:
+                self.watch.remove(name)
 
     def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)

@@ -92,7 +92,7 @@ class WorkerStarter:
         """
         self._num_started += 1
         handle: Any = (
-            ray.remote(WorkerActor)
+            watched_actor(WorkerActor)
             .options(
                 name=f"{self._name}-worker-{self._num_started}",
                 namespace=NAMESPACE,

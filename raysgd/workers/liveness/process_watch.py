@@ -111,9 +111,9 @@ class _Watched:
     pid: int | None  # of the process that answered last
     on_kill: Callable[[str], None] | None
     on_gone: Callable[[], None]
+    asked_at: float
     actor: Any = None
     asked: Future[int] | None = None
-    asked_at: float = float("-inf")
     deaths: int = 0
     examined: Place | None = None
 
@@ -161,7 +161,8 @@ class ProcessWatch:
             on_gone: Called when Ray says that the actor is dead and will not come back; it is watched no longer. In the thread.
         """
         with self._lock:
-            self._watched[name] = _Watched(find, Silence(time.monotonic()), pid, on_kill, on_gone)
+            now = time.monotonic()
+            self._watched[name] = _Watched(find, Silence(now), pid, on_kill, on_gone, asked_at=now)
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._run, name="raysgd-watch", daemon=True)
                 self._thread.start()
@@ -196,7 +197,7 @@ class ProcessWatch:
             if gap_s > self._timeout_s / _ASKS:
                 each.silence.skip(gap_s)
             self._collect(name, each, now)
-            if each.asked is None and (each.pid is None or now - each.silence.answered_at >= self._timeout_s / _ASKS):
+            if self._is_due(each, now):
                 self._ask(each, now)
             if now - each.silence.answered_at > self._timeout_s / 2:
                 self._examine(name, each, now)
@@ -217,9 +218,12 @@ class ProcessWatch:
             if self._processes is not None:
                 self._processes.close()
 
+    def _is_due(self, watched: _Watched, now: float) -> bool:
+        """Return whether the process must be asked: it is silent, or has not said its process id yet."""
+        since = watched.asked_at if watched.pid is None else watched.silence.answered_at
+        return watched.asked is None and now - since >= self._timeout_s / _ASKS
+
     def _ask(self, watched: _Watched, now: float) -> None:
-        if watched.pid is None and now - watched.asked_at < self._timeout_s / _ASKS:
-            return
         assert self._processes is not None
         watched.asked_at = now
         with contextlib.suppress(ValueError):  # there is no such actor yet, or no longer

@@ -24,6 +24,7 @@ from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.events_connection import VALUE_FOLLOWS, EventSender
 from raysgd.workers.liveness.stacks import expose_stacks
+from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import (
     AttemptOrder,
     Blob,
@@ -131,7 +132,7 @@ class Termination:
             self.end_now()
 
 
-class WorkerActor:
+class WorkerActor(Watched):
     """One worker process, which is reused from one run to the next."""
 
     def __init__(self) -> None:
