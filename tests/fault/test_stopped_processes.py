@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import pytest
 import raysgd
 from raysgd.testing import FaultPlan, StopProcess, check_history
 from support.cluster import ClusterState
+from support.drivers import leave_detached_run
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
@@ -184,49 +182,15 @@ def test_controller_stopped_for_less_than_the_timeout_continues(ray_cluster: Any
         assert events_of(trainer, "hang") == []
 
 
-DETACHED = """
-    import os, sys, time
-    import ray
-    import raysgd
-
-    def train_func(config):
-        state = raysgd.load_checkpoint()
-        step = 0 if state is None else state["step"] + 1
-        while not raysgd.broadcast(os.path.exists(config["file"])):
-            raysgd.report(step=step)
-            raysgd.save_checkpoint({"step": step})
-            step += 1
-            time.sleep(0.02)
-        return step
-
-    ray.init(address="auto", log_to_driver=False)
-    run = raysgd.RunConfig(name="alone", storage_path=sys.argv[1], detached=True)
-    failure = raysgd.FailureConfig(heartbeat_timeout_s=float(sys.argv[3]))
-    trainer = raysgd.Trainer(2, backend="none", run_config=run, failure_config=failure)
-    stream = trainer.run_generator(train_func, {"file": sys.argv[2]})
-    for _ in range(5):
-        next(stream)
-    print("began", flush=True)
-    time.sleep(1000)
-"""
-
-
 def test_workers_kill_the_stopped_controller_of_a_detached_run(ray_cluster: Any, tmp_path: Path) -> None:
     before = ClusterState.now()
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(DETACHED))
-    arguments = [sys.executable, str(script), str(tmp_path / "runs"), str(tmp_path / "go"), str(HEARTBEAT_S)]
-    env = {**os.environ, "RAY_ADDRESS": ray_cluster["address"]}
-    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        assert "began\n" in iter(driver.stdout.readline, ""), "the program ended"
-        driver.kill()
+    go = leave_detached_run(tmp_path, "alone", ray_cluster["address"], HEARTBEAT_S)
     stopped = controller_pid()
     os.kill(stopped, signal.SIGSTOP)
     assert are_gone([stopped], PATIENCE_S), "nobody watches it"
     trainer = raysgd.Trainer.attach("alone")
     assert until(lambda: trainer.status().state == "running", PATIENCE_S)
-    (tmp_path / "go").touch()
+    go.touch()
     stream = trainer.stream()
     results = list(stream)
     assert {result["attempt"] for result in results} == {1, 2}
@@ -234,6 +198,17 @@ def test_workers_kill_the_stopped_controller_of_a_detached_run(ray_cluster: Any,
     check_history(str(stream.run_dir))
     trainer.shutdown()
     assert before.leftovers() == []
+
+
+def test_workers_that_are_stopped_between_runs_are_replaced(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path / "runs", failure_config=FAILURE) as trainer:
+        before = pids(trainer)
+        os.kill(before[1], signal.SIGSTOP)
+        after = pids(trainer)
+        assert after[0] == before[0] and after[1] != before[1]
+        assert any("is killed and replaced" in message for message in messages(trainer))
+        (failure,) = events_of(trainer, "failure")
+        assert "died while it was starting" in failure["error"]
 
 
 def test_plan_stops_the_callback_host_and_the_controller(ray_cluster: Any, tmp_path: Path) -> None:
