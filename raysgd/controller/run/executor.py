@@ -117,6 +117,8 @@ class Run:
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._act_all(self._machine.begin())
+        if self._previous.next_seq:  # another restart must not use the numbers of these frames again
+            await self._files.flush()
         self._update_paused()
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
