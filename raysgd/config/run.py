@@ -63,7 +63,9 @@ class FailureConfig:
         abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
             killed and replaced.
         heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
-            meanwhile is busy, not dead.
+            meanwhile is busy, not dead. It holds for workers and for raysgd's own processes.
+        callback_timeout_s: Seconds after the end of a run for callbacks that run in the controller, such as loggers, to
+            end. After that their process is killed, with a warning that names the callback.
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung. ``"auto"``
             derives them from the pace of the run. None: never.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
@@ -77,6 +79,7 @@ class FailureConfig:
     num_spares: int = 0
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
+    callback_timeout_s: float = 300
     progress_timeout_s: float | Literal["auto"] | None = None
     preemption_grace_s: float = 25
     start_timeout_s: float = 120
@@ -87,6 +90,7 @@ class FailureConfig:
         check_count("FailureConfig(num_spares)", self.num_spares, minimum=0)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
+        check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)
         check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
         check_amount("FailureConfig(start_timeout_s)", self.start_timeout_s, positive=True)
         if self.progress_timeout_s not in (None, "auto"):

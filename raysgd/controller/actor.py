@@ -31,7 +31,7 @@ from raysgd.controller.kv_store import (
     put_attempt,
     put_run,
 )
-from raysgd.controller.requests import RunNotGiven, RunRequest
+from raysgd.controller.requests import RunNotGiven, RunRequest, is_data_kept
 from raysgd.controller.watchdog import PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
@@ -39,15 +39,18 @@ from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import events_connection as uplink
 from raysgd.workers.group.group import WorkerGroup
+from raysgd.workers.liveness.process_watch import DATA_HOLDER
+from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import Blob
 from raysgd.workers.placement.cluster import NAMESPACE, is_tls_enabled
 from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
+    from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
 
 
-class TrainerActor:
+class TrainerActor(Watched):
     """Executes one run at a time, for any number of readers."""
 
     def __init__(self) -> None:
@@ -65,6 +68,7 @@ class TrainerActor:
             settings.spec.backend,
             settings.spec.failure_config,
             controller=settings.name,
+            is_watched_by_workers=settings.alias is not None,  # its driver may be gone
             runtime_env=settings.spec.runtime_env,
             existing=settings.room,
         )
@@ -83,7 +87,7 @@ class TrainerActor:
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
         self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
-        self._host: Any = None
+        self._hosting: CallbackHosting | None = None
         self._listener = Listener(
             {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
         )
@@ -114,6 +118,7 @@ class TrainerActor:
                 announced.set_exception(error)
                 return
             announced.set_result(run)
+            self._group.watch.report = partial(_warn_in_loop, asyncio.get_running_loop(), run)
             self._group.streams.endpoint = await self.endpoint()
             if self._no_listener:  # the warning must follow the run's first events
                 asyncio.get_running_loop().call_soon(run.warn, self._no_listener)
@@ -121,7 +126,9 @@ class TrainerActor:
             is_over = record is not None and not record.is_live
             if request.host_callbacks is not None and not is_over:
                 run.before_close = self._follow_on_host(run, request, info)
+            self._watch_data(request)
             await run.execute()
+            self._unwatch_data(request)
             kept = request if self._settings.alias is not None else None
             put_run(self._settings.name, RunRecord(request.run_id, info.run_dir, kept, is_live=False))
             self._forget_all_but(request.run_id)
@@ -135,9 +142,8 @@ class TrainerActor:
         request = self._record.request
         try:
             if self._record.is_live and self._record.has_data:
-                name = data_holder_name(self._settings.name, request.run_id)
-                data_holder: Any = ray.get_actor(name, namespace=NAMESPACE)
-                kept = await data_holder.kept.remote()
+                self._watch_data_holder(request.run_id)
+                kept = await self._data_holder(request.run_id).kept.remote()
                 state = kept.initial_state or request.task.initial_state
                 task = replace(request.task, datasets=kept.datasets, initial_state=state)
                 request = replace(request, task=task)
@@ -247,8 +253,9 @@ class TrainerActor:
 
     async def shutdown(self) -> None:
         """End all workers and release the resources."""
-        if self._host is not None:
-            ray.kill(self._host)
+        if self._hosting is not None:
+            self._hosting.close()
+        self._group.watch.close()
         for run_id in self._accepted:
             self._end_data_holder(run_id)
         self._group.release()
@@ -336,36 +343,48 @@ class TrainerActor:
         return run, info
 
     def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
-        if self._host is None:
+        if self._hosting is None:
             # Imported here and not above, so that a cold start does not load the callbacks.
-            from raysgd.controller.processes.callback_host import CallbackHost
+            from raysgd.controller.processes.hosting import CallbackHosting
 
-            # On this node, because the callbacks write to the same disk.
-            actor = prepare_process(CallbackHost, f"{self._settings.name}-callbacks", is_bound_to_node=True)
-            self._host = actor.remote(self._me)
-        done = self._host.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
-
-        async def wait() -> Failed | None:
-            try:
-                return await done  # type: ignore[no-any-return]
-            except ray.exceptions.RayTaskError as error:
-                run.warn(
-                    f"the callbacks on the controller's side were not called: {type(error.cause).__name__}: {error.cause}"
-                )
-            except ray.exceptions.RayError as error:
-                self._host = None
-                run.warn(f"the process of the controller's callbacks is gone: {error}")
-            return None
-
-        return wait
+            timeout_s = self._settings.spec.failure_config.callback_timeout_s
+            self._hosting = CallbackHosting(self._settings.name, self._me, self._group.watch, timeout_s)
+        return self._hosting.follow(request, info, run.warn)
 
     def _guard_placements(self) -> None:
         name = self._settings.name
-        prepare_process(PlacementGuard, f"{name}-placement-guard").remote(name, self._me)
+        guard = prepare_process(PlacementGuard, f"{name}-placement-guard").remote(name, self._me)
+        self._group.watch.add("the placement guard", lambda: guard, on_gone=self._guard_placements)
+
+    def _watch_data(self, request: RunRequest) -> None:
+        """Watch the processes that workers get the run's data from."""
+        task = request.task
+        for name, source in task.datasets.sources.items():
+            if source.kind == "stream":
+                self._group.watch.add(_describe_stream(name), partial(getattr, source.blocks[0], "host"))
+        if self._settings.alias is not None and is_data_kept(task):
+            self._watch_data_holder(request.run_id)
+
+    def _unwatch_data(self, request: RunRequest) -> None:
+        for name in request.task.datasets.sources:
+            self._group.watch.remove(_describe_stream(name))
+        self._group.watch.remove(DATA_HOLDER)
+
+    def _watch_data_holder(self, run_id: str) -> None:
+        def on_kill(why: str) -> None:
+            self._group.watch.report(
+                f"{DATA_HOLDER} {why}. It is killed: data that the workers have not fetched yet is lost."
+            )
+
+        self._group.watch.add(DATA_HOLDER, partial(self._data_holder, run_id), on_kill=on_kill)
+
+    def _data_holder(self, run_id: str) -> Any:
+        return ray.get_actor(data_holder_name(self._settings.name, run_id), namespace=NAMESPACE)
 
     def _end_data_holder(self, run_id: str) -> None:
+        self._group.watch.remove(DATA_HOLDER)
         with contextlib.suppress(ValueError):  # there is no data holder
-            ray.kill(ray.get_actor(data_holder_name(self._settings.name, run_id), namespace=NAMESPACE))
+            ray.kill(self._data_holder(run_id))
 
     def _forget_all_but(self, run_id: str) -> None:
         """Drop finished runs except the last, which can still be read. The files of the others are on storage."""
@@ -373,3 +392,11 @@ class TrainerActor:
             if other != run_id and run.done() and (run.exception() is not None or run.result().is_closed):
                 del self._runs[other]
                 self._forgotten.add(other)
+
+
+def _warn_in_loop(loop: asyncio.AbstractEventLoop, run: Run, message: str) -> None:
+    loop.call_soon_threadsafe(run.warn, message)
+
+
+def _describe_stream(name: str) -> str:
+    return f"the process that executes the dataset {name!r}"

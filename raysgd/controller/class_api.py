@@ -40,7 +40,8 @@ class Instances:
             for member in members
         ]
         try:
-            await asyncio.gather(*calls)
+            with self._group.watching():
+                await asyncio.gather(*calls)
         except Exception as error:
             await self._leave_constructors(calls)
             raise find_root_cause(error, calls) from None
@@ -61,7 +62,8 @@ class Instances:
             await self._group.get_ready()
         elif any(self._group.info(rank) is None for rank in range(self._group.size)):
             raise UsageError("an instance was lost with its worker; call start(...) to make new ones on all workers")
-        return await self._group.call("execute", blob, self.are_live, ranks=[0] if first_only else None)
+        with self._group.watching():
+            return await self._group.call("execute", blob, self.are_live, ranks=[0] if first_only else None)
 
     async def drop(self) -> None:
         """Drop the instances."""

@@ -90,3 +90,8 @@ class RunRequest:
     @property
     def run_id(self) -> str:
         return self.task.run_id
+
+
+def is_data_kept(task: WorkerTask) -> bool:
+    """Return whether a detached run has data that a process of its own must hold."""
+    return bool(task.datasets.sources) or not isinstance(task.initial_state, (bytes, type(None)))

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import remove_placement_groups
 
@@ -28,7 +29,7 @@ def prepare_process(kind: type, name: str, *, is_bound_to_node: bool = False) ->
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=not is_bound_to_node)
-    return ray.remote(kind).options(
+    return watched_actor(kind).options(
         name=name,
         namespace=NAMESPACE,
         num_cpus=0,
@@ -55,7 +56,7 @@ def end_with(controller: Any, before: Callable[[], None] = lambda: None) -> None
     threading.Thread(target=wait, name="raysgd-watchdog", daemon=True).start()
 
 
-class PlacementGuard:
+class PlacementGuard(Watched):
     """A Ray actor that removes a Trainer's own placement groups when the TrainerActor is gone.
 
     Ray removes a placement group with the driver it was made under, or with the detached actor that made it. A Trainer in a

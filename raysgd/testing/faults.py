@@ -44,6 +44,9 @@ TRAINING_PHASES = frozenset(PHASES) - WRITER_PHASES
 PLANNED_ERROR = RuntimeError("a planned fault")
 _CHUNK_BYTES = 16 << 20
 _FOR_EVER_S = 3600
+#: The time for a process to start, before a fault that affects it gives up.
+_START_S = 30.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -397,22 +400,94 @@ def _change_file(context: FaultContext, change: Callable[[bytes], bytes]) -> Non
 # -- faults of other processes -----------------------------------------------------------------------------------------
 
 
+#: raysgd's own processes, and the classes of their Ray actors.
+PROCESSES = {
+    "TrainerActor": "TrainerActor",
+    "callback host": "CallbackHost",
+    "coordinator": "CoordinatorActor",
+    "data holder": "DataHolder",
+    "node agent": "NodeAgent",
+    "placement guard": "PlacementGuard",
+    "stream actor": "StreamActor",
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class KillProcess(Fault):
+    """A worker kills one of raysgd's own processes by SIGKILL.
+
+    Attributes:
+        process: ``"TrainerActor"``, ``"callback host"``, ``"coordinator"``, ``"data holder"``, ``"node agent"``,
+            ``"placement guard"`` or ``"stream actor"``. If the Trainer has several of that kind, the plan's seed chooses one.
+    """
+
+    process: str = "TrainerActor"
+
+    signal_number: ClassVar[int] = signal.SIGKILL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(f"{type(self).__name__}(process)", self.process, list(PROCESSES))
+
+    def inject(self, context: FaultContext) -> None:
+        _send_signal(context, self.process, self.signal_number)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StopProcess(KillProcess):
+    """A worker stops one of raysgd's own processes by SIGSTOP; the attributes are those of `KillProcess`."""
+
+    signal_number = signal.SIGSTOP
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class KillTrainerActor(Fault):
     """A worker kills the process of the TrainerActor."""
 
     def inject(self, context: FaultContext) -> None:
-        import ray
-        from ray._private.state import state  # without Ray's dashboard no public API has an actor's process id
+        _send_signal(context, "TrainerActor", signal.SIGKILL)
 
-        handle = context.session._link._controller()  # type: ignore[attr-defined]
-        known = state.actor_table(handle._actor_id.hex())
-        if not known.get("Pid"):
-            raise ConfigError("the TrainerActor has no process to kill: it is dead already.")
-        if known["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
-            os.kill(known["Pid"], signal.SIGKILL)
-        else:
-            ray.kill(handle, no_restart=False)  # like SIGKILL, it runs none of the actor's code
+
+def _send_signal(context: FaultContext, process: str, number: int) -> None:
+    """Send a signal to a process of this run's Trainer, on whichever node it is.
+
+    Raises:
+        ConfigError: The Trainer has no such process.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    trainer = str(context.session._link._name)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + _START_S
+    while not (found := _list_processes(trainer, PROCESSES[process])):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"this Trainer has no {process} to send a signal to: it is not used, or is dead already.")
+        time.sleep(_POLL_S)
+    node_id, pid = context.random.choice(found)
+    if node_id == ray.get_runtime_context().get_node_id():
+        os.kill(pid, number)
+    else:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ray.get(ray.remote(num_cpus=0)(_signal_here).options(scheduling_strategy=there).remote(pid, number))
+
+
+def _list_processes(trainer: str, kind: str) -> list[tuple[str, int]]:
+    """Return the nodes and process ids of a Trainer's actors of a class; of this job's if they have no name."""
+    import ray
+    from ray._private.state import state  # without Ray's dashboard no public API has an actor's process id
+
+    job = ray.get_runtime_context().get_job_id()
+    return sorted(
+        (actor["Address"]["NodeID"], actor["Pid"])
+        for actor in state.actor_table(None).values()
+        if actor["ActorClassName"].rpartition(".")[2] == kind
+        and actor["State"] == "ALIVE"
+        and (actor["Name"].startswith(trainer) or (kind == "StreamActor" and actor["JobID"] == job))
+    )
+
+
+def _signal_here(pid: int, number: int) -> None:
+    os.kill(pid, number)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -79,6 +79,11 @@ class Span:
         return sum(frame.kind == frames.ATTEMPT_END and frame.attempt == self.attempt for frame in self.frames)
 
     @property
+    def is_ended(self) -> bool:
+        """Whether this attempt has ended, or a later one that is in no file: its TrainerActor died before it wrote that."""
+        return any(frame.kind == frames.ATTEMPT_END and frame.attempt >= self.attempt for frame in self.frames)
+
+    @property
     def inside(self) -> list[Frame]:
         """The frames before the attempt's end."""
         kinds = [frame.kind for frame in self.frames]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raysgd._util.logs import get_logger
 from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
 from raysgd.controller.frames import Frame
@@ -26,9 +28,11 @@ from raysgd.controller.kv_store import (
     is_new,
     put_settings,
 )
-from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings
+from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
+from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
+from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import remove_placement_groups
@@ -57,6 +61,10 @@ class Channel:
         self._actor = actor
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
         self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
+        # Without this, a TrainerActor that does not run would stop everything without a word: no result, no error, no end.
+        self._watch = watch = ProcessWatch(settings.spec.failure_config.heartbeat_timeout_s)
+        watch.add(CONTROLLER, lambda: actor, on_kill=_report_kill)
+        weakref.finalize(self, watch.close)
 
     @classmethod
     def start(cls, settings: TrainerSettings) -> Channel:
@@ -76,7 +84,7 @@ class Channel:
                 forget(settings.name)
                 raise
         actor = (
-            ray.remote(TrainerActor)
+            watched_actor(TrainerActor)
             .options(
                 name=settings.name,
                 namespace=NAMESPACE,
@@ -124,9 +132,12 @@ class Channel:
             RayActorError: The TrainerActor is gone.
         """
         try:
-            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again)
+            for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
+                self._watch.on_message(CONTROLLER)
+                yield batch
         except RayActorError:
             self.is_gone = True
+            self._watch.close()
             self._tidy_up()
             raise
         finally:
@@ -180,7 +191,7 @@ class Channel:
                     continue
                 self.close()
                 self.is_gone = True
-                raise WorkerError(f"the Trainer's controller process is gone: {error}") from None
+                raise WorkerError(f"{CONTROLLER} is gone: {error}") from None
 
     def close(self, timeout_s: float = 10) -> None:
         """End the TrainerActor and all its workers."""
@@ -188,6 +199,7 @@ class Channel:
             ray.get(self._actor.shutdown.remote(), timeout=timeout_s)
         except Exception:
             pass
+        self._watch.close()
         ray.kill(self._actor)
         self._tidy_up()
 
@@ -210,7 +222,7 @@ class Channel:
     def _keep_data(self, request: RunRequest) -> RunRequest:
         """Let another process hold the run's data, so that the run can outlive this driver."""
         task = request.task
-        if not task.datasets.sources and not isinstance(task.initial_state, ray.ObjectRef):
+        if not is_data_kept(task):
             return request
         from raysgd.controller.processes.data_holder import DataHolder, Kept
 
@@ -223,6 +235,14 @@ class Channel:
             ray.kill(data_holder)
             raise
         return replace(request, task=replace(task, datasets=kept.datasets, initial_state=kept.initial_state))
+
+
+def _report_kill(why: str) -> None:
+    get_logger().warning(
+        "%s %s. It is killed and starts again; its workers end with it, and a live run resumes from its newest checkpoint.",
+        CONTROLLER,
+        why,
+    )
 
 
 def raise_cause(error: RayTaskError) -> None:

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd._util.logs import get_logger
 from raysgd.data.streams.host import WAIT_WARNING_S, StreamHost
 from raysgd.data.streams.stream import PassKey, PassState, ReaderState, StreamGoneError, StreamLostError, table_of
+from raysgd.workers.liveness.watched import Watched, watched_actor
 
 #: The timeout of one call of `ray.get`; between calls a thread can be interrupted.
 _POLL_S = 0.5
@@ -30,7 +31,7 @@ _RESTART_TIMEOUT_S = 60.0
 _MAX_WAITING = 100_000
 
 
-class StreamActor(StreamHost):
+class StreamActor(Watched, StreamHost):
     """The Ray actor that executes one `ray.data.Dataset`."""
 
     def __init__(self, dataset: Any) -> None:
@@ -63,7 +64,7 @@ def start_host(dataset: Any) -> RemoteStream:
     """Execute a lazy dataset in an actor, on this node if possible, until nothing refers to the stream any more."""
     this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": _MAX_WAITING, "scheduling_strategy": this_node}
-    return RemoteStream(ray.remote(StreamActor).options(**options).remote(dataset))
+    return RemoteStream(watched_actor(StreamActor).options(**options).remote(dataset))
 
 
 @dataclass(frozen=True)

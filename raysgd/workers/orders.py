@@ -123,6 +123,21 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
+class ControllerProcess:
+    """The TrainerActor, as its workers know it.
+
+    Attributes:
+        name: The actor's name.
+        pid: Its process; its workers end with that process.
+        timeout_s: The time without a sign of life after which a worker examines it; None: its driver does so.
+    """
+
+    name: str
+    pid: int
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
 class PrepareOrder:
     """The order to prepare for a run: reset what the last run changed, and choose the GPUs."""
 

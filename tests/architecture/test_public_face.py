@@ -50,9 +50,9 @@ PUBLIC = {
         UnsafeStateError UsageError WorkerDiedError WorkerError WorkerTraceback
     """.split(),
     "raysgd.testing": """
-        BitFlip ClusterState DiskFull Exit Fault FaultPlan Fired Hang HistoryError Kill KillDriver KillTrainerActor
-        LeakError NetworkCut OutOfMemory Preempt Raise RemoveNode Slow Stop StorageFault TornWrite check_cluster
-        check_history
+        BitFlip ClusterState DiskFull Exit Fault FaultPlan Fired Hang HistoryError Kill KillDriver KillProcess
+        KillTrainerActor LeakError NetworkCut OutOfMemory Preempt Raise RemoveNode Slow Stop StopProcess StorageFault
+        TornWrite check_cluster check_history
     """.split(),
     "raysgd.testing.simulation": """
         RETURNED SimulatedRun broken failed finish history_of kill part previous_state_of reports running saved uri_of

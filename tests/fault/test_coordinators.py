@@ -59,15 +59,16 @@ def sums() -> list[float]:
 
 
 @needs_jax
-def test_run_resumes_after_jax_coordination_service_death(ray_cluster: Any, tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(max_failures=2, abort_grace_s=20)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_run_resumes_after_jax_coordination_service_death(ray_cluster: Any, tmp_path: Path, number: int) -> None:
+    failure = raysgd.FailureConfig(max_failures=2, abort_grace_s=20, heartbeat_timeout_s=3)
     with make_trainer(tmp_path, 2, "jax", failure_config=failure) as trainer:
         stream = trainer.run_generator(sums, callbacks=quiet(), returns="all")
         for result in stream:
             if result["step"] == 5:
                 break
         (coordinator,) = actor_pids("CoordinatorActor")
-        os.kill(coordinator, signal.SIGKILL)
+        os.kill(coordinator, number)
         returned = stream.get_returns()
         failures = events_of(trainer, "failure")
         run = latest_run(trainer)
@@ -100,8 +101,9 @@ def sums_with_horovod(config: dict[str, Any]) -> list[float]:
 
 
 @needs_horovod
-def test_next_group_gets_a_new_horovod_server_after_its_death(ray_cluster: Any, tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_next_group_gets_a_new_horovod_server_after_its_death(ray_cluster: Any, tmp_path: Path, number: int) -> None:
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20, heartbeat_timeout_s=3)
     with make_trainer(tmp_path, 2, "horovod", failure_config=failure) as trainer:
         config = {"folder": str(tmp_path)}
         stream = trainer.run_generator(sums_with_horovod, config, callbacks=quiet(), returns="all")
@@ -109,7 +111,7 @@ def test_next_group_gets_a_new_horovod_server_after_its_death(ray_cluster: Any, 
             if result["step"] == 5:
                 break
         (first,) = actor_pids("CoordinatorActor")
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, number)
         assert until(lambda: are_gone([first]), PATIENCE_S)
         (tmp_path / "server_is_gone").touch()
         returned = stream.get_returns()

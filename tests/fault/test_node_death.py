@@ -17,8 +17,20 @@ from ray.cluster_utils import Cluster
 
 import raysgd
 from raysgd.workers.placement.avoided_nodes import SAME_DEATH_S
+from raysgd.workers.placement.cluster import NAMESPACE
+from support.drivers import leave_detached_run
 from support.poll import until
-from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, quiet, travels_by_value
+from support.runs import (
+    PATIENCE_S,
+    actor_pids,
+    are_gone,
+    controller_pid,
+    events_of,
+    latest_run,
+    make_trainer,
+    quiet,
+    travels_by_value,
+)
 
 pytestmark = pytest.mark.fault
 travels_by_value(__name__)
@@ -49,6 +61,52 @@ def run_until_file_exists(config: dict[str, Any]) -> None:
     while not os.path.exists(config["file"]):
         raysgd.report(node=node, pid=os.getpid())
         time.sleep(0.05)
+
+
+def num_answering_agents() -> int:
+    """Return how many of the Trainer's agents answer."""
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "-agent-" in actor["name"]]
+    agents = [ray.get_actor(name, NAMESPACE) for name in names]
+    return (
+        len(ray.wait([agent.sign_of_life.remote() for agent in agents], num_returns=2, timeout=1)[0])
+        if len(agents) == 2
+        else 0
+    )
+
+
+def test_stopped_agents_are_replaced_and_watch_their_nodes_again(cluster: Cluster, tmp_path: Path) -> None:
+    config = {"file": str(tmp_path / "go")}
+    failure = raysgd.FailureConfig(max_failures=1, heartbeat_timeout_s=3)
+    with make_trainer(tmp_path / "runs", 2, failure_config=failure) as trainer:
+        stream = trainer.run_generator(run_until_file_exists, config, callbacks=quiet())
+        next(stream)
+        assert until(lambda: len(actor_pids("NodeAgent")) == 2, PATIENCE_S)
+        stopped = actor_pids("NodeAgent")
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        assert are_gone(stopped, PATIENCE_S)
+        assert until(lambda: num_answering_agents() == 2, PATIENCE_S)
+        result = next(stream)
+        assert result["attempt"] == 1
+        os.kill(result.workers[1]["pid"], signal.SIGSTOP)
+        assert next(result for result in stream if result["attempt"] == 2)
+        (tmp_path / "go").touch()
+        stream.get_returns()
+        assert [hang["kind"] for hang in events_of(trainer, "hang")] == ["silent"], "its agent did not answer"
+        warnings = [data["message"] for data in events_of(trainer, "warning")]
+    assert sum("the agent on node" in message for message in warnings) == 2
+
+
+def test_workers_on_other_nodes_kill_the_stopped_controller_of_a_detached_run(cluster: Cluster, tmp_path: Path) -> None:
+    go = leave_detached_run(tmp_path, "far", cluster.address, heartbeat_s=5)
+    stopped = controller_pid()
+    os.kill(stopped, signal.SIGSTOP)
+    assert are_gone([stopped], PATIENCE_S), "nobody watches it"
+    trainer = raysgd.Trainer.attach("far")
+    go.touch()
+    assert trainer.stream().get_returns() > 0
+    assert trainer.status().num_failures == 1
+    trainer.shutdown()
 
 
 def test_node_with_repeated_deaths_is_avoided(cluster: Cluster, tmp_path: Path) -> None:

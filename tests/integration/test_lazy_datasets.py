@@ -23,6 +23,7 @@ from raysgd.data.dataset import WorkerDatasets
 from raysgd.data.order import stream_order
 from raysgd.errors import ConfigError, DataError
 from raysgd.trainer.arguments import resolve_data
+from raysgd.workers.liveness.watched import watched_actor
 from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet, travels_by_value
 
@@ -193,10 +194,11 @@ def logged(config: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("victim", ["worker", "host"])
+@pytest.mark.parametrize("victim", ["worker", "host", "stopped host"])
 def test_each_row_comes_once_when_a_process_dies(ray_cluster: Any, tmp_path: Path, victim: str) -> None:
     hosts_before = _hosts()
-    with make_trainer(tmp_path, 2, "torch", failure_config=raysgd.FailureConfig(max_failures=3)) as trainer:
+    failure = raysgd.FailureConfig(max_failures=3, heartbeat_timeout_s=3)
+    with make_trainer(tmp_path, 2, "torch", failure_config=failure) as trainer:
         stream = trainer.run_generator(logged, dataset=lazy(), callbacks=quiet())
         attempts = set()
         for result in stream:
@@ -204,7 +206,7 @@ def test_each_row_comes_once_when_a_process_dies(ray_cluster: Any, tmp_path: Pat
             if result["step"] == 20 and result["attempt"] == 1:
                 pids = [result.workers[1]["pid"]] if victim == "worker" else list(_hosts() - hosts_before)
                 assert len(pids) == 1
-                os.kill(pids[0], signal.SIGKILL)
+                os.kill(pids[0], signal.SIGSTOP if victim == "stopped host" else signal.SIGKILL)
         seen = stream.get_returns()["seen"]
     assert Counter(row for _, row in seen) == Counter(range(NUM_ROWS))
     assert attempts == ({1, 2} if victim == "worker" else {1})
@@ -275,7 +277,7 @@ class FakeTrainerActor:
 
 def test_detached_run_executes_a_lazy_dataset_without_its_driver(ray_cluster: Any) -> None:
     controller = ray.remote(FakeTrainerActor).options(num_cpus=0).remote()
-    data_holder: Any = ray.remote(DataHolder).options(num_cpus=0).remote(controller)
+    data_holder: Any = watched_actor(DataHolder).options(num_cpus=0).remote(controller)
     try:
         given = resolve_data(lazy(50, 5), ScalingConfig(num_workers=1))
         first = given.sources["dataset"].blocks[0].host

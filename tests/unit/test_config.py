@@ -26,6 +26,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "num_spares": 0,
         "abort_grace_s": 2,
         "heartbeat_timeout_s": 10,
+        "callback_timeout_s": 300,
         "progress_timeout_s": None,
         "preemption_grace_s": 25,
         "start_timeout_s": 120,

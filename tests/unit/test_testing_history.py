@@ -24,6 +24,7 @@ from raysgd.controller import frames as f
 from raysgd.controller.commands import GroupFailed
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import Journal
+from raysgd.controller.run_plan import SEQ_GAP
 from raysgd.session import events as e
 from raysgd.testing.history import CLOSING_TIMEOUT_S, HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
@@ -35,6 +36,7 @@ from raysgd.testing.simulation import (
     history_of,
     kill,
     part,
+    previous_state_of,
     reports,
     running,
     saved,
@@ -263,6 +265,37 @@ def test_lost_run_may_have_lost_the_end_of_its_journal() -> None:
         found = find_violations(replace(history, frames=history.frames[:length], stored={}, max_failures=None))
         assert "the run has no end" in found
         assert not [violation for violation in found if "missing in the journal" in violation]
+
+
+def killed_controller() -> tuple[list[Frame], History]:
+    """Return the frames of a controller that died in attempt 2, and the history of the next one, which finished the run."""
+    run = running(2, failure_config=FailureConfig(max_failures=2))
+    kill(run, 1)
+    run.ready()
+    restarted = SimulatedRun(2, past=previous_state_of(run), failure_config=FailureConfig(max_failures=2))
+    restarted.advance(1)
+    restarted.ready()
+    finish(restarted)
+    return list(history_of(run).frames), history_of(restarted, max_failures=2)
+
+
+def test_controller_that_dies_may_have_lost_the_end_of_one_attempt_and_the_start_of_the_next() -> None:
+    before, after = killed_controller()
+    kept = before[: index_of(before, f.ATTEMPT_END)]
+    new = [replace(frame, seq=frame.seq + SEQ_GAP + len(kept)) for frame in after.frames[1:]]  # without the run's start
+    lost = replace(after, frames=(*kept, *new))
+    assert [violation for violation in find_violations(lost) if "began" in violation] == []
+    without_end = [frame for frame in new if frame.kind != f.ATTEMPT_END]
+    found = find_violations(replace(after, frames=(*kept, *without_end)))
+    assert "attempt 3 began before attempt 1 had ended" in found
+
+
+def test_controller_that_dies_may_have_written_nothing() -> None:
+    history = one_retry()
+    moved = [replace(frame, seq=frame.seq + SEQ_GAP - 1) for frame in history.frames]
+    assert find_violations(replace(history, frames=tuple(moved))) == []
+    moved = [replace(frame, seq=frame.seq + 1) for frame in history.frames]
+    assert find_violations(replace(history, frames=tuple(moved))) == ["the journal begins with frame 1"]
 
 
 def test_attempt_need_not_start_from_a_skipped_checkpoint() -> None:

@@ -18,6 +18,7 @@ import ray
 
 from raysgd.workers.liveness import node_agent
 from raysgd.workers.liveness.node_agent import NodeAgent, NodeAgents
+from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import WorkerInfo
 from support.poll import until
 
@@ -137,7 +138,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(remote=lambda: RemoteAgent(name))
 
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    monkeypatch.setattr(ray, "remote", lambda cls: SimpleNamespace(options=options))
+    monkeypatch.setattr(node_agent, "watched_actor", lambda cls: SimpleNamespace(options=options))
     monkeypatch.setattr(ray, "kill", lambda actor: killed.append(actor.name))
     monkeypatch.setattr(node_agent, "NodeAffinitySchedulingStrategy", lambda node_id, soft: None)
     return killed
@@ -148,7 +149,7 @@ def test_lost_node_does_not_delay_the_end(killed: list[str], monkeypatch: pytest
     worker = WorkerInfo(node_id="lost", node_ip="", hostname="", pid=1)
 
     async def end() -> None:
-        agents = NodeAgents("trainer")
+        agents = NodeAgents("trainer", ProcessWatch(timeout_s=60))
         agents.watch_workers([worker])
         agents.expect_exit(worker)
         agents.close()
@@ -165,7 +166,7 @@ def test_next_agent_of_a_node_has_another_name_than_one_that_still_closes(
     worker = WorkerInfo(node_id="other", node_ip="", hostname="", pid=1)
 
     async def pause_and_resume() -> None:
-        agents = NodeAgents("trainer")
+        agents = NodeAgents("trainer", ProcessWatch(timeout_s=60))
         for _ in range(2):
             agents.watch_workers([worker])
             agents.close()

@@ -8,20 +8,12 @@ shows that.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from raysgd.session.progress import Heartbeat
+from raysgd.workers.liveness.silence import Silence
 
-#: Fraction of a core above which a process that does not answer is busy. Ray's own threads use a fifth of that.
-BUSY_SHARE = 0.05
-#: Fraction of the time, used or waited for a CPU, above which a process is starved: it could run and gets no CPU. Ray's threads
-#: that wake up now and then stay below it.
-STARVED_SHARE = 0.5
-#: Seconds over which both fractions are measured, at least.
-MIN_WINDOW_S = 1.0
 #: ``progress_timeout_s="auto"``: the limit is this factor times the longest pause so far, and at least this many seconds.
 AUTO_FACTOR = 10.0
 AUTO_MIN_S = 60.0
@@ -42,29 +34,9 @@ class Hang:
     instead: tuple[Hang, ...] = ()
 
 
-class _CpuTimes(NamedTuple):
-    """The CPU times of a process at one moment: seconds on a CPU, and seconds that it waited for one."""
-
-    at: float
-    used_s: float
-    waited_s: float
-
-
 @dataclass
-class _Worker:
-    answered_at: float
+class _Worker(Silence):
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    cpu_times: deque[_CpuTimes] = field(default_factory=deque)  # within the window
-    is_stopped: bool = False
-    is_reachable: bool = True
-
-    def is_busy(self) -> bool:
-        """Return whether the process used its CPU lately, or was starved."""
-        if self.is_stopped or len(self.cpu_times) < 2:
-            return False
-        first, last = self.cpu_times[0], self.cpu_times[-1]
-        span_s, used_s, waited_s = (end - begin for begin, end in zip(first, last, strict=True))
-        return used_s > BUSY_SHARE * span_s or used_s + waited_s > STARVED_SHARE * span_s
 
 
 #: Parts of a stack whose rank waits for others in a collective.
@@ -97,8 +69,6 @@ class HangPolicy:
     ) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._progress_timeout_s = progress_timeout_s
-        # An overloaded machine runs a busy process only now and then.
-        self._window_s = max(MIN_WINDOW_S, heartbeat_timeout_s / 3)
         self._workers = {rank: _Worker(now) for rank in ranks}
         self._fewest_calls: int | None = None  # of the ranks in train_func, and since when
         self._fewest_since = now
@@ -106,22 +76,22 @@ class HangPolicy:
     def on_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """A worker has answered."""
         if rank in self._workers:
-            self._workers[rank] = _Worker(now, heartbeat)
+            self._workers[rank] = _Worker(now, heartbeat=heartbeat)
 
     def on_process_checked(self, rank: int, used_s: float, waited_s: float, is_stopped: bool, now: float) -> None:
         """The agent of the worker's node has checked its process: seconds on a CPU, and waiting for one."""
-        worker = self._workers.get(rank)
-        if worker is None:
-            return
-        worker.cpu_times.append(_CpuTimes(now, used_s, waited_s))
-        while len(worker.cpu_times) > 2 and now - worker.cpu_times[1].at >= self._window_s:
-            worker.cpu_times.popleft()
-        worker.is_stopped, worker.is_reachable = is_stopped, True
+        if worker := self._workers.get(rank):
+            worker.add_check(used_s, waited_s, is_stopped, now, self._heartbeat_timeout_s)
 
     def on_unreachable(self, rank: int) -> None:
         """The agent of the worker's node does not answer either."""
         if worker := self._workers.get(rank):
             worker.is_reachable = False
+
+    def skip(self, gap_s: float) -> None:
+        """Leave out some seconds in which the TrainerActor itself did not run, so that it saw no heartbeats."""
+        for worker in self._workers.values():
+            worker.skip(gap_s)
 
     def remove(self, rank: int) -> None:
         """Stop watching a rank."""
@@ -129,9 +99,7 @@ class HangPolicy:
 
     def suspects(self, now: float) -> list[int]:
         """Return the ranks that are late with their answer, whose processes must be checked."""
-        return [
-            rank for rank, worker in self._workers.items() if now - worker.answered_at > self._heartbeat_timeout_s / 3
-        ]
+        return [rank for rank, worker in self._workers.items() if worker.is_late(now, self._heartbeat_timeout_s)]
 
     def find_hangs(self, now: float) -> list[Hang]:
         """Return the workers to kill now."""
@@ -142,14 +110,9 @@ class HangPolicy:
         return found
 
     def _silence(self, rank: int, worker: _Worker, now: float) -> Hang | None:
-        silent_s = now - worker.answered_at
-        if silent_s <= self._heartbeat_timeout_s or (worker.is_reachable and worker.is_busy()):
+        if not worker.is_over_limit(now, self._heartbeat_timeout_s):
             return None
-        silence = f"gave no sign of life for {silent_s:.1f} s"
-        if not worker.is_reachable:
-            return Hang(rank, "lost", f"{silence}, nor did its node: it is lost or cut off")
-        reason = "it was stopped (SIGSTOP)" if worker.is_stopped else "it does not run"
-        return Hang(rank, "silent", f"{silence}; {reason}")
+        return Hang(rank, "silent" if worker.is_reachable else "lost", worker.describe(now))
 
     def _stuck(self, now: float) -> Hang | None:
         """Return the rank inside train_func that has been behind the others, which wait for it, for longer than the limit."""

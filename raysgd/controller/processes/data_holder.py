@@ -10,6 +10,7 @@ import ray
 from raysgd.controller.watchdog import end_with
 from raysgd.data.plan import DatasetPlan, Source
 from raysgd.errors import ConfigError
+from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import Blob
 
 
@@ -21,7 +22,7 @@ class Kept:
     initial_state: Blob | None = None
 
 
-class DataHolder:
+class DataHolder(Watched):
     """A Ray actor, one per detached run that has data. It holds a copy of the data.
 
     Args:

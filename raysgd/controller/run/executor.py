@@ -117,6 +117,8 @@ class Run:
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._act_all(self._machine.begin())
+        if self._previous.next_seq:  # another restart must not use the numbers of these frames again
+            await self._files.flush()
         self._update_paused()
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
@@ -235,6 +237,7 @@ class Run:
             case c.RecordEvent():
                 self._record_event(command)
             case c.PrepareGroup():
+                self._end_watch()  # the ranks may change; until the next attempt, the group watches its members
                 self._preparing = self._spawn(self._prepare(command))
             case c.StartAttempt():
                 self._enter(command)

@@ -77,7 +77,11 @@ class Watch:
                 if self._loop.time() >= next_ask:
                     next_ask = self._loop.time() + self._timeout_s / _ASKS
                     self._ask_all()
+                slept_at = self._loop.time()
                 await asyncio.sleep(tick_s)
+                gap_s = self._loop.time() - slept_at - tick_s
+                if gap_s > self._timeout_s / _ASKS:  # this process did not run, so the silence says nothing
+                    self._policy.skip(gap_s)
                 self._check_suspects()
                 hangs = self._policy.find_hangs(self._loop.time())
                 if self._has_reported:  # ranks that leave the attempt make no progress, but are not stuck

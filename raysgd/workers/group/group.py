@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_
 from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.deaths import DEATHS, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
-from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
+from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.orders import AttemptOrder, Blob, ControllerProcess, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes
@@ -50,10 +52,11 @@ class WorkerGroup:
     Args:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
+        is_watched_by_workers: Whether the workers watch the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
 
-    The attributes ``slots``, ``streams``, ``monitor``, ``drains``, ``agreement`` and ``memory`` are the group's parts; their
-    classes say what they do.
+    The attributes ``slots``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory`` are the group's
+    parts; their classes say what they do.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class WorkerGroup:
         *,
         controller: str,
         runtime_env: Mapping[str, Any] | None,
+        is_watched_by_workers: bool = False,
         existing: ExistingPlacement | None = None,
     ) -> None:
         self._scaling = scaling
@@ -74,9 +78,11 @@ class WorkerGroup:
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
-        self._agents = NodeAgents(name)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
-        self._coordinator = CoordinatorProcess(name, backend, runtime_env)
+        self.watch = ProcessWatch(failure.heartbeat_timeout_s)
+        self._agents = NodeAgents(name, self.watch)
+        me = ControllerProcess(controller, os.getpid(), failure.heartbeat_timeout_s if is_watched_by_workers else None)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, me)
+        self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
         self._joining = JoiningWorkers(
             scaling,
@@ -245,7 +251,8 @@ class WorkerGroup:
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
-            return list(await asyncio.gather(*answers))
+            with self.watching(workers):
+                return list(await asyncio.gather(*answers))
         except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
             ranks, why = await self._remove_dead(workers, answers)
@@ -255,6 +262,23 @@ class WorkerGroup:
             raise WorkerError(f"a worker could not start: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
+
+    @contextlib.contextmanager
+    def watching(self, workers: Sequence[Worker] | None = None) -> Iterator[None]:
+        """Kill members that do not run, while they are called outside of an attempt, in which `Watch` does that.
+
+        Args:
+            workers: The workers that are called; None: all members.
+        """
+        called = set(self._workers() if workers is None else workers)
+        watched = {f"the worker process {w.handle._actor_id.hex()[:8]} on {w.node}": w for w in called}
+        for name, worker in watched.items():
+            self.watch.add(name, partial(getattr, worker, "handle"))
+        try:
+            yield
+        finally:
+            for name in watched:
+                self.watch.remove(name)
 
     def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)

@@ -14,10 +14,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
-from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.liveness.watched import Watched, watched_actor
+from raysgd.workers.orders import ControllerProcess, WorkerInfo
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
 from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
+
+#: What messages call the coordinator's process.
+COORDINATOR = "the backend's coordinator"
 
 
 @dataclass(eq=False)
@@ -62,7 +67,7 @@ class WorkerStarter:
 
     Args:
         name: Prefix of the actors' names.
-        controller: Name of the TrainerActor.
+        controller: The TrainerActor.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class WorkerStarter:
         scaling: ScalingConfig,
         backend: BackendConfig,
         runtime_env: Mapping[str, Any] | None,
-        controller: str,
+        controller: ControllerProcess,
     ) -> None:
         self._name = name
         self._scaling = scaling
@@ -87,7 +92,7 @@ class WorkerStarter:
         """
         self._num_started += 1
         handle: Any = (
-            ray.remote(WorkerActor)
+            watched_actor(WorkerActor)
             .options(
                 name=f"{self._name}-worker-{self._num_started}",
                 namespace=NAMESPACE,
@@ -103,7 +108,7 @@ class WorkerStarter:
         return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up))
 
 
-class CoordinatorActor:
+class CoordinatorActor(Watched):
     """The Ray actor in which a backend's coordinator runs, because the TrainerActor imports no framework."""
 
     def __init__(self, config: BackendConfig) -> None:
@@ -122,10 +127,14 @@ class CoordinatorProcess:
     Args:
         name: Prefix of the actor's name.
         runtime_env: The workers' Ray runtime environment, which may contain the framework.
+        watch: Watches the process; one that it kills is replaced when the next group forms.
     """
 
-    def __init__(self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, name: str, config: BackendConfig, runtime_env: Mapping[str, Any] | None, watch: ProcessWatch
+    ) -> None:
         self._name = name
+        self._watch = watch
         self._runtime_env = dict(runtime_env or {})
         self._config = config
         self._actor: Any = None
@@ -151,6 +160,7 @@ class CoordinatorProcess:
 
     def close(self) -> None:
         """End the process."""
+        self._watch.remove(COORDINATOR)
         if self._actor is not None:
             ray.kill(self._actor)
             self._actor = None
@@ -166,8 +176,8 @@ class CoordinatorProcess:
     def _start(self) -> Any:
         self._num_started += 1
         own_node = ray.get_runtime_context().get_node_id()
-        return (
-            ray.remote(CoordinatorActor)
+        actor = (
+            watched_actor(CoordinatorActor)
             .options(
                 name=f"{self._name}-coordinator-{self._num_started}",
                 namespace=NAMESPACE,
@@ -177,3 +187,5 @@ class CoordinatorProcess:
             )
             .remote(self._config)
         )
+        self._watch.add(COORDINATOR, lambda: actor)
+        return actor

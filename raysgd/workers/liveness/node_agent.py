@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.workers.liveness.deaths import describe_death, may_be_memory
 from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
+from raysgd.workers.liveness.watched import ActorWatch, Watched, watched_actor
 from raysgd.workers.placement.cluster import NAMESPACE, is_node_reachable
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ProcessStatus:
     waited_s: float = 0.0
 
 
-class NodeAgent:
+class NodeAgent(Watched):
     """The agent on one node. All calls return at once, except `stacks`, `kill_unless_exited` and `wait_for_exits`."""
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class NodeAgent:
 
     def check_processes(self, pids: Sequence[int]) -> list[ProcessStatus | None]:
         """Return the status of each process; None for one that is gone."""
-        return [_read_status(pid) for pid in pids]
+        return [read_status(pid) for pid in pids]
 
     def expect_exit(self, pid: int) -> None:
         """Call `kill_unless_exited` in a thread of its own, so that the agent continues to answer calls."""
@@ -152,7 +153,8 @@ class NodeAgent:
             self._memory.sample()
 
 
-def _read_status(pid: int) -> ProcessStatus | None:
+def read_status(pid: int) -> ProcessStatus | None:
+    """Return the status of a process of this node; None if it is gone."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -182,13 +184,16 @@ class NodeAgents:
 
     Args:
         name: Prefix of the actors' names.
+        watch: Watches the actors.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, watch: ActorWatch) -> None:
         self._name = name
+        self._watch = watch
         self._own_node = ray.get_runtime_context().get_node_id()
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
+        self._pids: dict[str, list[int]] = {}  # the workers of each node with an agent
         self._num_started = 0
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -201,19 +206,32 @@ class NodeAgents:
             if node_id == self._own_node:
                 self._own.watch_memory(pids)
                 continue
+            self._pids[node_id] = pids
             if node_id not in self._actors:
-                self._num_started += 1  # the node's previous agent may still be closing under its own name
-                self._actors[node_id] = (
-                    ray.remote(NodeAgent)
-                    .options(
-                        name=f"{self._name}-agent-{node_id[:12]}-{self._num_started}",
-                        namespace=NAMESPACE,
-                        num_cpus=0,
-                        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                    )
-                    .remote()
-                )
-            self._actors[node_id].watch_memory.remote(pids)
+                self._start(node_id)
+            else:
+                self._actors[node_id].watch_memory.remote(pids)
+
+    def _start(self, node_id: str) -> None:
+        self._num_started += 1  # the node's previous agent may still be closing under its own name
+        actor = (
+            watched_actor(NodeAgent)
+            .options(
+                name=f"{self._name}-agent-{node_id[:12]}-{self._num_started}",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote()
+        )
+        actor.watch_memory.remote(self._pids[node_id])
+        self._actors[node_id] = actor
+        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id))
+
+    def _replace(self, node_id: str) -> None:
+        """Start another agent on the node of one that has died, unless the node is gone. Called in the thread of the watch."""
+        if node_id in self._actors and is_node_reachable(node_id):
+            self._start(node_id)
 
     async def check_processes(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessStatus | None]:
         """Return the status of processes of a node; None for those that are gone.
@@ -275,7 +293,8 @@ class NodeAgents:
     def close(self) -> None:
         """Stop the agents, once the processes that were asked to exit are gone."""
         self._own.close()
-        for actor in self._actors.values():
+        for node_id, actor in self._actors.items():
+            self._watch.remove(_describe_agent(node_id))
             task = asyncio.get_running_loop().create_task(_close_agent(actor))
             self._closing.add(task)  # the loop holds tasks weakly
             task.add_done_callback(self._closing.discard)
@@ -296,6 +315,10 @@ class NodeAgents:
             return await asyncio.wait_for(getattr(actor, method).remote(argument), timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
             raise NodeUnreachableError(node_id) from error
+
+
+def _describe_agent(node_id: str) -> str:
+    return f"the agent on node {node_id[:12]}"
 
 
 async def _close_agent(actor: Any) -> None:

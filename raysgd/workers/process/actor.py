@@ -24,7 +24,16 @@ from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.events_connection import VALUE_FOLLOWS, EventSender
 from raysgd.workers.liveness.stacks import expose_stacks
-from raysgd.workers.orders import AttemptOrder, Blob, GpuId, PrepareOrder, RunOrder, WorkerInfo
+from raysgd.workers.liveness.watched import Watched
+from raysgd.workers.orders import (
+    AttemptOrder,
+    Blob,
+    ControllerProcess,
+    GpuId,
+    PrepareOrder,
+    RunOrder,
+    WorkerInfo,
+)
 from raysgd.workers.process.reset import Baseline, ModuleWatch
 
 if TYPE_CHECKING:
@@ -123,7 +132,7 @@ class Termination:
             self.end_now()
 
 
-class WorkerActor:
+class WorkerActor(Watched):
     """One worker process, which is reused from one run to the next."""
 
     def __init__(self) -> None:
@@ -139,6 +148,7 @@ class WorkerActor:
         self._visible_gpus: tuple[GpuId, ...] = ()
         self._stacks_file = expose_stacks()
         self._termination = Termination(self._on_sigterm)
+        self._on_asked: Callable[[], None] = lambda: None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -155,14 +165,16 @@ class WorkerActor:
             stacks_file=self._stacks_file,
         )
 
-    def load(self, config: BackendConfig, controller: str, warm_up: bool = False) -> str | None:
+    def load(self, config: BackendConfig, controller: ControllerProcess, warm_up: bool = False) -> str | None:
         """Import the framework; called once, before an attempt. Return what is wrong if it is not installed, else None.
 
         Args:
             config: The configuration of the backend.
-            controller: Name of the TrainerActor.
+            controller: The TrainerActor.
             warm_up: No rank waits for this process, so import what training loops import later as well.
         """
+        if controller.timeout_s is not None:
+            self._watch_controller(controller, controller.timeout_s)
         backend = config.make_backend()
         try:
             with uncollected():
@@ -176,7 +188,7 @@ class WorkerActor:
 
         node = self.describe().node
         self._backend = backend
-        self._attempts = AttemptBuilder(backend, controller, node)
+        self._attempts = AttemptBuilder(backend, controller.name, node)
         self._instances = Instances(backend, node)
         self._baseline.note_framework()
         return None
@@ -272,6 +284,7 @@ class WorkerActor:
 
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
+        self._on_asked()
         current = self._current.get()
         return Heartbeat() if current is None else current.heartbeat()
 
@@ -327,6 +340,15 @@ class WorkerActor:
         self._instances.drop()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _watch_controller(self, controller: ControllerProcess, timeout_s: float) -> None:
+        """Watch the TrainerActor, because its driver may be gone."""
+        from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
+        from raysgd.workers.placement.cluster import NAMESPACE
+
+        watch = ProcessWatch(timeout_s)
+        watch.add(CONTROLLER, lambda: ray.get_actor(controller.name, namespace=NAMESPACE), pid=controller.pid)
+        self._on_asked = lambda: watch.on_message(CONTROLLER)
 
     def _leave(self) -> None:
         self._current.forget()

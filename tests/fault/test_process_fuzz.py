@@ -1,0 +1,149 @@
+"""Kills and stops all processes of a run at random times: every row counts once, and the run ends soon after the last fault.
+
+``RAYSGD_FUZZ_SEED`` repeats a choice of faults, and ``RAYSGD_FUZZ_S`` sets for how many seconds faults happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import raysgd
+from raysgd.session import context
+from raysgd.testing import check_history
+from support.runs import PATIENCE_S, actor_pids, events_of, quiet, travels_by_value
+
+FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 45))
+SEED = int(os.environ.get("RAYSGD_FUZZ_SEED", random.randrange(10**6)))
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(FUZZ_S + 240)]
+travels_by_value(__name__)
+
+HEARTBEAT_S = 2.0
+NUM_ROWS = 101
+#: The classes of the processes, and how often each is chosen.
+KINDS = {"WorkerActor": 3, "TrainerActor": 1, "CallbackHost": 1}
+
+
+class Logger(raysgd.Callback):
+    """Writes a line per result, in the callback host."""
+
+    runs_in = "controller"
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def on_result(self, result: raysgd.Result) -> None:
+        with open(self.file, "a") as file:
+            file.write(json.dumps([result["training_iteration"], os.getpid()]) + "\n")
+
+
+def train_epochs(config: dict[str, Any]) -> int:
+    """Train whole epochs until a file exists, and save in every step; write each row to a file per attempt and rank."""
+    state = raysgd.load_checkpoint()
+    step = first = 0 if state is None else state["step"]
+    session = context.installed()
+    shard = raysgd.get_dataset().get_split()
+    with open(Path(config["folder"], f"{session.attempt}-{first}-{raysgd.world_rank()}"), "a") as log:
+        while not raysgd.broadcast(os.path.exists(config["file"])):
+            for batch in shard.iter_batches(batch_size=4, shuffle="full"):
+                step += 1
+                log.writelines(f"{step} {shard.epoch} {row}\n" for row in batch["x"].tolist())
+                log.flush()
+                raysgd.report(step=step)
+                raysgd.save_checkpoint({"step": step})
+                time.sleep(0.05)
+    return step
+
+
+def rows_that_count(folder: Path) -> Counter[tuple[int, int]]:
+    """Return how often each epoch's rows were trained on, without what was lost because a later attempt began before it."""
+    files = sorted((*map(int, path.name.split("-")), path) for path in folder.glob("*-*-*"))
+    starts = {attempt: first for attempt, first, _, _ in files}
+    seen: Counter[tuple[int, int]] = Counter()
+    for attempt, _, _, path in files:
+        until = min((first for other, first in starts.items() if other > attempt), default=float("inf"))
+        for line in path.read_text().splitlines():
+            step, epoch, row = map(int, line.split())
+            if step <= until:
+                seen[epoch, row] += 1
+    return seen
+
+
+def faults(choice: random.Random) -> Iterator[str]:
+    """Kill or stop a process again and again; yield what was done."""
+    end = time.monotonic() + FUZZ_S
+    while time.monotonic() < end:
+        time.sleep(choice.choice([0.1, 1.0, 3.0, 8.0]) * choice.random())
+        (kind,) = choice.choices(list(KINDS), list(KINDS.values()))
+        action, pause_s = choice.choice(["kill", "stop", "pause"]), choice.random() * HEARTBEAT_S
+        if not (pids := sorted(actor_pids(kind))):
+            continue
+        pid = choice.choice(pids)
+        yield f"{time.strftime('%X')} {action} {kind} {pid}"
+        try:
+            os.kill(pid, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+            if action == "pause":
+                time.sleep(pause_s)
+                os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+def read(stream: raysgd.ResultStream, results: list[raysgd.Result]) -> None:
+    with contextlib.suppress(Exception):  # `get_returns` raises it as well
+        for result in stream:
+            results.append(result)
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["attached", "detached"])
+def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tmp_path: Path, detached: bool) -> None:
+    print(f"RAYSGD_FUZZ_SEED={SEED}")
+    choice = random.Random(SEED + detached)
+    folder, log = tmp_path / "rows", tmp_path / "log"
+    folder.mkdir()
+    run = raysgd.RunConfig(name=f"fuzz{SEED}", storage_path=tmp_path / "runs", detached=detached)
+    failure = raysgd.FailureConfig(max_failures=-1, heartbeat_timeout_s=HEARTBEAT_S, callback_timeout_s=20)
+    with raysgd.Trainer((1, 3), "none", seed=5, run_config=run, failure_config=failure) as trainer:
+        config = {"folder": str(folder), "file": str(tmp_path / "go")}
+        stream = trainer.run_generator(
+            train_epochs, config, dataset={"x": np.arange(NUM_ROWS)}, callbacks=[*quiet(), Logger(log)]
+        )
+        results: list[raysgd.Result] = []
+        reader = threading.Thread(target=read, args=(stream, results), name="test-reader")
+        reader.start()
+        for fault in faults(choice):
+            print(fault, len(results))
+        (tmp_path / "go").touch()
+        print(time.strftime("%X"), "the last fault was before")
+        reader.join(2 * PATIENCE_S)
+        assert not reader.is_alive(), f"no end: {trainer.status()}"
+        num_steps = stream.get_returns()
+        check_history(str(trainer.run_dir))
+        warnings = [warning["message"] for warning in events_of(trainer, "warning")]
+        trainer.shutdown()
+    for before, after in itertools.pairwise(results):
+        follows = after["training_iteration"] == before["training_iteration"] + 1
+        assert follows or after["attempt"] > before["attempt"]
+    assert results[-1]["training_iteration"] == num_steps
+    seen = rows_that_count(folder)
+    num_epochs = 1 + max(epoch for epoch, _ in seen)
+    assert seen == Counter({(epoch, row): 1 for epoch in range(num_epochs) for row in range(NUM_ROWS)})
+    if not any("gets no further calls" in warning or "was killed, because" in warning for warning in warnings):
+        logged = {json.loads(line)[0] for line in log.read_text().splitlines() if line.endswith("]")}
+        assert logged == set(range(1, num_steps + 1))
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
