@@ -33,6 +33,8 @@ _FLAGS = (
     ("mkldnn.conv", "fp32_precision"),
     ("mkldnn.rnn", "fp32_precision"),
 )
+#: So many modules imported since the last time make collections slow.
+MANY_MODULES = 100
 #: Modification time of a source, in nanoseconds, and its size.
 _Stamp = tuple[int, int]
 
@@ -46,12 +48,11 @@ class Baseline:
         self._path = list(sys.path)
         self._generators: GeneratorStates | None = None
         self._torch: dict[str, Any] = {}
+        self._num_frozen = 0  # modules
 
     def note_framework(self) -> None:
         """Remember the state of what `Backend.load` imported; called right after the first load."""
-        # A framework has half a million objects that live as long as the process. Without this, each collection between
-        # attempts visits all of them, which takes 0.1-0.2 s with torch.
-        gc.freeze()
+        self._freeze()
         self._environ = dict(os.environ)
         self._generators = capture_generators()
         if torch := imported("torch"):
@@ -80,6 +81,22 @@ class Baseline:
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
+        if self._has_many_imports():
+            self._freeze()
+
+    def settle(self) -> None:
+        """Free what a run has left, if it has imported much: later collections then take no time for what it imported."""
+        if self._has_many_imports():
+            gc.collect()
+            self._freeze()
+
+    def _has_many_imports(self) -> bool:
+        return len(sys.modules) - self._num_frozen >= MANY_MODULES
+
+    def _freeze(self) -> None:
+        """Exclude all objects from later collections, each of which visits every object: see decision 0010."""
+        gc.freeze()
+        self._num_frozen = len(sys.modules)
 
     def _restore_torch(self) -> None:
         torch = imported("torch")
