@@ -124,13 +124,14 @@ class WorkerGroup:
         if not self._has_formed:
             self._members[:] = [None] * size
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
-        """Make every worker ready for a run; return messages for the user.
+    async def get_ready(self, *, keep_size: bool = False, is_run: bool = True) -> list[str]:
+        """Make every worker ready for a run, or for the class API; return messages for the user.
 
         An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
 
         Args:
             keep_size: The group neither shrinks nor grows.
+            is_run: See `PrepareOrder`.
 
         Raises:
             InfeasibleError: The cluster can never hold the workers.
@@ -139,7 +140,7 @@ class WorkerGroup:
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
         try:
-            messages = await asyncio.wait_for(self._get_ready(keep_size), self._failure.start_timeout_s)
+            messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._make_timeout_error() from None
         self._reserve.replenish()
@@ -147,15 +148,15 @@ class WorkerGroup:
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
-    async def _get_ready(self, keep_size: bool) -> list[str]:
+    async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
         await self._form(keep_size)
-        stale = {rank: why for rank, why in enumerate(await self._prepare()) if why is not None}
+        stale = {rank: why for rank, why in enumerate(await self._prepare(is_run)) if why is not None}
         if not stale:
             return []
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
-        await self._prepare()
+        await self._prepare(is_run)
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
@@ -235,11 +236,11 @@ class WorkerGroup:
         for worker, member in zip(self._workers(), members, strict=True):
             worker.member = member
 
-    async def _prepare(self) -> list[str | None]:
-        """Reset every process for a run; return by rank why a process cannot be used again, or None."""
+    async def _prepare(self, is_run: bool) -> list[str | None]:
+        """Reset every process for what follows; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
-        orders = [PrepareOrder(visible, index, rank) for rank, (visible, index) in enumerate(gpus)]
+        orders = [PrepareOrder(visible, index, rank, is_run) for rank, (visible, index) in enumerate(gpus)]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
