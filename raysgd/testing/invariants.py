@@ -229,8 +229,9 @@ def _numbers(history: History) -> Iterator[str]:
         yield f"there were {len(retries)} retries, and max_failures is {limit}"
     if _GIVE_UP in actions and len(retries) != limit and limit is not None:
         yield f"the run gave up after {len(retries)} retries, and max_failures is {limit}"
-    has_died = history.outcome.get("error_type") == "WorkerDiedError"
-    if has_died != (_GIVE_UP in actions) and history.is_closed:
+    # An exception that was retried before is raised as itself, with the number of failures.
+    has_given_up = history.outcome.get("error_type") == "WorkerDiedError" or bool(history.outcome.get("failures"))
+    if has_given_up != (_GIVE_UP in actions) and history.is_closed:
         yield f"the actions were {actions}, and the outcome is {history.outcome.get('error_type')}"
 
 
