@@ -308,7 +308,7 @@ class Run:
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
 
     async def _form_group(self, *, keep_size: bool) -> None:
-        for message in await self._group.get_ready(keep_size=keep_size):
+        for message in await self._group.get_ready(keep_size=keep_size, on_waiting=self.warn):
             self.warn(message)
         await self._group.check_storage(self._files.storage)
         self._rendezvous = await self._group.open_rendezvous()

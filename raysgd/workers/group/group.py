@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
@@ -32,7 +33,7 @@ from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
-from raysgd.workers.placement.cluster import check_feasible, list_nodes
+from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
 
 if TYPE_CHECKING:
@@ -124,7 +125,13 @@ class WorkerGroup:
         if not self._has_formed:
             self._members[:] = [None] * size
 
-    async def get_ready(self, *, keep_size: bool = False, is_run: bool = True) -> list[str]:
+    async def get_ready(
+        self,
+        *,
+        keep_size: bool = False,
+        is_run: bool = True,
+        on_waiting: Callable[[str], None] | None = None,
+    ) -> list[str]:
         """Make every worker ready for a run, or for the class API; return messages for the user.
 
         An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
@@ -132,13 +139,18 @@ class WorkerGroup:
         Args:
             keep_size: The group neither shrinks nor grows.
             is_run: See `PrepareOrder`.
+            on_waiting: Called with a line for the user while the group waits for nodes to join the cluster. The default logs
+                it, which the driver prints.
 
         Raises:
-            InfeasibleError: The cluster can never hold the workers.
+            InfeasibleError: The cluster cannot hold the workers, and no nodes joined it in the time that the user allows.
             StartTimeoutError: They were not ready in time.
             WorkerDiedError: A worker died while it was starting.
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
+        if not self.slots.is_open and not self.slots.is_in_existing_placement:
+            spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
+            await wait_until_feasible(self._scaling, spares, timeout_s, on_waiting or get_logger().warning)
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
