@@ -121,21 +121,21 @@ def load_state(
 
     Returns:
         The state. For ``is_files`` the path of a local folder: the one on storage if that is local, which must not be
-        changed, else a downloaded copy that is removed when the process ends.
+        changed, else a downloaded copy that is removed when the process ends. It is empty if the rank saved no files.
 
     Raises:
         ReshardError: The parts were saved by another number of ranks, or this rank has none.
         CheckpointCorruptError, UnsafeStateError: As for `Checkpoint.load`.
     """
     parts = {rank: part for rank, part in manifest.parts.items() if part}
+    if manifest.is_files:  # a rank that saved an empty folder has no part
+        if manifest.all_ranks and (rank >= manifest.world_size or world_size not in (None, manifest.world_size)):
+            raise missing_part_error(storage_dir.path_of(""), manifest, range(manifest.world_size), rank, world_size)
+        return _local_folder(storage_dir, parts.get(rank if manifest.all_ranks else min(parts, default=0), []))
     if not parts:
         raise CheckpointCorruptError(
             f"{storage_dir.path_of(MANIFEST_NAME)} lists no parts: the checkpoint holds no state"
         )
-    if manifest.is_files:
-        if manifest.all_ranks and (rank not in parts or world_size not in (None, manifest.world_size)):
-            raise missing_part_error(storage_dir.path_of(""), manifest, parts, rank, world_size)
-        return _local_folder(storage_dir, parts[rank if manifest.all_ranks else min(parts)])
     from raysgd.checkpoint.format.parts import StoredPart  # NumPy: a driver that only lists checkpoints needs none
     from raysgd.checkpoint.resharding import load_parts
 
@@ -151,6 +151,8 @@ def load_state(
 
 
 def _local_folder(directory: Storage, entries: Sequence[FileEntry]) -> str:
+    if not entries:
+        return _temporary_folder()
     folders = {entry.name.partition("/")[0] for entry in entries if "/" in entry.name}
     if len(folders) != 1 or not all("/" in entry.name for entry in entries):
         raise CheckpointCorruptError(f"{directory.path_of(MANIFEST_NAME)}: the files of a part are not in one folder")
@@ -158,10 +160,16 @@ def _local_folder(directory: Storage, entries: Sequence[FileEntry]) -> str:
     if directory.is_local:
         verify_entries(directory, entries, checksums=True)
         return directory.path_of(folder)
-    target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
-    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    target = _temporary_folder()
     directory.fetch_tree(entries, target)
     return os.path.join(target, folder)
+
+
+def _temporary_folder() -> str:
+    """Make a folder that is removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _suggest(directory: Storage) -> str:

@@ -98,7 +98,7 @@ RUN_CONFIG_HINTS = {
 }
 
 FAILURE_CONFIG_HINTS = {
-    **_use(max_failures="max_retries", num_spares="spares"),
+    **_use(max_failures="max_retries", num_spares="spares", retry_on="retry_exceptions"),
     "fail_fast": "use max_failures=0",
     "timeout_s": "use heartbeat_timeout_s=, progress_timeout_s= or start_timeout_s=",
 }

@@ -70,6 +70,17 @@ def check_component(name: str, value: Any) -> str:
     return value
 
 
+def check_exceptions(name: str, value: Any) -> tuple[type[Exception], ...]:
+    """Check that a value is an exception class, or a tuple or list of such classes; return a tuple."""
+    kinds = (value,) if isinstance(value, type) else value
+    if not isinstance(kinds, (tuple, list)):
+        raise ConfigError(f"{name}={value!r} is not a tuple of exception classes; give one such as (ConnectionError,).")
+    for kind in kinds:
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            raise ConfigError(f"{name} has {kind!r}, which is not a class of exceptions; give a subclass of Exception.")
+    return tuple(kinds)
+
+
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], what: str) -> T:
     """Make the config dataclass ``cls`` from a dict. An unknown key is refused with the nearest field."""
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]

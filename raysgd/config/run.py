@@ -13,7 +13,7 @@ from raysgd.config.argument_names import (
     RUN_CONFIG_HINTS,
     refuse_unknown_fields,
 )
-from raysgd.config.checks import check_amount, check_choice, check_component, check_count
+from raysgd.config.checks import check_amount, check_choice, check_component, check_count, check_exceptions
 from raysgd.errors import ConfigError
 
 DEFAULT_STORAGE_PATH = "~/raysgd_runs"
@@ -53,7 +53,7 @@ class RunConfig:
 @refuse_unknown_fields(FAILURE_CONFIG_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
-    """How a run handles failures of processes and nodes. An exception of train_func is not retried.
+    """How a run handles failures of processes and nodes. An exception of train_func is retried only if it is in ``retry_on``.
 
     Attributes:
         max_failures: How often a run may enter train_func again after a failure. Two deaths at once are one failure. -1: no
@@ -71,6 +71,10 @@ class FailureConfig:
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
         start_timeout_s: Seconds for workers to be placed and started.
+        wait_for_nodes_s: Seconds to wait for nodes that are still joining the cluster, until it can hold the workers. 0: workers
+            that the cluster cannot hold are refused at once.
+        retry_on: Exceptions of train_func that count as failures, so that train_func is entered again: a class or a tuple of
+            classes, which include their subclasses. The exception is raised once ``max_failures`` allows no more.
         on_resize: ``fn(old_size, new_size)``, called on every rank of an elastic group before train_func is entered with
             a different number of ranks. `raysgd.world_size` already gives the new value there.
     """
@@ -83,6 +87,8 @@ class FailureConfig:
     progress_timeout_s: float | Literal["auto"] | None = None
     preemption_grace_s: float = 25
     start_timeout_s: float = 120
+    wait_for_nodes_s: float = 0
+    retry_on: type[Exception] | tuple[type[Exception], ...] = ()
     on_resize: Callable[[int, int], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +99,8 @@ class FailureConfig:
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)
         check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
         check_amount("FailureConfig(start_timeout_s)", self.start_timeout_s, positive=True)
+        check_amount("FailureConfig(wait_for_nodes_s)", self.wait_for_nodes_s)
+        object.__setattr__(self, "retry_on", check_exceptions("FailureConfig(retry_on)", self.retry_on))
         if self.progress_timeout_s not in (None, "auto"):
             check_amount("FailureConfig(progress_timeout_s)", self.progress_timeout_s, positive=True)
         if self.on_resize is not None and not callable(self.on_resize):

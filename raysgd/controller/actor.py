@@ -46,6 +46,7 @@ from raysgd.workers.placement.cluster import NAMESPACE, is_tls_enabled
 from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
+    from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
 
@@ -225,12 +226,15 @@ class TrainerActor(Watched):
     async def newest_checkpoint(self, run_id: str, attempt: int, index: int, num_saves: int) -> str | None:
         return (await self._announced(run_id)).newest_checkpoint(attempt, index, num_saves)
 
+    async def list_checkpoints(self, run_id: str, attempt: int, index: int, num_saves: int) -> list[Checkpoint] | None:
+        return (await self._announced(run_id)).list_checkpoints(attempt, index, num_saves)
+
     # -- the class API ------------------------------------------------------------------------------------------------
 
     async def start_class(self, blob: Blob, has_class: bool) -> None:
         """Start the workers; with a class, form a group and make its instances."""
         async with self._turn:
-            await self._group.get_ready()
+            await self._group.get_ready(is_run=False)
             if has_class:
                 await self._instances.make(blob)
 

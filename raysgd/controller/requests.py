@@ -46,7 +46,7 @@ class TrainerSettings:
 
     Attributes:
         name: Unique in the cluster.
-        spec: The Trainer's settings, without ``on_resize``, a function of the user.
+        spec: The Trainer's settings, without ``on_resize`` and ``retry_on``, which are code of the user.
         room: Bundles of an existing placement group for its first workers.
     """
 

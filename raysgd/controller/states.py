@@ -82,7 +82,7 @@ class Outcome:
         node: The node of that rank, or `CALLBACK_NODE`.
         followed: ``(rank, summary)`` of the errors that followed from it.
         error_type: The name in `raysgd.errors`, for an error that raysgd raises itself.
-        message: The text of that error, or why the run was stopped or cancelled.
+        message: The text of that error, why the exception was not retried again, or why the run was stopped or cancelled.
         ranks: The ranks where the error began.
         failures: The number of failures of the run, if that ended it.
     """

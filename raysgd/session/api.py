@@ -17,6 +17,7 @@ from raysgd.session import context
 from raysgd.session.local import LocalSession
 
 if TYPE_CHECKING:
+    from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset
 
 
@@ -57,7 +58,8 @@ def save_checkpoint(
 
     Args:
         state: A tree of dicts, lists, tuples, tensors, arrays and scalars. An object with ``state_dict()`` is saved by it.
-        files: ``state`` is the path of a file or folder that the user wrote; its content is the checkpoint.
+        files: ``state`` is the path of a file or folder that the user wrote; its content is the checkpoint. The folder may be
+            empty, and with ``all_ranks=True`` a rank without files may give None: it loads an empty folder.
         metrics: What retention ranks this checkpoint by. The default is the round it belongs to: the last one reported
             before it, or the next one in a loop that saves before it reports.
         all_ranks: Every rank gives its own part. Of a JAX array that is distributed over workers each rank writes the
@@ -96,6 +98,21 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, allow_pickle:
         CheckpointError: It was saved in the middle of a dataset that now has another number of rows.
     """
     return context.acting().load_checkpoint(path, allow_pickle=allow_pickle)
+
+
+def list_checkpoints() -> list[Checkpoint]:
+    """Return the checkpoints of this run that are on storage, oldest first.
+
+    A checkpoint is listed when all of it is written, some time after ``save_checkpoint`` returned. The n-th calls of all
+    ranks give the same list, and what is listed is not deleted before every rank has saved again.
+
+        best = min(raysgd.list_checkpoints(), key=lambda checkpoint: checkpoint.metrics["loss"])
+        model.load_state_dict(raysgd.load_checkpoint(best.path)["model"])
+
+    Raises:
+        SessionError: The attempt is over.
+    """
+    return context.acting().list_checkpoints()
 
 
 def get_dataset(name: str | None = None) -> WorkerDataset:

@@ -13,6 +13,7 @@ from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.session.progress import Progress
 
 if TYPE_CHECKING:
+    from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset, WorkerDatasets
 
 
@@ -37,7 +38,7 @@ class Datasets:
 
     def __init__(self, plan: DatasetPlan, open_all: Callable[[DatasetPlan], WorkerDatasets]) -> None:
         self._plan = plan
-        self._open_all = open_all
+        self._open_all: Callable[[DatasetPlan], WorkerDatasets] | None = open_all
         self._opened: WorkerDatasets | None = None
         self._lock = threading.Lock()  # user threads must not open datasets twice, each with its own position
 
@@ -70,10 +71,12 @@ class Datasets:
         if self._opened is not None:
             self._opened.close()
         self._opened = None
+        self._open_all = None  # it refers to the session: a cycle, and `raysgd.workers.process.reset` freezes cycles
 
     def _open(self) -> WorkerDatasets:
         with self._lock:
             if self._opened is None:
+                assert self._open_all is not None, "the datasets are closed"
                 self._opened = self._open_all(self._plan)
             return self._opened
 
@@ -135,6 +138,9 @@ class Session(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any: ...
+
+    @abstractmethod
+    def list_checkpoints(self) -> list[Checkpoint]: ...
 
     def get_dataset(self, name: str | None) -> WorkerDataset:
         self._check_live()

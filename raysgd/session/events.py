@@ -180,6 +180,7 @@ class Failed:
         timestamp: When it was caught, seconds since the epoch.
         in_collective: It is likely the consequence of a peer's failure, not a cause.
         in_setup: It happened before train_func was entered.
+        can_retry: Its class is in ``FailureConfig(retry_on=...)``.
     """
 
     exception: bytes | None
@@ -189,6 +190,7 @@ class Failed:
     timestamp: float
     in_collective: bool = False
     in_setup: bool = False
+    can_retry: bool = False
 
 
 WorkerEvent = (

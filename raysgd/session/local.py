@@ -75,6 +75,12 @@ class LocalSession(Session):
         rank_state.restore(small, self._datasets)
         return state
 
+    def list_checkpoints(self) -> list[Checkpoint]:
+        store = self._store
+        if store is None:
+            return []
+        return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in store.list()]
+
     def should_stop(self) -> bool:
         return False
 
@@ -93,7 +99,9 @@ class LocalSession(Session):
         pool = StagingPool(num_buffers=1)
         writer = CheckpointWriter(store, attempt=1, rank=0, first_number=number, pool=pool, put=events.append)
         small = rank_state.capture(self._datasets)
-        if files:
+        if files and all_ranks and state is None:
+            writer.save_nothing(0, small)
+        elif files:
             writer.save_files(0, state, small)
         else:
             writer.save(0, state, small, allow_pickle=allow_pickle, shared_by=1 if all_ranks else None)

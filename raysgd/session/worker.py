@@ -44,6 +44,9 @@ class Link(Protocol):
         All ranks get the same answer to their ``index``-th question, before which each has saved ``num_saves`` times.
         """
 
+    def list_checkpoints(self, index: int, num_saves: int) -> list[Checkpoint]:
+        """Return the committed checkpoints of the run, oldest first; arguments as for `newest_checkpoint`."""
+
 
 class StartingPoint(Protocol):
     """The state that an attempt starts from."""
@@ -104,6 +107,7 @@ class WorkerSession(Session):
         self._num_reports = 0
         self._num_saves = 0
         self._num_loads = 0  # since the first save
+        self._num_lists = 0
         self._barriers: dict[str, int] = {}
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
@@ -147,7 +151,8 @@ class WorkerSession(Session):
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
             self._saves_first = self._num_reports == 0
-        gives_state = all_ranks or self.world_rank == 0
+        has_no_files = files and all_ranks and state is None
+        gives_state = (all_ranks or self.world_rank == 0) and not has_no_files
         if gives_state and state is None:
             raise CheckpointError(
                 f"save_checkpoint(None) on rank {self.world_rank}: "
@@ -189,6 +194,13 @@ class WorkerSession(Session):
             raise
         rank_state.restore(small, self._datasets)
         return state
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        self._check_live()
+        index, self._num_lists = self._num_lists, self._num_lists + 1
+        listed = self._link.list_checkpoints(index, self._num_saves)
+        self._check_live()  # an attempt that has ended gets no answer
+        return listed
 
     def should_stop(self) -> bool:
         return self._gate.check() or self._ended is not None

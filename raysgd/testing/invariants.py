@@ -230,8 +230,9 @@ def _numbers(history: History) -> Iterator[str]:
         yield f"there were {len(retries)} retries, and max_failures is {limit}"
     if _GIVE_UP in actions and len(retries) != limit and limit is not None:
         yield f"the run gave up after {len(retries)} retries, and max_failures is {limit}"
-    has_died = history.outcome.get("error_type") == "WorkerDiedError"
-    if has_died != (_GIVE_UP in actions) and history.is_closed:
+    # An exception that was retried before is raised as itself, with the number of failures.
+    has_given_up = history.outcome.get("error_type") == "WorkerDiedError" or bool(history.outcome.get("failures"))
+    if has_given_up != (_GIVE_UP in actions) and history.is_closed:
         yield f"the actions were {actions}, and the outcome is {history.outcome.get('error_type')}"
 
 
@@ -303,6 +304,8 @@ def _differences(number: int, described: dict[str, Any], manifest: Manifest, *, 
         is_late = not is_closed and name == "iteration" and manifest.iteration == described[name] + 1
         if described[name] != getattr(manifest, name) and not is_late:
             yield f"checkpoint {number} has {name} {described[name]} in the journal, {getattr(manifest, name)} in its manifest"
+    if manifest.is_files:  # the user may save an empty folder
+        return
     needed = set(range(manifest.world_size)) if manifest.all_ranks else set()
     with_part = {rank for rank, entries in manifest.parts.items() if entries}
     if missing := sorted(needed - with_part):

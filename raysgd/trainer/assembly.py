@@ -40,7 +40,7 @@ from raysgd.trainer.channel import Channel
 from raysgd.trainer.spec import describe_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.orders import WorkerTask
-from raysgd.workers.pickling import dumps_named
+from raysgd.workers.pickling import dumps_call, dumps_named
 from raysgd.workers.placement.capacity import describe_bundle, explain_full, list_slots, slot_bundle
 from raysgd.workers.placement.slots import ExistingPlacement
 
@@ -91,7 +91,8 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         InfeasibleError: The workers do not fit into the placement group that this process is in.
     """
     is_detached = spec.run_config.detached
-    failure_config = replace(spec.failure_config, on_resize=None)  # the workers alone unpickle code of the user
+    # The workers alone unpickle code of the user.
+    failure_config = replace(spec.failure_config, on_resize=None, retry_on=())
     return TrainerSettings(
         name=f"{spec.run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         spec=replace(spec, failure_config=failure_config),
@@ -176,7 +177,7 @@ def _make_request(
     start, state = resolve_start(run.resume_from)
     # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
     share = bytes if spec.run_config.detached else _share
-    on_resize = spec.failure_config.on_resize
+    on_resize, retry_on = spec.failure_config.on_resize, spec.failure_config.retry_on
     task = WorkerTask(
         run_id=uuid.uuid4().hex,
         code=share(_dump_code(function, config)),
@@ -187,6 +188,7 @@ def _make_request(
         initial_state=None if state is None else _share(dumps_named(state, "resume_from")),  # may be large
         datasets=resolve_data(run.dataset, spec.scaling),
         on_resize=None if on_resize is None else share(dumps_named(on_resize, "on_resize")),
+        retry_on=share(dumps_named(retry_on, "retry_on")) if retry_on else None,
     )
     return RunRequest(
         task=task,
@@ -202,7 +204,7 @@ def _make_request(
 
 def share_call(obj: Any, name: str) -> Any:
     """Pickle a function or a class of the user for the workers."""
-    return _share(dumps_named(obj, name))
+    return _share(dumps_call(obj, name))
 
 
 def _is_in_trial() -> bool:
@@ -214,7 +216,7 @@ def _is_in_trial() -> bool:
 def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:
     dumps_named(config, "config")  # each by itself first, so that an error names the key
     dumps_named(function, "train_func")
-    return dumps_named((function, config), "train_func and its config")
+    return dumps_call((function, config), "train_func and its config")
 
 
 def _share(data: bytes) -> Any:

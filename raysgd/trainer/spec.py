@@ -30,6 +30,8 @@ _RUN_FOLDER = re.compile(r"run_[0-9]+")
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
 #: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
 _SCALING = tuple(each.name for each in fields(ScalingConfig))
+#: Fields of `FailureConfig` that are code of the user, which is not written to files.
+_CODE = ("on_resize", "retry_on")
 #: The names of all arguments of `raysgd.Trainer`.
 ARGUMENTS = (*_SCALING, "backend_args", *(each.name for each in fields(TrainerSpec) if each.name != "scaling"))
 
@@ -135,11 +137,12 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
             raise ConfigError(
                 f"the run's {name} holds secrets, which its files leave out; give restore({name}=...) again."
             )
-    if description["failure_config"].get("on_resize") is not None and "failure_config" not in changes:
-        raise ConfigError(
-            "the run had a FailureConfig(on_resize=...), a function, which its files leave out; "
-            "give restore(failure_config=...) again."
-        )
+    for name in _CODE:
+        if description["failure_config"].get(name) and "failure_config" not in changes:
+            raise ConfigError(
+                f"the run had a FailureConfig({name}=...), which is code of yours that its files leave out; "
+                "give restore(failure_config=...) again."
+            )
     store = CheckpointStore(folder.child("checkpoints"))
     newest = store.newest()
     manifest = newest.manifest
@@ -165,7 +168,7 @@ def _read_description(folder: Storage) -> dict[str, Any]:
 
 def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(description["scaling"])
-    failure = {name: value for name, value in description["failure_config"].items() if name != "on_resize"}
+    failure = {name: value for name, value in description["failure_config"].items() if name not in _CODE}
     run = description["run_config"]
     return {
         **scaling,

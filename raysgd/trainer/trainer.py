@@ -118,7 +118,7 @@ class Trainer:
 
         Its run continues whether or not a driver is attached. `stream` gives its results from the first one on; `status`,
         `pause`, `resume` and `cancel` control it; `shutdown` ends the run and the Trainer. After a run the Trainer can start
-        another one. ``FailureConfig(on_resize=...)`` is a function; it is not restored by `attach`.
+        another one. ``FailureConfig(on_resize=..., retry_on=...)`` is code; it is not restored by `attach`.
 
         Raises:
             ConfigError: The argument cannot be a name.

@@ -108,7 +108,7 @@ class Recipe:
         """
         try:
             spec = self.spec_for(config)
-            if ray.is_initialized():
+            if ray.is_initialized() and not spec.failure_config.wait_for_nodes_s:
                 check_feasible(spec.scaling, spec.failure_config.num_spares)
         except ConfigError:
             if self.arguments_from is None:  # every trial would fail

@@ -34,6 +34,7 @@ class WorkerTask:
         datasets: The datasets; the object store keeps their rows as long as this object refers to them.
         returns: ``"first"`` (only rank 0's value travels) or ``"all"``.
         on_resize: Pickle of ``FailureConfig(on_resize=...)``, or None.
+        retry_on: Pickle of ``FailureConfig(retry_on=...)``, or None.
     """
 
     run_id: str
@@ -45,6 +46,7 @@ class WorkerTask:
     initial_state: Blob | None = None
     datasets: DatasetPlan = NO_DATASETS
     on_resize: Blob | None = None
+    retry_on: Blob | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,14 @@ class ControllerProcess:
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """The order to prepare for a run: reset what the last run changed, and choose the GPUs."""
+    """The order to prepare for a run: reset what changed in the process since its start, and choose the GPUs.
+
+    Attributes:
+        is_run: A run follows. The functions of `raysgd.Trainer.execute` find what earlier ones changed; only what a run changed
+            is reset for them.
+    """
 
     visible_gpus: tuple[GpuId, ...] = ()
     device_index: int = 0
     rank: int = 0
+    is_run: bool = True

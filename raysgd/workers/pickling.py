@@ -13,6 +13,7 @@ import asyncio
 import functools
 import inspect
 import io
+import sys
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class Packed:
         Raises:
             SerializationError: A part cannot be pickled; the message names it.
         """
-        return cls(dumps_named(function, name), getattr(function, "__qualname__", type(function).__name__))
+        return cls(dumps_call(function, name), getattr(function, "__qualname__", type(function).__name__))
 
     def bind(self, keywords: Mapping[str, Any]) -> Callable[..., Any]:
         """Return a callable that unpickles as the function with these arguments; `Shared` ones are fetched there."""
@@ -133,7 +134,7 @@ class _Bound:
 
 
 def _open_bound(data: bytes, keywords: Mapping[str, Any]) -> Any:
-    function = loads(data)
+    function = loads_call(data)
     values = {name: ray.get(value.ref) if isinstance(value, Shared) else value for name, value in keywords.items()}
     return functools.partial(function, **values) if values else function
 
@@ -172,6 +173,18 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str,
 def loads(data: bytes | memoryview) -> Any:
     """Unpickle the result of `dumps`."""
     return cloudpickle.loads(data)
+
+
+def dumps_call(obj: Any, name: str) -> bytes:
+    """Pickle what workers are to call, with the arguments of this process's script; errors as for `dumps_named`."""
+    return dumps((list(sys.argv), dumps_named(obj, name)))
+
+
+def loads_call(data: bytes | memoryview) -> Any:
+    """Unpickle the result of `dumps_call`. ``sys.argv`` becomes that of the driver, which train_func may parse."""
+    argv, pickled = loads(data)
+    sys.argv[:] = argv  # first: a module that is imported for the pickle may read it
+    return loads(pickled)
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:

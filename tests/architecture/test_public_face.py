@@ -18,8 +18,9 @@ PUBLIC = {
     "raysgd": """
         Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Event FailureConfig HorovodConfig
         JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
-        TorchConfig Trainer barrier broadcast compare_runs device get_dataset get_datasets in_worker load_checkpoint
-        load_run local local_rank local_world_size node_rank report save_checkpoint should_stop world_rank world_size
+        TorchConfig Trainer barrier broadcast compare_runs device get_dataset get_datasets in_worker list_checkpoints
+        load_checkpoint load_run local local_rank local_world_size node_rank report save_checkpoint should_stop
+        world_rank world_size
     """.split(),
     "raysgd.backends": """
         Backend BackendConfig Coordinator Member

@@ -113,6 +113,27 @@ def test_loaded_checkpoint_is_not_deleted_before_it_is_read(ray_cluster: Any, tm
         assert len(on_storage(trainer)) == 1
 
 
+def test_all_ranks_list_the_same_checkpoints_and_can_load_them(ray_cluster: Any, tmp_path: Path) -> None:
+    def train_func() -> list[Any]:
+        seen = []
+        for step in range(12):
+            raysgd.report(step=step)
+            raysgd.save_checkpoint(step)
+            time.sleep(0.03 * raysgd.world_rank())  # rank 1 reads later, when checkpoints could have been deleted
+            listed = raysgd.list_checkpoints()
+            seen.append(
+                [(checkpoint.metrics["step"], raysgd.load_checkpoint(checkpoint.path)) for checkpoint in listed]
+            )
+        return seen
+
+    with make_trainer(tmp_path, checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2)) as trainer:
+        first, second = trainer.run(train_func, callbacks=quiet(), returns="all")
+        assert first == second
+        assert all(metric == state for listed in first for metric, state in listed)
+        assert max(len(listed) for listed in first) == 2
+        assert len(on_storage(trainer)) == 2
+
+
 def test_run_without_a_save_has_no_checkpoint(trainer: raysgd.Trainer) -> None:
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
     assert trainer.get_last_checkpoint() is not None
@@ -169,6 +190,23 @@ def test_user_files_are_saved_and_loaded(trainer: raysgd.Trainer, tmp_path: Path
     found = trainer.run(read, resume_from=checkpoint, callbacks=quiet(), returns="all")
     assert found == [(b"weights", "words")] * 2
     assert (Path(checkpoint.load()) / "model.bin").read_bytes() == b"weights"
+
+
+def test_ranks_may_save_an_empty_folder_or_no_files(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    def save(config: dict[str, Any]) -> None:
+        folder = Path(config["folder"]) / str(raysgd.world_rank())
+        folder.mkdir(parents=True)
+        raysgd.save_checkpoint(folder if raysgd.world_rank() == 0 else None, files=True)
+        raysgd.save_checkpoint(folder if raysgd.world_rank() == 1 else None, files=True, all_ranks=True)
+        (folder / "shard").write_text(str(raysgd.world_rank()))
+        raysgd.save_checkpoint(folder if raysgd.world_rank() == 1 else None, files=True, all_ranks=True)
+
+    def read(config: dict[str, Any]) -> list[list[str]]:
+        return [sorted(os.listdir(raysgd.load_checkpoint(path))) for path in config["paths"]]
+
+    trainer.run(save, {"folder": str(tmp_path / "shards")}, callbacks=quiet())
+    paths = [checkpoint.path for checkpoint in latest_run(trainer).checkpoints]
+    assert trainer.run(read, {"paths": paths}, callbacks=quiet(), returns="all") == [[[], [], []], [[], [], ["shard"]]]
 
 
 def test_state_that_needs_pickle_is_named_and_refused(trainer: raysgd.Trainer) -> None:

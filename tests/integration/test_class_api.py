@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,6 +130,40 @@ def test_functions_are_executed_without_a_class(trainer: raysgd.Trainer) -> None
     assert len(set(processes)) == 2
     assert trainer.execute_single(os.getpid) == processes[0]
     assert trainer.run(os.getpid, callbacks=quiet(), returns="all") == processes
+
+
+def test_what_a_function_changes_in_its_process_lasts_until_the_next_run(trainer: raysgd.Trainer) -> None:
+    def get() -> str | None:
+        return os.environ.get("SET_BY_A_FUNCTION")
+
+    class Reads:
+        def __init__(self) -> None:
+            self.value = get()
+
+    trainer.start()
+    trainer.execute_single(lambda: os.environ.update(SET_BY_A_FUNCTION="1"))
+    assert trainer.execute(get) == ["1", None]
+    trainer.start(Reads)
+    assert trainer.execute(lambda reads: reads.value) == ["1", None]
+    trainer.start()
+    assert trainer.run(get, callbacks=quiet(), returns="all") == [None, None]
+    trainer.run(lambda: os.environ.update(SET_BY_A_FUNCTION="by a run"), callbacks=quiet())
+    assert trainer.execute(get) == [None, None]
+
+
+def test_functions_and_instances_have_the_drivers_arguments(
+    trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parses:
+        def __init__(self) -> None:
+            self.arguments = list(sys.argv)
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+    trainer.start(Parses)
+    assert trainer.execute(lambda parses: parses.arguments) == [["train.py", "--epochs", "3"]] * 2
+    trainer.start()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "4"])
+    assert trainer.execute_single(lambda: sys.argv) == ["train.py", "--epochs", "4"]
 
 
 def test_error_in_a_function_is_raised_and_instances_stay(started: raysgd.Trainer) -> None:

@@ -29,6 +29,7 @@ from raysgd.errors import (
     UsageError,
     WorkerTraceback,
 )
+from raysgd.testing import check_history
 from support.poll import until
 from support.runs import PATIENCE_S, events_of, latest_run, make_trainer, pids, quiet, travels_by_value
 
@@ -45,6 +46,14 @@ def same_processes(trainer: raysgd.Trainer) -> Iterator[None]:
 
 
 class Diverged(Exception):
+    pass
+
+
+class ServiceDown(Exception):
+    """An error that a retry may cure."""
+
+
+class ServiceSlow(ServiceDown):
     pass
 
 
@@ -232,6 +241,58 @@ class TestExceptionsOfTheUser:
 
 
 # -- with a process group ----------------------------------------------------------------------------------------------
+
+
+def depends_on_a_service(config: dict[str, Any]) -> tuple[int, int]:
+    """Save three steps; rank 1 raises after the second one, as often as the config says. Return where it started."""
+    start = raysgd.load_checkpoint() or 0
+    for step in range(start, 3):
+        raysgd.report(step=step)
+        raysgd.save_checkpoint(step + 1)
+        if step == 1 and raysgd.world_rank() == 1:
+            while raysgd.load_checkpoint() != 2:  # it is written meanwhile
+                time.sleep(0.01)
+            raise config["error"]
+        raysgd.barrier()
+    return start, os.getpid()
+
+
+def raises_once(config: dict[str, Any]) -> tuple[int, int]:
+    if raysgd.load_checkpoint() is not None:
+        config = {**config, "error": AssertionError("not reached, as the run resumes after that step")}
+    return depends_on_a_service(config)
+
+
+def test_chosen_exception_is_retried_as_a_failure(ray_cluster: Any, tmp_path: Path) -> None:
+    retried = raysgd.FailureConfig(max_failures=1, retry_on=ServiceDown)
+    with make_trainer(tmp_path, 2, failure_config=retried) as trainer:
+        processes = pids(trainer)
+        found = trainer.run(raises_once, {"error": ServiceSlow("503")}, callbacks=quiet(), returns="all")
+        assert found == [(2, pid) for pid in processes], "the run resumes from its checkpoint, in the same processes"
+        (failure,) = events_of(trainer, "failure")
+        assert failure["ranks"] == [1] and failure["action"] == "retry 1"
+        assert failure["error"].startswith("train_func raised ") and "ServiceSlow: 503 on rank 1, " in failure["error"]
+        check_history(str(trainer.run_dir))
+
+        with pytest.raises(ServiceDown, match="500") as caught:
+            trainer.run(always_raises, {"error": ServiceDown("500")}, callbacks=quiet())
+        assert isinstance(caught.value.__cause__, WorkerTraceback) and caught.value.__cause__.rank == 1
+        (note,) = caught.value.__notes__
+        assert "failure 2 of the run; FailureConfig(max_failures=1) allows no more" in note
+        assert len(events_of(trainer, "failure")) == 2
+        check_history(str(trainer.run_dir))
+
+        with pytest.raises(Diverged) as raised:
+            trainer.run(always_raises, {"error": Diverged("nan")}, callbacks=quiet())
+        assert not hasattr(raised.value, "__notes__") and events_of(trainer, "failure") == []
+        assert pids(trainer) == processes
+
+
+def always_raises(config: dict[str, Any]) -> None:
+    raysgd.report(step=0)
+    if raysgd.world_rank() == 1:
+        raise config["error"]
+    raysgd.barrier()
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -5,6 +5,7 @@ Most tests share one Trainer and its two processes; those of torch share another
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import gc
@@ -371,6 +372,19 @@ def test_each_run_begins_with_a_clean_process(trainer: raysgd.Trainer) -> None:
     assert before["env"] is None and before["sys.path"] is False and before["cwd"] != "/"
 
 
+def test_script_arguments_are_those_of_the_driver(trainer: raysgd.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_func() -> float:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--lr", type=float)
+        arguments = parser.parse_args()  # it would exit if it met Ray's own arguments
+        sys.argv.append("--changed-by-a-run")
+        return float(arguments.lr)
+
+    for lr in (0.1, 0.2):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--lr", str(lr)])
+        assert trainer.run(train_func, callbacks=quiet(), returns="all") == [lr, lr]
+
+
 def test_runs_without_a_seed_draw_different_numbers(trainer: raysgd.Trainer) -> None:
     def draw() -> tuple[float, float]:
         import numpy as np
@@ -477,6 +491,28 @@ def test_edited_modules_replace_the_workers_that_loaded_them(trainer: raysgd.Tra
     assert new == "edited since"
     assert new_pid != old_pid
     assert "replaced 2 warm workers: a_module_of_the_users changed since the workers loaded it" in shown.getvalue()
+
+
+@pytest.mark.timeout(180)
+def test_compiled_model_keeps_the_workers_warm(torch_trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    """torch.compile writes modules and imports a thousand more: neither replaces the workers nor slows their next starts."""
+
+    def train_func(config: dict[str, Any]) -> tuple[int, int]:
+        import torch
+
+        if config["compiles"] and raysgd.world_rank() == 0:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = config[
+                "cache"
+            ]  # an old source in a cache would not count as changed
+            assert torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).tolist() == [1.0] * 8
+            assert any("compile_tasks." in name for name in sys.modules), "no module was made"
+        return os.getpid(), len(gc.get_objects())
+
+    before = torch_trainer.run(train_func, {"compiles": False}, callbacks=quiet(), returns="all")
+    torch_trainer.run(train_func, {"compiles": True, "cache": str(tmp_path)}, callbacks=quiet())
+    after = torch_trainer.run(train_func, {"compiles": False}, callbacks=quiet(), returns="all")
+    assert [pid for pid, _ in after] == [pid for pid, _ in before]
+    assert after[0][1] < before[0][1] + 50_000, "collections visit what the run imported"
 
 
 # -- lifetime ----------------------------------------------------------------------------------------------------------

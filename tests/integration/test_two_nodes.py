@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import ray
 
 import raysgd
+from raysgd.callbacks import ProgressCallback
 from raysgd.errors import InfeasibleError
 from raysgd.workers.placement.slots import WorkerSlots
 from support.poll import until
@@ -79,8 +81,30 @@ def test_worker_that_fits_the_cluster_but_no_node_is_refused(
         trainer.run(where, callbacks=quiet())
 
 
+def test_run_waits_for_nodes_that_join(cluster: Any, tmp_path: Path) -> None:
+    """A job of Slurm or Kubernetes begins when its first node is there."""
+    shown = io.StringIO()
+    settings: dict[str, Any] = {"placement_strategy": "STRICT_SPREAD"}
+    with make_trainer(tmp_path, 3, failure_config=raysgd.FailureConfig(wait_for_nodes_s=60), **settings) as trainer:
+        stream = trainer.run_generator(where, callbacks=[ProgressCallback(mode="lines", file=shown)], returns="all")
+        says = "waiting up to 60 s for nodes that join the cluster: STRICT_SPREAD needs 3 nodes for 3 workers of 1 CPU; 2 can"
+        assert until(lambda: says in shown.getvalue(), timeout_s=60)
+        added = cluster.add_node(num_cpus=1)
+        try:
+            places = stream.get_returns()
+            assert len({place["node"] for place in places}) == 3
+        finally:
+            trainer.shutdown()
+            cluster.remove_node(added)
+    assert until(lambda: len(living_nodes()) == 2, timeout_s=20)
+
+
+def living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def test_worker_slot_is_placed_outside_avoided_nodes() -> None:
-    nodes = {node["NodeID"] for node in ray.nodes()}
+    nodes = living_nodes()
     for avoided in nodes:
         slots = WorkerSlots(f"avoids-{avoided[:8]}", {"CPU": 1}, "PACK")
         try:

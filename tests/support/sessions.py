@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Saved, WorkerEvent
@@ -61,6 +62,7 @@ class FakeLink:
         self.barriers: list[tuple[str, int, bytes | None]] = []
         self.answer: bytes | None = b""
         self.newest: FakeStart | None = None
+        self.listed: list[Checkpoint] = []
         self.questions: list[tuple[int, int]] = []
 
     def join_barrier(self, what: str, index: int, payload: bytes | None) -> bytes | None:
@@ -70,6 +72,10 @@ class FakeLink:
     def newest_checkpoint(self, index: int, num_saves: int) -> FakeStart | None:
         self.questions.append((index, num_saves))
         return self.newest
+
+    def list_checkpoints(self, index: int, num_saves: int) -> list[Checkpoint]:
+        self.questions.append((index, num_saves))
+        return self.listed
 
 
 class Worker:

@@ -223,6 +223,26 @@ def test_user_files_on_object_storage_are_downloaded(source: Path) -> None:
         load_state(directory, manifest, 1, allow_pickle=False)
 
 
+def test_empty_folder_is_loaded_as_an_empty_folder(run: Storage, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_files(run, {0: tmp_path / "empty"})
+    assert os.listdir(Checkpoint.from_path(path).load()) == []
+
+
+def test_rank_without_files_loads_an_empty_folder(run: Storage, path: Path, source: Path) -> None:
+    manifest = save_files(run, {1: source}, all_ranks=True)
+    directory = Storage.from_uri(path)
+    assert os.listdir(load_state(directory, manifest, 0, allow_pickle=False, world_size=2)) == []
+    assert set(os.listdir(load_state(directory, manifest, 1, allow_pickle=False, world_size=2))) == {
+        "deep",
+        "model.bin",
+    }
+    with pytest.raises(ReshardError, match=r"no part of rank 2; it has those of ranks \[0, 1\]"):
+        load_state(directory, manifest, 2, allow_pickle=False)
+    with pytest.raises(ReshardError, match="cannot be split over 3"):
+        load_state(directory, manifest, 0, allow_pickle=False, world_size=3)
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "link", "linked folder"])
 def test_damaged_user_files_are_corrupt(run: Storage, path: Path, source: Path, tmp_path: Path, damage: str) -> None:
     save_files(run, {0: source})

@@ -171,14 +171,17 @@ def test_changed_file_is_corrupt_when_fetched(storage: Storage, tmp_path: Path) 
         storage.fetch_tree(entries, tmp_path / "back")
 
 
+def test_empty_folder_is_no_files(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "source" / "empty").mkdir(parents=True)
+    assert storage.put_path(tmp_path / "source", "files") == []
+
+
 def test_sockets_and_links_to_folders_are_refused_as_user_files(tmp_path: Path) -> None:
     storage = Storage.from_uri(tmp_path / "base")
     with pytest.raises(CheckpointNotFoundError, match="nothing"):
         storage.put_path(tmp_path / "nothing", "x")
     source = tmp_path / "source"
     source.mkdir()
-    with pytest.raises(CheckpointError, match="no files"):
-        storage.put_path(source, "x")
     (source / "link").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="link"):
         storage.put_path(source, "x")

@@ -30,6 +30,8 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "progress_timeout_s": None,
         "preemption_grace_s": 25,
         "start_timeout_s": 120,
+        "wait_for_nodes_s": 0,
+        "retry_on": (),
         "on_resize": None,
     }
     assert dataclasses.asdict(CheckpointConfig()) == {
@@ -113,6 +115,7 @@ def test_detached_run_needs_a_name() -> None:
         {"progress_timeout_s": "auto"},
         {"progress_timeout_s": 30},
         {"on_resize": lambda old, new: None},
+        {"wait_for_nodes_s": 600},
     ],
 )
 def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
@@ -135,6 +138,13 @@ def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
         ({"preemption_grace_s": -1}, "give a finite number >= 0"),
         ({"start_timeout_s": 0}, "give a finite number > 0"),
         ({"start_timeout_s": "120"}, "is a str; give a number"),
+        ({"wait_for_nodes_s": -1}, "give a finite number >= 0"),
+        ({"retry_on": "ConnectionError"}, "is not a tuple of exception classes; give one such as (ConnectionError,)"),
+        (
+            {"retry_on": (OSError, KeyboardInterrupt)},
+            "which is not a class of exceptions; give a subclass of Exception",
+        ),
+        ({"retry_on": OSError("disk")}, "is not a tuple of exception classes"),
         ({"progress_timeout_s": 0}, "give a finite number > 0"),
         ({"progress_timeout_s": "automatic"}, "is a str; give a number"),
         ({"on_resize": "callback"}, "is not callable; give fn(old_size, new_size)"),
@@ -142,6 +152,11 @@ def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
 )
 def test_invalid_failure_settings_are_refused(fields: dict[str, Any], text: str) -> None:
     assert text in refused(FailureConfig, **fields)
+
+
+@pytest.mark.parametrize("given", [OSError, (OSError,), [OSError]])
+def test_exceptions_to_retry_are_a_tuple(given: Any) -> None:
+    assert FailureConfig(retry_on=given).retry_on == (OSError,)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -573,3 +573,13 @@ def test_delayed_deletions_are_due_at_the_end_of_the_attempt() -> None:
     assert not reads.can_delete(2) and not reads.can_delete(1)
     assert reads.end() == [1, 2]
     assert reads.end() == []
+
+
+def test_all_ranks_get_the_list_of_the_first_request_and_can_read_it() -> None:
+    reads, committed = CheckpointReads(), [manifest(1), manifest(2)]
+    assert reads.list_for(0, 2, committed) == committed
+    assert reads.on_committed(2) == []
+    assert not reads.can_delete(1)  # rank 1 may still ask for the list, and read what is on it
+    assert reads.list_for(0, 2, [manifest(2), manifest(3)]) == committed
+    assert reads.on_committed(3) == [1]
+    assert reads.list_for(1, 3, [manifest(2), manifest(3)]) == [manifest(2), manifest(3)]

@@ -169,7 +169,7 @@ class RunFuzz(RuleBasedStateMachine):
         self._one_of(self._acting(), index).leave(RETURNED)
 
     @precondition(lambda self: self._acting())
-    @rule(index=RANKS, kind=st.sampled_from(["own", "collective", "setup"]))
+    @rule(index=RANKS, kind=st.sampled_from(["own", "collective", "setup", "retried"]))
     def a_rank_raises(self, index: int, kind: str) -> None:
         rank, at = self._one_of(self._acting(), index), self.run.now
         if kind == "setup" and (rank.num_reports or rank.num_calls):
@@ -177,7 +177,8 @@ class RunFuzz(RuleBasedStateMachine):
         self.happened.add(kind)
         if kind == "setup":
             rank.event_queue = deque(item for item in rank.event_queue if not isinstance(item, e.Entered))
-        error = broken(at=at) if kind == "collective" else failed(f"of {rank.number}", at, in_setup=kind == "setup")
+        flags = {"in_setup": kind == "setup", "can_retry": kind == "retried"}
+        error = broken(at=at) if kind == "collective" else failed(f"of {rank.number}", at, **flags)
         rank.leave(error)
 
     @precondition(lambda self: self._alive())
@@ -342,6 +343,8 @@ class RunFuzz(RuleBasedStateMachine):
             assert last is not None and outcome.rank is not None
             assert last.raised[outcome.rank] == outcome.failed
             self._check_cause(last, outcome.failed)
+            num_failures = self.max_failures + 1 if outcome.failed.can_retry else 0
+            assert outcome.failures == num_failures
         elif outcome.error_type == "WorkerDiedError":
             assert len(self.run.events("failure")) == self.max_failures + 1 == outcome.failures
         else:

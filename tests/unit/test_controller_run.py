@@ -43,7 +43,7 @@ class FailingGroup:
     def release(self) -> None:
         pass
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+    async def get_ready(self, **options: Any) -> list[str]:
         self.num_asked += 1
         raise self.error
 
@@ -51,7 +51,7 @@ class FailingGroup:
 class WaitingGroup(FailingGroup):
     """Workers that need for ever to start."""
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
+    async def get_ready(self, **options: Any) -> list[str]:
         await asyncio.Event().wait()
         raise self.error
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._util.json import decode
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, ReshardError, SessionError
 from raysgd.session.events import Reports, Saved, Scored, StartUnusable, WorkerEvent
 from raysgd.session.gates import StopGate
@@ -151,6 +152,15 @@ def test_rank_without_a_state_may_give_none() -> None:
     worker = Worker(rank=1)
     worker.save(None)
     assert len(worker.saved()) == 1
+
+
+def test_rank_without_files_may_give_none() -> None:
+    for rank in (0, 1):
+        worker = Worker(rank)
+        worker.save(None, files=True, all_ranks=True)
+        assert [call[0] for call in worker.writer.calls] == ["nothing"]
+        (saved,) = worker.saved()
+        assert saved.is_files and saved.all_ranks
 
 
 @pytest.mark.parametrize(("rank", "all_ranks"), [(0, False), (0, True), (1, True)])
@@ -300,6 +310,27 @@ def test_load_with_a_path_gives_the_state_there(tmp_path: Path) -> None:
     assert worker.session.load_checkpoint(tmp_path / "checkpoint_000001", allow_pickle=False) == {"a": 1}
     with pytest.raises(ReshardError, match="was saved with all_ranks=True by 1 ranks and cannot be split over 2"):
         worker.session.load_checkpoint(tmp_path / "checkpoint_000002", allow_pickle=False)
+
+
+def test_checkpoints_are_listed_by_the_controller_in_the_order_of_the_calls() -> None:
+    worker = Worker()
+    worker.link.listed = [Checkpoint("/run/checkpoint_1", {"loss": 0.5}, 3)]
+    assert worker.session.list_checkpoints() == worker.link.listed
+    worker.save()
+    worker.session.list_checkpoints()
+    assert worker.link.questions == [(0, 0), (1, 1)]
+    worker.link.list_checkpoints = lambda *_: worker.session.end("a rank died")  # type: ignore[assignment]
+    with pytest.raises(AttemptEnded):
+        worker.session.list_checkpoints()
+
+
+def test_single_process_lists_its_checkpoints(tmp_path: Path) -> None:
+    assert LocalSession().list_checkpoints() == []
+    alone = LocalSession(tmp_path)
+    for step in (1, 2):
+        alone.save_checkpoint(step, files=False, metrics={"step": step}, all_ranks=False, allow_pickle=False)
+    listed = alone.list_checkpoints()
+    assert [(checkpoint.load(), checkpoint.metrics) for checkpoint in listed] == [(1, {"step": 1}), (2, {"step": 2})]
 
 
 class OnDevice:

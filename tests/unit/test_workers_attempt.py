@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import raysgd
 from raysgd.backends.base import Member
 from raysgd.config import CheckpointConfig
 from raysgd.errors import StorageError
@@ -52,7 +55,13 @@ class FakeBackend:
         return "connection reset" in str(error)
 
 
-def make_attempt(train_func: Callable[..., Any], *, init_error: BaseException | None = None) -> Attempt:
+def make_attempt(
+    train_func: Callable[..., Any],
+    *,
+    init_error: BaseException | None = None,
+    retry_on: tuple[type[Exception], ...] = (),
+    callbacks: list[raysgd.Callback] | None = None,
+) -> Attempt:
     worker = Worker(world_size=1)
     run = RunOrder(WorkerTask("id", b""), RunInfo("", "", {}, 1, "none"), "checkpoints", CheckpointConfig())
     order = AttemptOrder(
@@ -72,8 +81,9 @@ def make_attempt(train_func: Callable[..., Any], *, init_error: BaseException | 
         session=worker.session,
         event_queue=worker.event_queue,
         writer=worker.writer,  # type: ignore[arg-type]
-        callbacks=WorkerCallbacks([], run, order, worker.event_queue),
+        callbacks=WorkerCallbacks(callbacks or [], run, order, worker.event_queue),
         node="here",
+        load_retry_on=lambda: retry_on,
     )
 
 
@@ -164,3 +174,45 @@ def test_sample_is_of_the_workers_own_gpu(
     monkeypatch.setattr("ray.util.metrics.Gauge", lambda *args, **settings: Mock())
     sample = Sampler({"rank": 0}).sample(num_reports=0)
     assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (memory, percent)
+
+
+class DroppedConnection(ConnectionError):
+    """An error of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "can_retry"), [((), False), ((ValueError,), False), ((ValueError, ConnectionError), True)]
+)
+def test_exception_is_retried_if_its_class_or_a_base_is_given(
+    retry_on: tuple[type[Exception], ...], can_retry: bool
+) -> None:
+    def train_func() -> None:
+        raise DroppedConnection("reset")
+
+    _, failed = events_of(make_attempt(train_func, retry_on=retry_on))
+    assert isinstance(failed, Failed) and failed.can_retry is can_retry
+
+
+def test_nothing_of_an_attempt_needs_a_garbage_collection() -> None:
+    """Objects that are alive at a freeze are in no later collection: those of the attempt must not form cycles."""
+
+    class Callback(raysgd.Callback):
+        runs_in = "worker"
+
+    def train_func() -> None:
+        raysgd.report(step=1)
+        with pytest.raises(raysgd.errors.ConfigError, match="has no dataset"):
+            raysgd.get_dataset()
+
+    gc.disable()
+    try:
+        attempt = make_attempt(train_func, callbacks=[Callback()])
+        events_of(attempt)
+        left = {name: weakref.ref(value) for name, value in vars(attempt).items() if hasattr(value, "__weakref__")}
+        assert {"session", "writer", "_callbacks"} <= set(left)
+        kept = (attempt._run, attempt._order)
+        del attempt
+        context.uninstall()
+        assert [name for name, ref in left.items() if ref() is not None and ref() not in kept] == []
+    finally:
+        gc.enable()

@@ -7,8 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -134,6 +136,74 @@ def test_installed_packages_and_the_script_are_not_watched(
     project.write("script", "x = 22")
     assert watch.stale() == ()
     assert not {"pytest", "json", "numpy"} & set(watch.stale())
+
+
+def test_module_that_code_made_is_not_watched(
+    project: Project, watch: ModuleWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile makes such modules, with a source but without an import."""
+    made = ModuleType("torch._inductor.runtime.compile_tasks.ckernel")
+    made.__file__ = str(project.write("ckernel", "x = 1", at=time.time() + 1))
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    watch.note_loaded()
+    project.write("ckernel", "x = 22")
+    assert watch.stale() == ()
+
+
+def test_own_modules_are_not_watched(watch: ModuleWatch) -> None:
+    import raysgd
+
+    own = importlib.import_module("raysgd.data.cross_validation")
+    assert str(own.__file__).startswith(os.path.dirname(str(raysgd.__file__)))
+    watch.note_loaded()
+    before = os.stat(str(own.__file__))
+    try:
+        os.utime(str(own.__file__), (LONG_AGO_S, LONG_AGO_S))
+        assert watch.stale() == ()
+    finally:
+        os.utime(str(own.__file__), ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class Lazy(ModuleType):
+    """A module that is loaded when it is first used."""
+
+    def __getattr__(self, name: str) -> object:
+        pytest.fail(f"asked for {name}")
+
+
+def test_module_that_loads_on_first_use_is_not_loaded(watch: ModuleWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    watch.note_loaded()
+    assert watch.stale() == ()
+
+
+def test_installed_modules_cost_a_warm_start_nothing(
+    project: Project, watch: ModuleWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.load("users_model")
+    for number in range(5000):
+        module = ModuleType(f"installed_{number}")
+        module.__file__ = f"{sys.prefix}/lib/installed_{number}.py"
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    watch.note_loaded()
+    looked_at: list[str] = []
+
+    def count_calls(name: str) -> None:
+        original = getattr(os, name)
+
+        def counted(path: Any, *args: Any, **options: Any) -> Any:
+            looked_at.append(str(path))
+            return original(path, *args, **options)
+
+        monkeypatch.setattr(os, name, counted)
+
+    count_calls("stat")
+    count_calls("lstat")
+    watch.note_loaded()
+    assert watch.stale() == ()
+    assert looked_at.count(str(project.folder / "users_model.py")) == 1
+    assert not [path for path in looked_at if path.startswith(sys.prefix)]
 
 
 def test_project_behind_a_symlink_is_watched(

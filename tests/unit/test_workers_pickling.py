@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import ray.cloudpickle
 import torch
 
 from raysgd.errors import SerializationError
-from raysgd.workers.pickling import dumps, dumps_error, dumps_named, loads
+from raysgd.workers.pickling import Packed, dumps, dumps_call, dumps_error, dumps_named, loads, loads_call
 
 LOCK = threading.Lock()
 
@@ -45,6 +46,16 @@ def test_function_defined_anywhere_can_be_unpickled() -> None:
 
 def test_pickle_is_read_from_a_memoryview() -> None:
     assert loads(memoryview(dumps({"a": 1}))) == {"a": 1}
+
+
+def test_code_finds_the_arguments_of_the_drivers_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    call = dumps_call(by_value("def train_func(): import sys; return sys.argv"), "train_func")
+    bound = dumps(Packed.of(by_value("def train_func(): import sys; return sys.argv"), "train_func").bind({}))
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=10.0.0.1"])
+    assert loads_call(call)() == ["train.py", "--lr", "0.1"]
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=10.0.0.1"])
+    assert loads(bound)() == ["train.py", "--lr", "0.1"]
 
 
 # -- what does not -----------------------------------------------------------------------------------------------------

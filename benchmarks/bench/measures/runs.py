@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import random
 import subprocess
 import time
@@ -14,14 +16,17 @@ from bench.worker import NUM_KEPT, gather, note, session_of
 
 #: The runs after the first one; the systems that are not listed start cold each time.
 _WARM_RUNS = {"raysgd": 6, "ray_train": 1, "ray_train_tuned": 1}
+#: Libraries of many modules, which a run imports before the last starts are timed.
+_LIBRARIES = ("sklearn.ensemble", "datasets", "mlflow.pytorch", "tensorflow")
 
 
 def _params_of_start(system: str, quick: bool) -> dict[str, Any]:
-    return {"warm_runs": _WARM_RUNS.get(system, 0)}
+    libraries = _LIBRARIES[:1] if quick else _LIBRARIES
+    return {"warm_runs": _WARM_RUNS.get(system, 0), "libraries": libraries if system == "raysgd" else ()}
 
 
 def run_start(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
-    """Time the start of train_func: the first time, and again with the same Trainer.
+    """Time the start of train_func: the first time, again with the same Trainer, and after a run that imports libraries.
 
     The clock starts at the call (``run``, ``fit``, the launcher's command) and stops at the first line of train_func on the
     last of the two ranks, with the gloo group formed. Ray was started before, and is idle.
@@ -32,6 +37,10 @@ def run_start(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
     if warm:
         series["warm_s"] = [entered for entered, _ in warm]
         series["warm_returned_s"] = [returned for _, returned in warm]
+    if params["libraries"]:
+        system.run(train_imports, {"libraries": params["libraries"]})
+        after = [_start(system) for _ in range(params["warm_runs"])]
+        series["warm_after_imports_s"] = [entered for entered, _ in after]
     return series
 
 
@@ -48,12 +57,18 @@ def train_start(config: dict[str, Any]) -> None:
     note(config, "entered", dist.get_rank(), entered)
 
 
+def train_imports(config: dict[str, Any]) -> None:
+    for name in config["libraries"]:
+        with contextlib.suppress(ImportError):  # it is not installed
+            importlib.import_module(name)
+
+
 START = Measure(
     name="start",
     title="Start",
     systems=("ray_train", "ray_train_tuned", "torchrun", "bare", "raysgd"),
     quick_systems=("ray_train", "torchrun", "bare", "raysgd"),
-    units={"cold_s": "s", "warm_s": "s", "warm_returned_s": "s"},
+    units={"cold_s": "s", "warm_s": "s", "warm_returned_s": "s", "warm_after_imports_s": "s"},
     repeat=4,
     params=_params_of_start,
     run=run_start,

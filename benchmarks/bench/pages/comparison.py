@@ -26,6 +26,7 @@ ROWS = (
     Row("cold", "cold: call to first line of train_func", "start", "cold_s", "s", (Limit(0.5, "ray_train"), Limit(1.2, "bare"))),
     Row("warm", "warm: second run to first line", "start", "warm_s", "s", (Limit(0.1),)),
     Row("warm_returned", "warm: second run to its return", "start", "warm_returned_s", "s", (Limit(0.1),)),
+    Row("warm_imports", "warm: the same, after large imports", "start", "warm_after_imports_s", "s", (Limit(0.1),)),
     Row("exception", "exception to raised in the driver", "exception", "seconds", "s", (Limit(0.3),)),
     Row("stall", "stall of a 512 MB checkpoint, second and later", "checkpoint", "stall_s", "s", (Limit(0.1),)),
     Row("first_stall", "stall of the first 512 MB checkpoint", "checkpoint", "first_stall_s", "s", ()),

@@ -288,23 +288,21 @@ class Storage:
     def put_path(self, local_path: str | os.PathLike[str], name: str) -> list[FileEntry]:
         """Copy a local file, or all files of a local folder, to the folder ``name`` here.
 
-        Links to files are followed, since the user made them. Links to folders, sockets and the like are refused. Empty
-        folders are not kept.
+        Links to files are followed, since the user made them. Links to folders, sockets and the like are refused. An empty
+        folder is an empty list; empty folders in it are not kept.
 
         Returns:
             The copied files; their names are relative to this storage.
 
         Raises:
             CheckpointNotFoundError: ``local_path`` does not exist.
-            CheckpointError: It holds no files, or something that is neither a file nor a folder.
+            CheckpointError: It holds something that is neither a file nor a folder.
         """
         check_name(name, "folder")
         source = os.path.abspath(os.path.expanduser(os.fspath(local_path)))
         if not os.path.exists(source):
             raise CheckpointNotFoundError(f"save_checkpoint(files=True): {source} does not exist")
         found = sorted(_walk(source)) if os.path.isdir(source) else [(os.path.basename(source), source)]
-        if not found:
-            raise CheckpointError(f"save_checkpoint(files=True): the folder {source} holds no files")
         return [self._put_file(path, f"{name}/{check_relative_path(relative, 'file')}") for relative, path in found]
 
     def fetch_tree(self, entries: Sequence[FileEntry], local_dir: str) -> None:

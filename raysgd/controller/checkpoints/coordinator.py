@@ -126,6 +126,11 @@ class CheckpointCoordinator:
         return None if newest is None else newest.number
 
     @property
+    def stored(self) -> list[Manifest]:
+        """The checkpoints on storage, oldest first."""
+        return self._index.manifests
+
+    @property
     def newest_uri(self) -> str | None:
         return None if self.newest_number is None else self._uri_of(self.newest_number)
 

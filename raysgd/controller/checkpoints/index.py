@@ -23,6 +23,11 @@ class CheckpointIndex:
         self._scores: dict[int, tuple[dict[str, Any] | None, float]] = {}
 
     @property
+    def manifests(self) -> list[Manifest]:
+        """The manifests, oldest first."""
+        return [self._manifests[number] for number in sorted(self._manifests)]
+
+    @property
     def newest(self) -> Manifest | None:
         return self._manifests[max(self._manifests)] if self._manifests else None
 
@@ -89,7 +94,7 @@ class CheckpointIndex:
 
 
 class CheckpointReads:
-    """Gives all ranks of an attempt the same newest checkpoint, and delays its deletion until they have read it.
+    """Gives all ranks of an attempt the same checkpoints, and delays their deletion until all ranks have read them.
 
     Args:
         first_number: Number of the checkpoint that the attempt's first save makes.
@@ -98,6 +103,7 @@ class CheckpointReads:
     def __init__(self, first_number: int = 1) -> None:
         self._first_number = first_number
         self._answers: dict[int, int | None] = {}
+        self._lists: dict[int, list[Manifest]] = {}
         self._needed_before: dict[int, int] = {}  # by checkpoint, the first one that is saved after it was read
         self._committed = 0
         self._delayed: set[int] = set()
@@ -112,8 +118,24 @@ class CheckpointReads:
         """
         number = self._answers.setdefault(index, newest)
         if number is not None:
-            self._needed_before[number] = max(self._needed_before.get(number, 0), self._first_number + num_saves)
+            self._keep(number, num_saves)
         return number
+
+    def list_for(self, index: int, num_saves: int, stored: list[Manifest]) -> list[Manifest]:
+        """Return the checkpoints on storage for the ``index``-th request of a list, the same for all ranks.
+
+        Args:
+            index: Number of this rank's request of a list in the attempt.
+            num_saves: Saves of each rank before that request.
+            stored: The checkpoints at the first rank's request, oldest first.
+        """
+        listed = self._lists.setdefault(index, stored)
+        for manifest in listed:
+            self._keep(manifest.number, num_saves)
+        return listed
+
+    def _keep(self, number: int, num_saves: int) -> None:
+        self._needed_before[number] = max(self._needed_before.get(number, 0), self._first_number + num_saves)
 
     def can_delete(self, number: int) -> bool:
         """Return whether a checkpoint can be deleted now; if not, `on_committed` or `end` returns it later."""

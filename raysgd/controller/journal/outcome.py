@@ -40,6 +40,8 @@ def outcome_error(data: dict[str, Any]) -> BaseException | None:
     cause = errors.WorkerTraceback(data["traceback"], data["rank"], data["node"], followed)
     error = _user_error(data)
     error.__cause__ = cause
+    if data.get("failures"):  # it was retried before
+        error.__notes__ = [*getattr(error, "__notes__", ()), data["message"]]
     return error
 
 

@@ -7,6 +7,7 @@ input leads to which transition.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames
@@ -180,9 +181,9 @@ class RunLifecycle:
         is_excused = self.preemption.excuses(failure, attempt)
         why_over = None if is_excused else self._count_failure(failure)
         if why_over is not None:
+            outcome = failure.outcome or Outcome("error", error_type="WorkerDiedError", ranks=failure.ranks)
             message = f"{why_over}. {self.checkpoints.last_checkpoint}"
-            ranks, failures = failure.ranks, self.failures.num_failures
-            self.close(Outcome("error", error_type="WorkerDiedError", message=message, ranks=ranks, failures=failures))
+            self.close(replace(outcome, message=message, failures=self.failures.num_failures))
         elif self.is_stopping:
             self.close(self.stopped_outcome())
         elif isinstance(self.state, Ending):

@@ -1,7 +1,7 @@
 """What to do after a failure. Pure.
 
-`find_cause` finds why an attempt ended: the user's exception ends the run, a failure of the system may be followed by a
-retry. `FailurePolicy.decide` then decides between another attempt and the end of the run.
+`find_cause` finds why an attempt ended: the user's exception ends the run, unless it is in `FailureConfig.retry_on`; a failure
+of the system may be followed by a retry. `FailurePolicy.decide` then decides between another attempt and the end of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_RESTART_DELAY_S = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of the system: processes that died together, or a group that could not form.
+    """What may be followed by a retry: processes that died together, a group that could not form, an exception to retry.
 
     Attributes:
         ranks: The ranks where the failure began.
@@ -31,6 +31,7 @@ class Failure:
         nodes: The nodes of these ranks.
         is_announced: The processes were preempted.
         raised: The last exception of train_func that came with the deaths, in one line.
+        outcome: How the run ends if no retry follows; None: with a `WorkerDiedError`.
     """
 
     ranks: tuple[int, ...]
@@ -38,6 +39,7 @@ class Failure:
     nodes: tuple[str, ...] = ()
     raised: str = ""
     is_announced: bool = False
+    outcome: Outcome | None = None
 
 
 class FailurePolicy:
@@ -88,7 +90,8 @@ def find_cause(ending: Ending, *, is_complete: bool) -> Outcome | Failure | None
         is_complete: No further error or death is waited for.
 
     Returns:
-        The user's exception as an `Outcome`, a `Failure` of the system, or None: wait for what explains a broken collective.
+        The user's exception as an `Outcome`, what may be retried as a `Failure`, or None: wait for what explains a broken
+        collective.
     """
     own = _own_errors(ending)
     if ending.deaths:
@@ -97,7 +100,7 @@ def find_cause(ending: Ending, *, is_complete: bool) -> Outcome | Failure | None
         if not own:
             return _failure_by_death(ending)
     if own:
-        return _outcome_of(own, ending)
+        return _cause_by_exception(own, ending)
     if not is_complete:
         return None
     in_setup = {rank: error for rank, error in ending.errors.items() if error.in_setup}
@@ -105,7 +108,7 @@ def find_cause(ending: Ending, *, is_complete: bool) -> Outcome | Failure | None
         ranks, first = tuple(sorted(in_setup)), next(iter(in_setup.values()))
         return Failure(ranks, f"the process group could not be formed: {first.summary}", _nodes_of(ranks, ending))
     if ending.errors:
-        return _outcome_of(ending.errors, ending)
+        return _cause_by_exception(ending.errors, ending)
     return Failure((), "an attempt ended and no rank reported why")
 
 
@@ -132,8 +135,11 @@ def _failure_by_death(ending: Ending) -> Failure:
     return Failure(ranks, what, nodes, raised[-1] if raised else "")
 
 
-def _outcome_of(causes: Mapping[int, Failed], ending: Ending) -> Outcome:
-    rank = next(iter(causes))
+def _cause_by_exception(causes: Mapping[int, Failed], ending: Ending) -> Outcome | Failure:
+    rank, failed = next(iter(causes.items()))
     followed = tuple((other, error.summary) for other, error in ending.errors.items() if other != rank)
     node = ending.running.nodes[rank]
-    return Outcome("error", failed=causes[rank], rank=rank, node=node, followed=followed, ranks=(rank,))
+    outcome = Outcome("error", failed=failed, rank=rank, node=node, followed=followed, ranks=(rank,))
+    if not failed.can_retry:
+        return outcome
+    return Failure((rank,), f"train_func raised {failed.summary} on rank {rank}, {node}", (node,), outcome=outcome)

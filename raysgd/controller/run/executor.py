@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
 from raysgd.config import CheckpointConfig, FailureConfig
@@ -205,6 +206,13 @@ class Run:
         number = self._reads.newest_for(index, num_saves, self._machine.checkpoints.newest_number)
         return None if number is None else self._files.uri_of(number)
 
+    def list_checkpoints(self, attempt: int, index: int, num_saves: int) -> list[Checkpoint] | None:
+        """Return the checkpoints on storage, oldest first, the same for all ranks of an attempt; see `CheckpointReads`."""
+        if attempt != self._attempt:
+            return None
+        listed = self._reads.list_for(index, num_saves, self._machine.checkpoints.stored)
+        return [Checkpoint.of_manifest(self._files.uri_of(manifest.number), manifest) for manifest in listed]
+
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _feed(self, given: c.Input) -> None:
@@ -303,7 +311,7 @@ class Run:
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
 
     async def _form_group(self, *, keep_size: bool) -> None:
-        for message in await self._group.get_ready(keep_size=keep_size):
+        for message in await self._group.get_ready(keep_size=keep_size, on_waiting=self.warn):
             self.warn(message)
         await self._group.check_storage(self._files.storage)
         self._rendezvous = await self._group.open_rendezvous()

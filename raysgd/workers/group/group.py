@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
@@ -34,7 +35,7 @@ from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, ControllerProcess, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
-from raysgd.workers.placement.cluster import check_feasible, list_nodes
+from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
 
 if TYPE_CHECKING:
@@ -130,22 +131,34 @@ class WorkerGroup:
         if not self._has_formed:
             self._members[:] = [None] * size
 
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
-        """Make every worker ready for a run; return messages for the user.
+    async def get_ready(
+        self,
+        *,
+        keep_size: bool = False,
+        is_run: bool = True,
+        on_waiting: Callable[[str], None] | None = None,
+    ) -> list[str]:
+        """Make every worker ready for a run, or for the class API; return messages for the user.
 
         An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
 
         Args:
             keep_size: The group neither shrinks nor grows.
+            is_run: See `PrepareOrder`.
+            on_waiting: Called with a line for the user while the group waits for nodes to join the cluster. The default logs
+                it, which the driver prints.
 
         Raises:
-            InfeasibleError: The cluster can never hold the workers.
+            InfeasibleError: The cluster cannot hold the workers, and no nodes joined it in the time that the user allows.
             StartTimeoutError: They were not ready in time.
             WorkerDiedError: A worker died while it was starting.
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
+        if not self.slots.is_open and not self.slots.is_in_existing_placement:
+            spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
+            await wait_until_feasible(self._scaling, spares, timeout_s, on_waiting or get_logger().warning)
         try:
-            messages = await asyncio.wait_for(self._get_ready(keep_size), self._failure.start_timeout_s)
+            messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._make_timeout_error() from None
         self._reserve.replenish()
@@ -153,15 +166,15 @@ class WorkerGroup:
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
-    async def _get_ready(self, keep_size: bool) -> list[str]:
+    async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
         await self._form(keep_size)
-        stale = {rank: why for rank, why in enumerate(await self._prepare()) if why is not None}
+        stale = {rank: why for rank, why in enumerate(await self._prepare(is_run)) if why is not None}
         if not stale:
             return []
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
-        await self._prepare()
+        await self._prepare(is_run)
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
@@ -241,11 +254,11 @@ class WorkerGroup:
         for worker, member in zip(self._workers(), members, strict=True):
             worker.member = member
 
-    async def _prepare(self) -> list[str | None]:
-        """Reset every process for a run; return by rank why a process cannot be used again, or None."""
+    async def _prepare(self, is_run: bool) -> list[str | None]:
+        """Reset every process for what follows; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
-        orders = [PrepareOrder(visible, index, rank) for rank, (visible, index) in enumerate(gpus)]
+        orders = [PrepareOrder(visible, index, rank, is_run) for rank, (visible, index) in enumerate(gpus)]
         return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from raysgd.config import ScalingConfig
 
+#: The number of nodes that a message names.
+MAX_SHOWN = 8
 _EPSILON = 1e-6  # resources are floats: ten times 0.1 GPU may be more than 1 GPU
 
 
@@ -91,6 +93,15 @@ def count_fitting(bundle: Mapping[str, float], nodes: Sequence[Node]) -> int:
 def describe_bundle(bundle: Mapping[str, float]) -> str:
     """Return the bundle as text, such as ``2 CPU + 1 GPU``."""
     return " + ".join(f"{_number(amount)} {name}" for name, amount in bundle.items()) or "no resources"
+
+
+def describe_nodes(nodes: Sequence[Node], resources: Sequence[str]) -> str:
+    """Return the nodes as text, each with its total of these resources, such as ``a (4 CPU + 1 GPU), b (4 CPU + 0 GPU)``."""
+    shown = [
+        f"{node.name} ({describe_bundle({name: node.total.get(name, 0) for name in resources})})" for node in nodes
+    ]
+    more = [f"and {len(nodes) - MAX_SHOWN} more"] if len(nodes) > MAX_SHOWN else []
+    return ", ".join([*shown[:MAX_SHOWN], *more])
 
 
 def _count_on_node(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import ray
 from ray._private.state import state  # no public API has the free resources by node, or the autoscaler's limit
@@ -14,7 +15,7 @@ from ray._private.worker import global_worker  # no public API lists draining no
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
-from raysgd.workers.placement.capacity import Node, explain_infeasible
+from raysgd.workers.placement.capacity import Node, describe_nodes, explain_infeasible
 
 #: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
 NAMESPACE = "raysgd"
@@ -24,7 +25,12 @@ _log = logging.getLogger(__name__)
 _DRAINING_TIMEOUT_S = 2.0
 #: The time for a living node to accept a connection.
 _CONNECT_TIMEOUT_S = 0.5
-_ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
+#: Seconds between two looks at the nodes of a cluster that is not whole yet.
+_JOIN_INTERVAL_S = 1.0
+_ADVICE = (
+    "Ask for fewer or smaller workers, or give the cluster more nodes. If its nodes are still starting, "
+    "FailureConfig(wait_for_nodes_s=...) waits for them."
+)
 
 
 def list_nodes() -> list[Node]:
@@ -43,15 +49,44 @@ def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
     Raises:
         InfeasibleError: The message shows the arithmetic.
     """
-    why = explain_infeasible(scaling, list_nodes(), num_spares)
-    if why is None:
-        return
-    limit = _autoscaler_limit()
-    if limit is None:
+    if (why := _why_infeasible(scaling, num_spares)) is not None:
         raise InfeasibleError(f"{why}. {_ADVICE}")
+
+
+async def wait_until_feasible(
+    scaling: ScalingConfig, num_spares: int, timeout_s: float, on_waiting: Callable[[str], None]
+) -> None:
+    """Wait until enough nodes have joined the cluster for the workers.
+
+    Args:
+        scaling: The workers.
+        num_spares: Spares in addition to the workers.
+        timeout_s: Seconds to wait at most; 0 does not wait.
+        on_waiting: Called with a line about what is there and what is missing, and again when that has changed.
+
+    Raises:
+        InfeasibleError: The cluster cannot hold the workers, and the time is over.
+    """
+    deadline, said = time.monotonic() + timeout_s, ""
+    while (why := _why_infeasible(scaling, num_spares)) is not None:
+        if (left_s := deadline - time.monotonic()) <= 0:
+            waited = f", after {timeout_s:g} s of waiting for nodes" if timeout_s else ""
+            raise InfeasibleError(f"{why}{waited}. {_ADVICE}")
+        line = f"{why}; its nodes are {describe_nodes(list_nodes(), list(scaling.bundle()))}"
+        if line != said:
+            said = line
+            on_waiting(f"waiting up to {timeout_s:g} s for nodes that join the cluster: {line}")
+        await asyncio.sleep(min(left_s, _JOIN_INTERVAL_S))
+
+
+def _why_infeasible(scaling: ScalingConfig, num_spares: int) -> str | None:
+    why = explain_infeasible(scaling, list_nodes(), num_spares)
+    if why is None or (limit := _autoscaler_limit()) is None:
+        return why
     beyond = explain_infeasible(scaling, [Node("", "", limit, limit)], num_spares)
-    if beyond is not None and "nodes" not in beyond:  # the limit says nothing about single nodes
-        raise InfeasibleError(f"{beyond} when its autoscaler has added all it may. {_ADVICE}")
+    if beyond is None or "nodes" in beyond:  # the limit says nothing about single nodes
+        return None
+    return f"{beyond} when its autoscaler has added all it may"
 
 
 def has_autoscaler() -> bool:

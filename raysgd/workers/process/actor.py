@@ -143,6 +143,7 @@ class WorkerActor(Watched):
         self._instances: Any = None
         self._current = CurrentAttempt()
         self._is_in_group = False
+        self._is_reset = True  # no run since the start, or since the last reset
         self._leaving = threading.Lock()
         self._rank = 0
         self._visible_gpus: tuple[GpuId, ...] = ()
@@ -211,7 +212,9 @@ class WorkerActor(Watched):
             return f"{', '.join(stale)} changed since the workers loaded it"
         if self._backend.should_replace_process():
             return "their framework has not freed all resources of earlier groups"
-        self._baseline.restore()
+        if order.is_run or not self._is_reset:
+            self._baseline.restore()
+            self._is_reset = True
         if order.visible_gpus:
             # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever others the group gets.
             self._visible_gpus = self._visible_gpus or order.visible_gpus
@@ -232,6 +235,7 @@ class WorkerActor(Watched):
 
     def run(self, run: RunOrder, order: AttemptOrder) -> Iterator[Any]:
         """Run train_func once; yield the events that do not travel over a connection."""
+        self._is_reset = False
         attempt: Attempt = self._attempts.make(run, order)
         self._current.begin(attempt)
         sender = EventSender(order.inbox, on_problem=attempt.use_ray_stream)
@@ -249,6 +253,8 @@ class WorkerActor(Watched):
         if attempt.is_preempted:
             self._termination.remind()
         self._modules.note_loaded()
+        del attempt, sender  # they refer to what train_func returned
+        self._baseline.settle()
 
     def payloads(self, attempt: int) -> Iterator[Any]:
         """Yield what this rank saves in an attempt, each part as an array of bytes. The controller owns the items."""

@@ -59,6 +59,7 @@ class Attempt:
         code: Returns this attempt's own copies of ``train_func`` and its ``config``.
         node: This process's node, as users see it.
         on_resize: Calls the user's ``on_resize`` with the old and the new world size.
+        load_retry_on: Returns the classes of exceptions that the user has retried.
 
     Attributes:
         is_preempted: The process got SIGTERM.
@@ -78,6 +79,7 @@ class Attempt:
         callbacks: WorkerCallbacks,
         node: str,
         on_resize: Callable[[int, int], Any] | None = None,
+        load_retry_on: Callable[[], tuple[type[Exception], ...]] = tuple,
     ) -> None:
         self.number = order.attempt
         self.is_preempted = False
@@ -93,6 +95,8 @@ class Attempt:
         self._callbacks = callbacks
         self._node = node
         self._on_resize = on_resize
+        self._load_retry_on = load_retry_on
+        self._retry_on: tuple[type[Exception], ...] = ()
         self._in_setup = False
         self._done = threading.Event()
         self._large_value: bytes | None = None
@@ -171,6 +175,7 @@ class Attempt:
         error: BaseException | None = None
         try:
             function, config = self._code()
+            self._retry_on = self._load_retry_on()
             self._secrets = frozenset(secret_values(config))
             self._join_group()
             value = self._thread.call(function, config, self._enter)
@@ -264,6 +269,7 @@ class Attempt:
             in_collective=is_collective_error(self._backend, error),
             # A peer or the network can cause these. A retry would repeat any other error there.
             in_setup=self._in_setup and isinstance(error, (RuntimeError, OSError)),
+            can_retry=isinstance(error, self._retry_on),
         )
 
     def _leave_group(self) -> None:
@@ -308,7 +314,12 @@ class WorkerCallbacks:
         self._order = order
         self._event_queue = event_queue
         self._count = order.iterations_before
-        self.hooks = [self._on_report] if callbacks else []
+        self._has_callbacks = bool(callbacks)
+
+    @property
+    def hooks(self) -> list[Callable[[dict[str, Any]], None]]:
+        """What to call with each report of this rank."""
+        return [self._on_report] if self._has_callbacks else []
 
     def start(self) -> None:
         self._request_stop(self._runner.start(self._info))

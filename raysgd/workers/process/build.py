@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysgd.backends.base import Backend, Member
-from raysgd.checkpoint.checkpoint import load_state
+from raysgd.checkpoint.checkpoint import Checkpoint, load_state
 from raysgd.checkpoint.format.parts import MemoryPart
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
@@ -28,7 +28,7 @@ from raysgd.session.rank_state import make_deterministic, seed_generators
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
 from raysgd.workers.orders import AttemptOrder, Blob, HeldCheckpoint, RunOrder
-from raysgd.workers.pickling import dumps, loads
+from raysgd.workers.pickling import dumps, loads, loads_call
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 
@@ -152,11 +152,12 @@ class AttemptBuilder:
             callbacks=callbacks,
             node=self._node,
             on_resize=None if task.on_resize is None else lambda old, new: loads(resolve(task.on_resize))(old, new),
+            load_retry_on=lambda: () if task.retry_on is None else loads(resolve(task.retry_on)),
         )
 
 
 def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
-    function, config = loads(resolve(run.task.code))
+    function, config = loads_call(resolve(run.task.code))
     if run.task.deterministic:
         make_deterministic()
     if run.task.seed is not None:
@@ -182,6 +183,10 @@ class ControllerLink:
     def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
         uri = ray.get(self._controller().newest_checkpoint.remote(*self._key, index, num_saves))
         return None if uri is None else FromCheckpoint(uri)
+
+    def list_checkpoints(self, index: int, num_saves: int) -> list[Checkpoint]:
+        listed = ray.get(self._controller().list_checkpoints.remote(*self._key, index, num_saves))
+        return [] if listed is None else list(listed)
 
     def _controller(self) -> Any:
         """Return the TrainerActor's handle; made at the first call only, because Ray imports the actor's class for it."""

@@ -9,7 +9,7 @@ from raysgd.backends.base import Backend, Member, is_collective_error
 from raysgd.session import context
 from raysgd.session.local import LocalSession
 from raysgd.workers.orders import Blob
-from raysgd.workers.pickling import dumps_returned, failed_call, loads
+from raysgd.workers.pickling import dumps_returned, failed_call, loads_call
 from raysgd.workers.process.build import identity_of, resolve
 
 
@@ -57,7 +57,7 @@ class Instances:
         data = resolve(blob)
         self._backend.set_device()
         try:
-            function = loads(data)
+            function = loads_call(data)
             value = function(self._instance) if has_instance else function()
             return dumps_returned(value, "the function", self._backend.get_reducers())
         except BaseException as error:
@@ -73,7 +73,7 @@ class Instances:
     def _construct(self, data: bytes, member: Member) -> None:
         context.install(MemberSession(member))
         try:
-            cls, args, kwargs = loads(data)
+            cls, args, kwargs = loads_call(data)
             self._instance = None if cls is None else cls(*args, **kwargs)
             return
         except BaseException as error:

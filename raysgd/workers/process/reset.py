@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from raysgd._util.imports import imported
@@ -32,6 +33,10 @@ _FLAGS = (
     ("mkldnn.conv", "fp32_precision"),
     ("mkldnn.rnn", "fp32_precision"),
 )
+#: So many modules imported since the last time make collections slow.
+MANY_MODULES = 100
+#: Modification time of a source, in nanoseconds, and its size.
+_Stamp = tuple[int, int]
 
 
 class Baseline:
@@ -43,12 +48,11 @@ class Baseline:
         self._path = list(sys.path)
         self._generators: GeneratorStates | None = None
         self._torch: dict[str, Any] = {}
+        self._num_frozen = 0  # modules
 
     def note_framework(self) -> None:
         """Remember the state of what `Backend.load` imported; called right after the first load."""
-        # A framework has half a million objects that live as long as the process. Without this, each collection between
-        # attempts visits all of them, which takes 0.1-0.2 s with torch.
-        gc.freeze()
+        self._freeze()
         self._environ = dict(os.environ)
         self._generators = capture_generators()
         if torch := imported("torch"):
@@ -77,6 +81,22 @@ class Baseline:
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
+        if self._has_many_imports():
+            self._freeze()
+
+    def settle(self) -> None:
+        """Free what a run has left, if it has imported much: later collections then take no time for what it imported."""
+        if self._has_many_imports():
+            gc.collect()
+            self._freeze()
+
+    def _has_many_imports(self) -> bool:
+        return len(sys.modules) - self._num_frozen >= MANY_MODULES
+
+    def _freeze(self) -> None:
+        """Exclude all objects from later collections, each of which visits every object: see decision 0010."""
+        gc.freeze()
+        self._num_frozen = len(sys.modules)
 
     def _restore_torch(self) -> None:
         torch = imported("torch")
@@ -108,56 +128,60 @@ def _read_flags(backends: Any) -> dict[tuple[str, str], Any]:
 _GENERATED = "__autograph_generated_file"
 
 
-def _installed_prefixes() -> tuple[str, ...]:
+def _foreign_prefixes() -> tuple[str, ...]:
+    """Return the folders whose modules are not the user's: those of installed packages, and raysgd's own."""
     places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, *site.getsitepackages()}
-    places.add(site.getusersitepackages())
+    places |= {site.getusersitepackages(), str(Path(__file__).parents[2])}
     both = {place for given in places if given for place in (os.path.abspath(given), os.path.realpath(given))}
     return tuple(place + os.sep for place in both)
 
 
 class ModuleWatch:
-    """Remembers the source of each user module as it was when the module was loaded."""
+    """Remembers the source of each user module as it was when the module was loaded.
+
+    A process may have loaded ten thousand modules, and every warm start asks. Each module is therefore examined once.
+    """
 
     def __init__(self) -> None:
-        self._prefixes = _installed_prefixes()
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._prefixes = _foreign_prefixes()
+        self._examined: set[str] = set()
+        self._sources: dict[str, tuple[str, _Stamp]] = {}  # of the user's modules
         self._changed: set[str] = set()
         self._noted_at_ns = time.time_ns()
 
     def note_loaded(self) -> None:
         """Note the modules loaded since the last call, and those of them whose source was changed after their import."""
         since, self._noted_at_ns = self._noted_at_ns, time.time_ns()
-        for name, path in self._user_modules():
-            if name in self._stamps or (stamp := _stamp(path)) is None:
+        for name in sys.modules.keys() - self._examined:
+            self._examined.add(name)
+            path = self._source_of(name)
+            if path is None or (stamp := _stamp(path)) is None:
                 continue
-            self._stamps[name] = stamp
+            self._sources[name] = path, stamp
             if stamp[0] > since and _has_changed_since_import(name, stamp):
                 self._changed.add(name)
 
     def stale(self) -> tuple[str, ...]:
         """Return the names of loaded user modules whose source has changed since."""
-        for name, path in self._user_modules():
-            known = self._stamps.get(name)
-            if known is not None and _stamp(path) != known:
+        for name, (path, stamp) in self._sources.items():
+            if name in sys.modules and _stamp(path) != stamp:
                 self._changed.add(name)
         return tuple(sorted(self._changed))
 
-    def _user_modules(self) -> list[tuple[str, str]]:
-        found = []
-        for name, module in list(sys.modules.items()):
-            path = getattr(module, "__file__", None)
-            # Every warm start checks thousands of modules: installed ones must not cost a system call.
-            if name == "__main__" or not path or not path.endswith(".py") or path.startswith(self._prefixes):
-                continue
-            if name.startswith(_GENERATED):
-                continue
-            real = os.path.realpath(path)
-            if not real.startswith(self._prefixes):
-                found.append((name, real))
-        return found
+    def _source_of(self, name: str) -> str | None:
+        """Return the source of a module that is the user's; None for any other module."""
+        # No `getattr`: a module that is loaded on first use would be loaded for it.
+        attributes = getattr(sys.modules.get(name), "__dict__", {})
+        path = attributes.get("__file__")
+        if name == "__main__" or not path or not path.endswith(".py") or name.startswith(_GENERATED):
+            return None
+        if attributes.get("__spec__") is None:  # not imported, but made by code, such as torch.compile's
+            return None
+        is_foreign = path.startswith(self._prefixes) or os.path.realpath(path).startswith(self._prefixes)
+        return None if is_foreign else str(path)
 
 
-def _has_changed_since_import(name: str, stamp: tuple[int, int]) -> bool:
+def _has_changed_since_import(name: str, stamp: _Stamp) -> bool:
     """Return True if the source's time differs from the one in the compiled file that was written at import."""
     cached = getattr(sys.modules[name], "__cached__", None)
     try:
@@ -168,7 +192,7 @@ def _has_changed_since_import(name: str, stamp: tuple[int, int]) -> bool:
     return int.from_bytes(header[8:12], "little") != (stamp[0] // 10**9) & 0xFFFFFFFF
 
 
-def _stamp(path: str) -> tuple[int, int] | None:
+def _stamp(path: str) -> _Stamp | None:
     try:
         status = os.stat(path)
     except OSError:
