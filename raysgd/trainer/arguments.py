@@ -31,7 +31,7 @@ class RunArguments:
     train_func: Any
     config: Any = None
     dataset: Any = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] | None = ()
     resume_from: Any = None
     reduce: Any = None
     returns: Any = "first"

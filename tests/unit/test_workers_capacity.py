@@ -164,7 +164,7 @@ def test_message_shows_the_free_bundles_of_a_placement_group_that_is_too_small()
     assert message == (
         "needs room for 3 x (2 CPU) (2 workers, 1 spare), and its bundles have no resources | 3 CPU free, room for 1"
     )
-    assert explain_full(ScalingConfig(num_workers=2, cpus_per_worker=0), [{"CPU": 0.002}]) is None
+    assert explain_full(ScalingConfig(num_workers=2, cpus_per_worker=0), [{"memory": 2}]) is None
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 3))

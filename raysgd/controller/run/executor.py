@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from raysgd._util.logs import get_logger
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
 from raysgd.config import CheckpointConfig, FailureConfig
@@ -116,10 +117,12 @@ class Run:
             self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
+        self._group.on_wait = self.warn
         self._act_all(self._machine.begin())
         self._update_paused()
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
+        self._group.on_wait = get_logger().warning
         self._files.stop_flushing()
         # The run stays readable until the next one begins, but its data is released now.
         task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
@@ -31,7 +32,7 @@ from raysgd.workers.liveness.deaths import DEATHS, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.orders import AttemptOrder, Blob, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
-from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
+from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
+#: What a group waits for is reported after this time, and looked for in such intervals.
+WAIT_REPORT_S = 2.0
 
 
 class WorkerGroup:
@@ -51,9 +54,13 @@ class WorkerGroup:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
+        explain_missing: Says which resources a number of workers wait for, and who holds them; None if there is room. Blocks.
 
     The attributes ``slots``, ``streams``, ``monitor``, ``drains``, ``agreement`` and ``memory`` are the group's parts; their
     classes say what they do.
+
+    Attributes:
+        on_wait: Called with what the group waits for, if resources are missing.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class WorkerGroup:
         controller: str,
         runtime_env: Mapping[str, Any] | None,
         existing: ExistingPlacement | None = None,
+        explain_missing: Callable[[int], str | None] = lambda count: None,
     ) -> None:
         self._scaling = scaling
         self._failure = failure
@@ -73,6 +81,8 @@ class WorkerGroup:
         # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
+        self._explain_missing = explain_missing
+        self.on_wait: Callable[[str], None] = get_logger().warning
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
         self._agents = NodeAgents(name)
         self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
@@ -138,10 +148,13 @@ class WorkerGroup:
             WorkerDiedError: A worker died while it was starting.
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
+        reporting = asyncio.ensure_future(self._report_wait())
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._make_timeout_error() from None
+        finally:
+            reporting.cancel()
         self._reserve.replenish()
         self._want_joining_workers()
         self._agents.watch_workers(self._infos())
@@ -256,9 +269,29 @@ class WorkerGroup:
         except RayError as error:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
+    async def _report_wait(self) -> None:
+        """Report once what the group waits for, if resources are missing."""
+        why: str | None = None
+        while why is None:
+            await asyncio.sleep(WAIT_REPORT_S)
+            with contextlib.suppress(Exception):  # nothing depends on it, and the next look may succeed
+                if count := self._num_unplaced():
+                    why = await asyncio.to_thread(self._explain_missing, count)
+        self.on_wait(why)
+
+    def _num_unplaced(self) -> int:
+        """Return the number of workers, spares included, that wait for resources."""
+        waiting = [worker.slot for worker in self._workers() if worker.info is None]
+        by_group = {slot.placement: slot for slot in waiting}
+        unplaced = {placement for placement, slot in by_group.items() if not slot.is_placed()}
+        num_unplaced = sum(slot.placement in unplaced for slot in waiting)
+        num_spares = self._failure.num_spares if num_unplaced and not self._has_formed else 0
+        return num_unplaced + num_spares + len(self._vacant_ranks())
+
     def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)
-        why = explain_busy(self._scaling, list_nodes(), self._failure.num_spares) if missing else None
+        unplaced = self._num_unplaced() if missing else 0
+        why = self._explain_missing(unplaced) if unplaced else None
         return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:

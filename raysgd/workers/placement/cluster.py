@@ -27,6 +27,15 @@ _CONNECT_TIMEOUT_S = 0.5
 _ADVICE = "Ask for fewer or smaller workers, or give the cluster more nodes."
 
 
+def current_session() -> tuple[str, str] | None:
+    """Return what identifies this process's connection to Ray: the cluster's session and the job; None without one."""
+    try:
+        here = ray.get_runtime_context()
+        return (here.get_session_name(), here.get_job_id()) if ray.is_initialized() else None
+    except Exception:  # another thread is just disconnecting
+        return None
+
+
 def list_nodes() -> list[Node]:
     """Return the living nodes with their total and free resources."""
     free = state.available_resources_per_node()
