@@ -279,7 +279,7 @@ class ResultStream:
         error = outcome_error(data)
         with self._changed:
             if self._error is None:
-                self._error, self._is_error_of_outcome = error, True
+                self._error, self._is_error_of_outcome = error, error is not None
             self._outcome = data
             self._wake()
 

@@ -71,7 +71,7 @@ def explain_wait(scaling: ScalingConfig, count: int, nodes: Sequence[Node], hold
             head += f" ({', '.join(free)} free)"
     else:  # there are enough, but not on the nodes where the workers would have to be
         short = list(bundle)
-        head = f"waiting for room for {count} workers of {describe_bundle(bundle)}"
+        head = f"waiting for room for {count} worker{'s' * (count > 1)} of {describe_bundle(bundle)}"
     held = [(name, _describe_holders(name, nodes, holdings)) for name in short]
     return "; ".join([head, *(text if len(held) == 1 else f"of {name}: {text}" for name, text in held)])
 
