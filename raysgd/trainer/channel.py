@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,9 @@ class Channel:
         self._actor = actor
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
         self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
-        self._is_idle = threading.Event()  # nobody in this process reads a live run
+        self._is_idle = threading.Event()  # the run that this process has begun is closed
         self._is_idle.set()
+        self._has_outcome = True  # of that run
         self._session = current_session()
         self._returned: weakref.ref[ReturnedValues] | None = None  # of the latest run
 
@@ -125,6 +126,7 @@ class Channel:
             request = self._keep_data(request)
         self._request = request
         self._is_idle.clear()
+        self._has_outcome = False
         self._actor.run.remote(request)
         if self.settings.alias is not None:
             self.call("endpoint")
@@ -136,13 +138,16 @@ class Channel:
             RayActorError: The TrainerActor is gone.
         """
         try:
-            yield from follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again)
+            for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
+                if self._is_request(run_id):
+                    self._update_progress({frame.kind for frame in batch})
+                yield batch
         except RayActorError:
             self.is_gone = True
             self._tidy_up()
             raise
         finally:
-            if self._request is not None and self._request.run_id == run_id:
+            if self._is_request(run_id):
                 self._request = None  # it refers to the run's data
                 self._is_idle.set()
 
@@ -207,13 +212,14 @@ class Channel:
             raise TrainerClosedError(CLUSTER_IS_GONE)
 
     def cancel_live_run(self, why: str, patience_s: float) -> bool:
-        """Cancel the live run that this process has begun, and wait until it is closed; return whether there was one."""
-        request = self._request
+        """Wait until the run that this process has begun is closed; cancel it if it is live, and return whether it was."""
+        request, is_live = self._request, not self._has_outcome
         if request is None:
             return False
-        self.stop(request.run_id, why, cancel=True)
+        if is_live:
+            self.stop(request.run_id, why, cancel=True)
         self._is_idle.wait(patience_s)
-        return True
+        return is_live
 
     def fetch_returned(self) -> None:
         """Fetch what the latest run returned, if it may still be asked for: large values end with the TrainerActor."""
@@ -237,6 +243,15 @@ class Channel:
             with contextlib.suppress(Exception):  # the cluster may be gone as well
                 remove_placement_groups(self.settings.name)
                 forget(self.settings.name, self.settings.alias)
+
+    def _update_progress(self, kinds: Collection[str]) -> None:
+        if frames.RUN_END in kinds:
+            self._has_outcome = True
+        if frames.RUN_CLOSED in kinds:
+            self._is_idle.set()
+
+    def _is_request(self, run_id: str) -> bool:
+        return self._request is not None and self._request.run_id == run_id
 
     def _send_again(self) -> bool:
         """Send the restarted actor the live run, and the request to stop it if there was one; return whether a run is live."""

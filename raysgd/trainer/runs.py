@@ -7,6 +7,7 @@ runs, and releases everything. `raysgd.Trainer` and the trials of Ray Tune are b
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import gc
 import os
@@ -325,21 +326,43 @@ class Lease:
         _leases.discard(self)
 
 
+#: Locked while a thread releases what a Trainer held.
+_releasing: set[_thread.LockType] = set()
+_is_exiting = False
+
+
 def _release_in_thread(channel: Channel, pid: int) -> None:
-    if os.getpid() == pid:  # otherwise this is a copy in a process that was forked
-        # The garbage collector may call this anywhere, also where this thread holds a lock of Ray or of `threading`.
-        _thread.start_new_thread(_release_dropped, (channel,))
+    if os.getpid() != pid or _is_exiting:  # this is a copy in a process that was forked, or Ray ends the actors now
+        return
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    _releasing.add(lock)
+    # The garbage collector may call this anywhere, also where this thread holds a lock of Ray or of `threading`.
+    _thread.start_new_thread(_release_dropped, (channel, lock))
 
 
-def _release_dropped(channel: Channel) -> None:
+def _release_dropped(channel: Channel, lock: _thread.LockType) -> None:
     """End the TrainerActor of a Trainer that nobody can use any more."""
-    with contextlib.suppress(Exception):  # there is nobody to raise it to
-        why = "its Trainer and its results were dropped"
-        if channel.cancel_live_run(why, INTERRUPT_PATIENCE_S):
-            get_logger().warning(
-                "a run was cancelled, because %s; keep its Trainer or its ResultStream, or give RunConfig(detached=True)",
-                why,
-            )
-        channel.fetch_returned()
-    with contextlib.suppress(Exception):
-        channel.close()
+    try:
+        with contextlib.suppress(Exception):  # there is nobody to raise it to
+            why = "its Trainer and its results were dropped"
+            if channel.cancel_live_run(why, INTERRUPT_PATIENCE_S):
+                get_logger().warning(
+                    "a run was cancelled, because %s; keep its Trainer or its ResultStream, or give RunConfig(detached=True)",
+                    why,
+                )
+            channel.fetch_returned()
+        with contextlib.suppress(Exception):
+            channel.close()
+    finally:
+        _releasing.discard(lock)
+        lock.release()
+
+
+@atexit.register  # after Ray's own function, so it is called before that
+def _wait_for_releases() -> None:
+    """Let no thread call Ray while the interpreter exits: after Ray's end, a call would start Ray again."""
+    global _is_exiting
+    _is_exiting = True
+    for lock in list(_releasing):
+        lock.acquire(timeout=INTERRUPT_PATIENCE_S)
