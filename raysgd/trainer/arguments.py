@@ -53,6 +53,12 @@ def check_train_func(function: Any) -> Callable[..., Any]:
     signature = _signature(function)
     if signature is None:
         return function  # type: ignore[no-any-return]
+    kinds = {p.kind for p in signature.parameters.values()}
+    if kinds == {inspect.Parameter.VAR_KEYWORD} and not isinstance(function, functools.partial):
+        raise ConfigError(
+            f"train_func {name}{signature} gets its config as one dict, not as keywords; write def {name}(config), and "
+            "config['lr'] for a value."
+        )
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
     if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
         wants = ", ".join(p.name for p in needed)

@@ -188,6 +188,19 @@ def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
     return Storage.from_uri(spec.run_config.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
 
 
+def check_run(run: RunArguments) -> None:
+    """Check the arguments of a run that need no cluster, before one is started for it.
+
+    Raises:
+        ConfigError: An argument cannot work.
+    """
+    check_callbacks(run.callbacks)
+    check_train_func(run.train_func)
+    check_config(run.config)
+    check_reduce(run.reduce)
+    check_returns(run.returns)
+
+
 def begin_run(
     channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str, lease: object = None
 ) -> ResultStream:

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -22,7 +22,7 @@ from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
-from raysgd.config.argument_names import RUN_HINTS, TRAINER_HINTS, refuse_unknown
+from raysgd.config.argument_names import METHOD_HINTS, RUN_HINTS, RUN_OTHERWISE, TRAINER_HINTS, refuse_unknown
 from raysgd.config.checks import check_component
 from raysgd.config.run import BackendName, Reduction, Returns, ScoreOrder
 from raysgd.config.scaling import PlacementStrategy
@@ -158,7 +158,7 @@ class Trainer:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     @leaves_raysgd
-    @refuse_unknown("Trainer.run", RUN_HINTS)
+    @refuse_unknown("Trainer.run", RUN_HINTS, RUN_OTHERWISE)
     def run(
         self,
         train_func: Callable[..., Any],
@@ -203,7 +203,7 @@ class Trainer:
             raise
 
     @leaves_raysgd
-    @refuse_unknown("Trainer.run_generator", RUN_HINTS)
+    @refuse_unknown("Trainer.run_generator", RUN_HINTS, RUN_OTHERWISE)
     def run_generator(
         self,
         train_func: Callable[..., Any],
@@ -223,7 +223,7 @@ class Trainer:
         return self._runs.begin(run)
 
     @leaves_raysgd
-    @refuse_unknown("Trainer.to_trainable", RUN_HINTS)
+    @refuse_unknown("Trainer.to_trainable", RUN_HINTS, RUN_OTHERWISE)
     def to_trainable(
         self,
         train_func: Callable[..., Any],
@@ -394,6 +394,12 @@ class Trainer:
 
     def _repr_html_(self) -> str:
         return self._table().html()
+
+    if not TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f"; {METHOD_HINTS[name]}." if name in METHOD_HINTS else ""
+            raise AttributeError(f"'Trainer' object has no attribute {name!r}{advice}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
