@@ -132,7 +132,7 @@ METHOD_HINTS = {
     "validate": "evaluate in train_func",
     "predict": "call the model that trainer.run(...) returned",
     "close": "call trainer.shutdown()",
-    "remote": "a Trainer is no actor of Ray; call trainer.run(train_func, config)",
+    "remote": "a Trainer is not an actor of Ray; call trainer.run(train_func, config)",
 }
 
 

@@ -281,7 +281,7 @@ class Channel:
 
 
 class ReturnedValues:
-    """What train_func returned, by rank: pickles, or references to large ones, which end with the TrainerActor."""
+    """The values that train_func returned, by rank: pickles, or references to large ones, which end with the TrainerActor."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list(values)

@@ -196,7 +196,7 @@ def test_run_lost_after_its_outcome_ends_all_waits() -> None:
 
 
 class Live(FakeChannel):
-    """A run that goes on until ``may_end`` is set, and then fails with an exception of train_func."""
+    """A run that lasts until ``may_end`` is set, and then fails with an exception of train_func."""
 
     def __init__(self, num_results: int) -> None:
         super().__init__(num_results)
