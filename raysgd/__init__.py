@@ -94,11 +94,27 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+#: What to write for names that other libraries have.
+_HINTS = {
+    "ScalingConfig": "give num_workers=, cpus_per_worker=, gpus_per_worker= and resources_per_worker= to raysgd.Trainer itself",
+    "TorchTrainer": "write raysgd.Trainer(num_workers, backend='torch')",
+    "TensorflowTrainer": "write raysgd.Trainer(num_workers, backend='tensorflow')",
+    "init": "raysgd.Trainer connects to Ray by itself",
+    "get_context": "call raysgd.world_rank(), raysgd.world_size() and so on",
+    "get_dataset_shard": "call raysgd.get_dataset(name).get_split()",
+    "get_checkpoint": "call raysgd.load_checkpoint(), which returns the state or None",
+    "rank": "call raysgd.world_rank()",
+    "get_rank": "call raysgd.world_rank()",
+    "log": "call raysgd.report(loss=...)",
+    "prepare_model": "call raysgd.torch.prepare_model(model)",
+    "prepare_data_loader": "call raysgd.torch.prepare_data_loader(loader)",
+    "seed_everything": "give seed= to raysgd.Trainer",
+}
+
+
 def _advice(name: str) -> str:
-    if name == "ScalingConfig":
-        return (
-            "; give num_workers=, cpus_per_worker=, gpus_per_worker= and resources_per_worker= to raysgd.Trainer itself"
-        )
+    if name in _HINTS:
+        return f"; {_HINTS[name]}"
     if name.startswith("__"):  # asked for by tools such as copy and inspect
         return ""
     import difflib

@@ -26,6 +26,17 @@ _CONFIGS: dict[str, type[BackendConfig]] = {
     config.name: config for config in (TorchConfig, HorovodConfig, TensorflowConfig, JaxConfig, NoneConfig)
 }
 _ALIASES = {"pytorch": "torch"}
+_WRAPPED = "give backend='torch' and call raysgd.torch.prepare_model in train_func, which wraps the model for all ranks"
+#: What to give for the names that other libraries use.
+_HINTS = {
+    **{
+        name: f"{name} is a library of torch's process groups; give backend='torch', backend_args={{'backend': {name!r}}}. "
+        "Without backend_args it is nccl with GPUs and gloo without"
+        for name in ("nccl", "gloo")
+    },
+    **dict.fromkeys(("ddp", "fsdp"), _WRAPPED),
+    **dict.fromkeys(("tf", "keras"), "give backend='tensorflow'"),
+}
 
 
 def resolve_backend(
@@ -64,6 +75,8 @@ def _config_type(name: Any) -> type[BackendConfig]:
     known = [*_CONFIGS, *sorted(points)]
     close = difflib.get_close_matches(str(name).lower(), known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
+    if isinstance(name, str) and name.lower() in _HINTS:
+        raise ConfigError(f"backend={name!r} is not known: {_HINTS[name.lower()]}.")
     raise ConfigError(
         f"backend={name!r} is not known{hint}; give one of {', '.join(map(repr, known))} or a BackendConfig."
     )

@@ -109,11 +109,13 @@ class Callback:
 
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
-    """Check the ``callbacks=`` argument, and return it as a list.
+    """Check the ``callbacks=`` argument, and return it as a list; None is an empty list.
 
     Raises:
         ConfigError: An element is not a callback, is given twice, or has a ``runs_in`` that is not known.
     """
+    if callbacks is None:
+        return []
     if isinstance(callbacks, (Callback, str)) or not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks={callbacks!r} is not a list; give callbacks=[...].")
     checked = list(callbacks)

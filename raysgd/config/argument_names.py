@@ -5,6 +5,7 @@ The decorators keep the visible signature, so editors, type checkers and the ref
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -21,6 +22,8 @@ _GIVE_TO_RUN = "give {0}= to Trainer.run(...)"
 _RUN_CONFIG = "give run_config=raysgd.RunConfig({0}=...)"
 _FAILURE_CONFIG = "give failure_config=raysgd.FailureConfig({0}=...)"
 _CHECKPOINT_CONFIG = "give checkpoint_config=raysgd.CheckpointConfig({0}=...)"
+_NUM_NODES = "give the number of all workers as num_workers=; Ray places them on its nodes"
+_IN_CONFIG = "give it to train_func, by Trainer.run(train_func, {{'{0}': ...}})"
 _SCALING = (
     "there is no ScalingConfig; give num_workers=, cpus_per_worker=, gpus_per_worker=, resources_per_worker= and "
     "placement_strategy= to raysgd.Trainer(...) itself"
@@ -40,7 +43,7 @@ def _each(advice: str, names: str) -> dict[str, str]:
 #: What other libraries, and earlier drafts of this one, call the arguments of a Trainer.
 TRAINER_HINTS = {
     **_use(
-        num_workers="workers n_workers nproc_per_node world_size",
+        num_workers="workers n_workers num_processes nproc_per_node world_size devices num_devices",
         cpus_per_worker="cpu_per_worker num_cpus_per_worker num_cpus",
         gpus_per_worker="gpu_per_worker num_gpus_per_worker num_gpus",
         resources_per_worker="resources",
@@ -49,15 +52,21 @@ TRAINER_HINTS = {
         failure_config="failure",
         checkpoint_config="checkpoint",
     ),
-    "use_gpu": "use gpus_per_worker=1",
+    **_each("use gpus_per_worker=1", "use_gpu accelerator"),
+    **_each(_NUM_NODES, "num_nodes nnodes"),
+    "strategy": "call raysgd.torch.prepare_model in train_func, which wraps the model",
+    "precision": "use torch.autocast in train_func",
     "scaling_config": _SCALING,
     "ScalingConfig": _SCALING,
-    **_each(_RUN_CONFIG, "name storage_path detached"),
+    **_each(_RUN_CONFIG, "name storage_path detached ray_address"),
+    "address": _RUN_CONFIG.format("ray_address"),
     "logdir": _RUN_CONFIG.format("storage_path"),
     **_each(_FAILURE_CONFIG, "max_failures num_spares"),
     "max_retries": _FAILURE_CONFIG.format("max_failures"),
     **_each(_CHECKPOINT_CONFIG, "num_to_keep"),
-    **_each(_GIVE_TO_RUN, "train_func config dataset callbacks resume_from"),
+    **_each(_GIVE_TO_RUN, "train_func config dataset callbacks resume_from reduce"),
+    **_each(_IN_CONFIG, "epochs max_epochs num_epochs batch_size lr"),
+    "logger": _GIVE_TO_RUN.format("callbacks"),
     "train_loop_per_worker": _GIVE_TO_RUN.format("train_func"),
     "train_loop_config": _GIVE_TO_RUN.format("config"),
     "datasets": _GIVE_TO_RUN.format("dataset"),
@@ -86,6 +95,8 @@ RUN_HINTS = {
     "scaling_config": _SCALING,
     "checkpoint_strategy": _GIVE_TO_TRAINER.format("checkpoint_config"),
 }
+#: What to do with any other argument of theirs.
+RUN_OTHERWISE = "train_func gets its values in one dict, config={{'{0}': ...}}"
 
 RUN_CONFIG_HINTS = {
     **_each(_GIVE_TO_TRAINER, "failure_config checkpoint_config"),
@@ -114,8 +125,21 @@ CHECKPOINT_CONFIG_HINTS = {
 }
 
 
-def check_known(owner: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str]) -> None:
-    """Check that the names of all given arguments are known.
+#: What other libraries call the methods of a Trainer.
+METHOD_HINTS = {
+    **_each("call trainer.run(train_func, config), which returns what train_func returned", "fit train launch"),
+    **_each("read the results as they come from trainer.run_generator(...)", "results metrics"),
+    "validate": "evaluate in train_func",
+    "predict": "call the model that trainer.run(...) returned",
+    "close": "call trainer.shutdown()",
+    "remote": "a Trainer is not an actor of Ray; call trainer.run(train_func, config)",
+}
+
+
+def check_known(
+    owner: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str], otherwise: str = ""
+) -> None:
+    """Check that the names of all given arguments are known; ``otherwise`` is the advice for a name that is like none.
 
     Raises:
         UnknownArgumentError: One is not; the message says what to use instead.
@@ -127,17 +151,20 @@ def check_known(owner: str, given: Iterable[str], known: Collection[str], hints:
             advice = f": {hints[name]}."
         elif hint := nearest(name, known):
             advice = f"{hint}."
+        elif otherwise:
+            advice = f": {otherwise.format(name)}."
         else:
             advice = f"; its arguments are {', '.join(sorted(known))}." if known else "; it takes none."
         raise UnknownArgumentError(f"{owner} has no argument {name!r}{advice}")
 
 
-def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callable[[F], F]:
+def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None, otherwise: str = "") -> Callable[[F], F]:
     """Decorate a function so that an argument it does not have raises `UnknownArgumentError` with what to use instead.
 
     Args:
         owner: The function's name in the message, such as ``Trainer.run``.
         hints: What to do instead, by the names that other libraries use.
+        otherwise: What to do with an argument that is like none of the function's.
     """
 
     def decorate(function: F) -> F:
@@ -147,7 +174,7 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callab
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            check_known(owner, kwargs, known, hints or {})
+            check_known(owner, kwargs, known, hints or {}, otherwise)
             return function(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
@@ -156,10 +183,22 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None) -> Callab
 
 
 def refuse_unknown_fields(hints: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass as `refuse_unknown` decorates a function."""
+    """Decorate a dataclass as `refuse_unknown` decorates a function; refuse values without a name, too."""
 
     def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = refuse_unknown(cls.__name__, hints)(cls.__init__)  # type: ignore[method-assign]
+        by_name = refuse_unknown(cls.__name__, hints)(cls.__init__)
+
+        @functools.wraps(by_name)
+        def checked(self: T, *args: Any, **kwargs: Any) -> None:
+            if args:
+                names = ", ".join(f"{each.name}=..." for each in dataclasses.fields(cls))  # type: ignore[arg-type]
+                raise UnknownArgumentError(
+                    f"{cls.__name__}({args[0]!r}) gives a value without its name; write {cls.__name__}({names}), with those "
+                    "that you need."
+                )
+            by_name(self, **kwargs)
+
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate

@@ -35,11 +35,15 @@ class RunConfig:
         name: Folder of this Trainer's runs, one path component. None: the name of train_func and the time.
         storage_path: Path, or URI of ``pyarrow.fs``, of the folder that holds those folders. None: ``~/raysgd_runs``.
         detached: Whether the Trainer outlives its driver. ``Trainer.attach(name)`` attaches to it, so ``name`` is needed.
+        ray_address: The Ray cluster to use, if the program is not connected to one yet: ``"local"`` starts one that ends with
+            the program, ``"auto"`` joins a running one, ``"10.0.0.1:6379"`` joins that one. None: as the environment variable
+            ``RAY_ADDRESS`` says, in the same words; without it, a cluster that runs on this machine, or else a new one.
     """
 
     name: str | None = None
     storage_path: str | os.PathLike[str] | None = None
     detached: bool = False
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -48,6 +52,18 @@ class RunConfig:
             raise ConfigError(f"RunConfig(storage_path={self.storage_path!r}) is not a path; give a path or a URI.")
         if self.detached and self.name is None:
             raise ConfigError("RunConfig(detached=True) needs name=..., by which Trainer.attach(name) finds the run.")
+        if self.ray_address is not None:
+            _check_address(self.ray_address)
+
+
+def _check_address(address: Any) -> None:
+    if not isinstance(address, str) or not address:
+        raise ConfigError(f"RunConfig(ray_address={address!r}) is not an address; give 'local', 'auto' or 'HOST:PORT'.")
+    if "://" in address:
+        raise ConfigError(
+            f"RunConfig(ray_address={address!r}) is an address of Ray Client, through which raysgd does not run; give "
+            "'HOST:PORT', or submit the script with `ray job submit`."
+        )
 
 
 @refuse_unknown_fields(FAILURE_CONFIG_HINTS)

@@ -78,6 +78,11 @@ class ScalingConfig:
 
 
 def _check_num_workers(value: Any) -> None:
+    if callable(value):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise ConfigError(
+            f"num_workers={name} is callable; give the number of workers to Trainer(...), and train_func to Trainer.run(...)."
+        )
     if not isinstance(value, tuple):
         check_count("num_workers", value, minimum=1)
         return

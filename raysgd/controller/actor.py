@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysgd.controller.class_api import Instances
+from raysgd.controller.holders import explain_missing
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import serve_frames
 from raysgd.controller.kv_store import (
@@ -72,6 +73,7 @@ class TrainerActor(Watched):
             is_watched_by_workers=settings.alias is not None,  # its driver may be gone
             runtime_env=settings.spec.runtime_env,
             existing=settings.room,
+            explain_missing=partial(explain_missing, settings.name, settings.spec.scaling),
         )
         self._group.slots.on_slot_added = self._guard_placements
         self._record = record = get_run(settings.name) if self._is_restarted else None

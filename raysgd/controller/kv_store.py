@@ -49,6 +49,36 @@ def put_settings(settings: TrainerSettings) -> None:
     _put(f"settings/{settings.name}", (time.time(), settings))
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A Trainer, as those see it who wait for the resources that it holds.
+
+    Attributes:
+        name: Its unique name, a prefix of the names of its placement groups.
+        alias: The name by which other drivers find it, if it is detached.
+        job_id: Ray's id of the program that made it.
+        program: That program, for a message.
+        placement_id: The placement group of others, such as of a Tune trial, that its workers are in.
+    """
+
+    name: str
+    alias: str | None
+    job_id: str
+    program: str
+    placement_id: str | None = None
+
+
+def put_holder(holder: Holder) -> None:
+    """Store the description of a Trainer."""
+    _put(f"holder/{holder.name}", holder)
+
+
+def list_holders() -> list[Holder]:
+    """Return the Trainers of all programs on the cluster, also of some that are over."""
+    keys = internal_kv._internal_kv_list("holder/", namespace=NAMESPACE)
+    return [found for key in keys if (found := _get(key.decode())) is not None]
+
+
 def get_settings(name: str) -> TrainerSettings:
     """Return the settings of the Trainer of this unique name.
 
@@ -115,7 +145,7 @@ def find_alias(alias: str) -> str | None:
 
 def forget(name: str, alias: str | None = None) -> None:
     """Remove the entries of a Trainer that is over."""
-    for key in (f"settings/{name}", f"run/{name}", f"attempt/{name}"):
+    for key in (f"settings/{name}", f"holder/{name}", f"run/{name}", f"attempt/{name}"):
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
     if alias is not None and find_alias(alias) == name:
         internal_kv._internal_kv_del(f"alias/{alias}", namespace=NAMESPACE)

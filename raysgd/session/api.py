@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from raysgd._util.text import with_article
 from raysgd.data.plan import NO_DATASETS
-from raysgd.errors import UsageError
+from raysgd.errors import MetricError, UsageError
 from raysgd.session import context
 from raysgd.session.local import LocalSession
 
@@ -39,7 +40,18 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
     session = context._current
     if session is None or context._outlived:
         session = context.acting()
-    session.report(more if metrics is None else {**metrics, **more})
+    session.report(more if metrics is None else _merged(metrics, more))
+
+
+def _merged(metrics: Any, more: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {**metrics, **more}
+    except TypeError:
+        kind = with_article(type(metrics).__name__)
+        example = metrics if isinstance(metrics, (int, float)) else "..."
+        raise MetricError(
+            f"report() got {kind} without a name; write report(loss={example}) or report({{'loss': {example}}})."
+        ) from None
 
 
 def save_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +32,7 @@ class RunArguments:
     train_func: Any
     config: Any = None
     dataset: Any = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] | None = ()
     resume_from: Any = None
     reduce: Any = None
     returns: Any = "first"
@@ -53,6 +54,12 @@ def check_train_func(function: Any) -> Callable[..., Any]:
     signature = _signature(function)
     if signature is None:
         return function  # type: ignore[no-any-return]
+    kinds = {p.kind for p in signature.parameters.values()}
+    if kinds == {inspect.Parameter.VAR_KEYWORD} and not isinstance(function, functools.partial):
+        raise ConfigError(
+            f"train_func {name}{signature} gets its config as one dict, not as keywords; write def {name}(config), and "
+            "config['lr'] for a value."
+        )
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _STARS]
     if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
         wants = ", ".join(p.name for p in needed)
@@ -102,6 +109,38 @@ def check_call(method: str, function: Any, has_instance: bool) -> None:
         raise ConfigError(
             f"{method}() calls {name}{signature} with {gets}: {error}; bind other arguments with functools.partial."
         ) from None
+
+
+def check_constructor(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of a class for `Trainer.start`.
+
+    Raises:
+        ConfigError: The class cannot be called so, or it got a tuple and a dict that it also takes unpacked.
+    """
+    signature = _signature(cls)
+    if signature is None:
+        return
+    given = (kwargs.get("args", ()), kwargs.get("kwargs", {})) if {*kwargs} <= {"args", "kwargs"} and kwargs else args
+    is_pair = len(given) == 2 and isinstance(given[0], (tuple, list)) and isinstance(given[1], dict)
+    if is_pair and not (args and kwargs) and _binds(signature, *given) is None:
+        unpacked = [*map(reprlib.repr, given[0]), *(f"{name}={reprlib.repr(each)}" for name, each in given[1].items())]
+        raise ConfigError(
+            f"start() passes on to {cls.__name__}{signature} what follows the class; write "
+            f"start({', '.join([cls.__name__, *unpacked])}). A tuple and a dict that are meant as such are given by name."
+        )
+    if (problem := _binds(signature, args, kwargs)) is not None:
+        raise ConfigError(
+            f"start() cannot make {cls.__name__}{signature}: {problem}; give its arguments after the class."
+        )
+
+
+def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call with these arguments fails, or None."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _check_plain(function: Any, subject: str, instead_of_generator: str) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import ray
-from ray._private.worker import global_worker  # no public API says which resources of a bundle this process has
+from ray._private.services import canonicalize_bootstrap_address  # no public API compares addresses
+
+# No public API says which resources of a bundle this process has, or whether it is a driver.
+from ray._private.worker import SCRIPT_MODE, global_worker
 from ray.util import get_current_placement_group
 
 from raysgd._util.imports import imported
@@ -24,6 +30,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import ScalingConfig
 from raysgd.config.run import DEFAULT_STORAGE_PATH
 from raysgd.controller.journal.callback_reader import CallbackReader
+from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
 from raysgd.controller.rounds import check_reduce
 from raysgd.errors import InfeasibleError, UsageError
@@ -53,14 +60,15 @@ _OF_BUNDLE = re.compile(r"(?P<name>.+)_group_(?P<index>\d+)_[0-9a-f]+")
 # -- the cluster and the TrainerActor ----------------------------------------------------------------------------------
 
 
-def connect_ray(*, must_exist: bool = False) -> None:
+def connect_ray(address: str | None = None, *, must_exist: bool = False) -> None:
     """Connect this process to Ray, if it is not connected yet.
 
     Args:
+        address: ``RunConfig(ray_address=...)``, which says what happens.
         must_exist: Connect to a running cluster only; do not start one.
 
     Raises:
-        UsageError: The driver is connected through Ray Client, or there is no cluster to connect to.
+        UsageError: The driver is connected through Ray Client or to another cluster, or there is no cluster to connect to.
     """
     from ray.util.client import ray as client
 
@@ -70,12 +78,45 @@ def connect_ray(*, must_exist: bool = False) -> None:
             "script on the cluster, for example with: ray job submit --address http://<head>:8265 -- python train.py"
         )
     if ray.is_initialized():
+        _check_address(address)
         return
     try:
-        ray.init(address="auto" if must_exist else None)
-    except ConnectionError as error:
+        ray.init(address="auto" if must_exist else address)
+    except (ConnectionError, ValueError) as error:
         problem = "there is no Ray cluster here to attach to" if must_exist else "the Ray cluster cannot be reached"
         raise UsageError(f"{problem}: {error}") from None
+    if not owns_cluster():
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        size = f"{ray.cluster_resources().get('CPU', 0):g} CPUs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        get_logger().info(
+            "joined the Ray cluster at %s (%s); RAY_ADDRESS=local, or RunConfig(ray_address='local'), starts one of its own",
+            ray.get_runtime_context().gcs_address,
+            size,
+        )
+
+
+def _check_address(address: str | None) -> None:
+    """Check that the cluster that this process is connected to is the one of ``RunConfig(ray_address=address)``.
+
+    Raises:
+        UsageError: It is another one.
+    """
+    if address in (None, "auto") or global_worker.mode != SCRIPT_MODE:  # in a trial of Tune, the search has chosen
+        return
+    here = ray.get_runtime_context().gcs_address
+    if not (owns_cluster() if address == "local" else _resolve(address) == _resolve(here)):
+        raise UsageError(
+            f"this program is connected to the Ray cluster at {here}, not to RunConfig(ray_address={address!r}); call "
+            "ray.shutdown() first, or leave ray_address out."
+        )
+
+
+def _resolve(address: Any) -> str:
+    """Return an address with the number of its host in place of the name."""
+    host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    return f"{host}:{port}"
 
 
 def owns_cluster() -> bool:
@@ -148,8 +189,23 @@ def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
     return Storage.from_uri(spec.run_config.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
 
 
-def begin_run(channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str) -> ResultStream:
-    """Check the arguments of a run, start the run, and return the stream of its results."""
+def check_run(run: RunArguments) -> None:
+    """Check the arguments of a run that need no cluster, before one is started for it.
+
+    Raises:
+        ConfigError: An argument cannot work.
+    """
+    check_callbacks(run.callbacks)
+    check_train_func(run.train_func)
+    check_config(run.config)
+    check_reduce(run.reduce)
+    check_returns(run.returns)
+
+
+def begin_run(
+    channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str, lease: object = None
+) -> ResultStream:
+    """Check the arguments of a run, start the run, and return the stream of its results, which holds the lease."""
     callbacks = check_callbacks(run.callbacks)
     by_process = _split_by_process(
         callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=spec.run_config.detached
@@ -160,12 +216,26 @@ def begin_run(channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: 
     def make_reader(stream: ResultStream) -> CallbackReader | None:
         if not by_process["driver"]:
             return None
+        stream_of = weakref.ref(stream)  # callbacks do not keep a stream that nobody holds
+
+        def stop(why: str, error: BaseException | None) -> None:
+            if (held := stream_of()) is not None:
+                held.stop(why, error)
+
+        def error_of(outcome: dict[str, Any]) -> BaseException | None:
+            return outcome_error(outcome) if (held := stream_of()) is None else held.error
+
         runner = CallbackRunner(by_process["driver"], get_logger().warning)
-        return CallbackReader(runner, info, request.reduce, stream.stop, error_of=lambda _: stream.error)
+        return CallbackReader(runner, info, request.reduce, stop, error_of=error_of)
 
     channel.begin(request)
     return ResultStream(
-        channel, request.run_id, reduce=request.reduce, returns=request.task.returns, make_reader=make_reader
+        channel,
+        request.run_id,
+        reduce=request.reduce,
+        returns=request.task.returns,
+        make_reader=make_reader,
+        lease=lease,
     )
 
 

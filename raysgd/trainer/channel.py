@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from raysgd._util.logs import get_logger
 from raysgd.controller import frames
 from raysgd.controller.actor import TrainerActor
 from raysgd.controller.frames import Frame
+from raysgd.controller.holders import describe_holder
 from raysgd.controller.journal.frame_streams import follow_frames
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.kv_store import (
@@ -26,21 +28,24 @@ from raysgd.controller.kv_store import (
     forget,
     get_settings,
     is_new,
+    put_holder,
     put_settings,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
-from raysgd.errors import ConfigError, RaySGDError, UsageError, WorkerError
+from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
+from raysgd.workers.liveness.deaths import first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
-from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.placement.cluster import NAMESPACE, current_session
 from raysgd.workers.placement.slots import remove_placement_groups
 
 #: Seconds in which an earlier Trainer of the same name must answer whether its run is over.
 _STATUS_TIMEOUT_S = 10.0
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
+CLUSTER_IS_GONE = "the Ray cluster of this Trainer is gone: ray.shutdown() was called since; make a new Trainer."
 
 
 class Channel:
@@ -65,6 +70,11 @@ class Channel:
         self._watch = watch = ProcessWatch(settings.spec.failure_config.heartbeat_timeout_s)
         watch.add(CONTROLLER, lambda: actor, on_kill=_report_kill)
         weakref.finalize(self, watch.close)
+        self._is_idle = threading.Event()  # the run that this process has begun is closed
+        self._is_idle.set()
+        self._has_outcome = True  # of that run
+        self._session = current_session()
+        self._returned: weakref.ref[ReturnedValues] | None = None  # of the latest run
 
     @classmethod
     def start(cls, settings: TrainerSettings) -> Channel:
@@ -77,6 +87,7 @@ class Channel:
         here = ray.get_runtime_context().get_node_id()
         is_detached = settings.alias is not None
         put_settings(settings)
+        put_holder(describe_holder(settings))
         if settings.alias is not None:
             try:
                 _claim(settings.alias, settings.name)
@@ -121,6 +132,8 @@ class Channel:
         if self.settings.alias is not None:
             request = self._keep_data(request)
         self._request = request
+        self._is_idle.clear()
+        self._has_outcome = False
         self._actor.run.remote(request)
         if self.settings.alias is not None:
             self.call("endpoint")
@@ -134,6 +147,8 @@ class Channel:
         try:
             for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
                 self._watch.on_message(CONTROLLER)
+                if self._is_request(run_id):
+                    self._update_progress({frame.kind for frame in batch})
                 yield batch
         except RayActorError:
             self.is_gone = True
@@ -141,8 +156,9 @@ class Channel:
             self._tidy_up()
             raise
         finally:
-            if self._request is not None and self._request.run_id == run_id:
+            if self._is_request(run_id):
                 self._request = None  # it refers to the run's data
+                self._is_idle.set()
 
     def frames(self, run_id: str, seq: int) -> list[Frame]:
         """Return frames from number ``seq`` on, for a reader that fell behind."""
@@ -153,16 +169,11 @@ class Channel:
         self._stops = {run_id: (why, cancel)}
         self._actor.stop.remote(run_id, why, cancel)
 
-    def values(self, run_id: str, *, first_only: bool) -> list[Any]:
-        """Return what train_func returned on all ranks or the first, for `open_value`, which fetches large values."""
-        return list(self.call("values", run_id, first_only))
-
-    @staticmethod
-    def open_value(value: Any) -> Any:
-        """Unpickle what a worker returned."""
-        if value is None:
-            return None
-        return loads(value if isinstance(value, bytes) else memoryview(ray.get(value)))
+    def values(self, run_id: str, *, first_only: bool) -> ReturnedValues:
+        """Return what train_func returned on all ranks or the first."""
+        returned = ReturnedValues(self.call("values", run_id, first_only))
+        self._returned = weakref.ref(returned)
+        return returned
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, may_repeat: bool = True) -> Any:
         """Call a method of the TrainerActor and wait for its answer.
@@ -176,8 +187,10 @@ class Channel:
 
         Raises:
             Exception: What the method raised, as its own type.
+            TrainerClosedError: The Ray cluster is gone.
             WorkerError: The TrainerActor is gone.
         """
+        self.check_cluster()
         while True:
             try:
                 return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
@@ -193,8 +206,39 @@ class Channel:
                 self.is_gone = True
                 raise WorkerError(f"{CONTROLLER} is gone: {error}") from None
 
+    @property
+    def has_lost_cluster(self) -> bool:
+        """Whether this process is no longer connected to the cluster that the TrainerActor was started in."""
+        return current_session() != self._session
+
+    def check_cluster(self) -> None:
+        """Check that the cluster of the TrainerActor is still there.
+
+        Raises:
+            TrainerClosedError: It is not.
+        """
+        if self.has_lost_cluster:
+            raise TrainerClosedError(CLUSTER_IS_GONE)
+
+    def cancel_live_run(self, why: str, patience_s: float) -> bool:
+        """Wait until the run that this process has begun is closed; cancel it if it is live, and return whether it was."""
+        request, is_live = self._request, not self._has_outcome
+        if request is None:
+            return False
+        if is_live:
+            self.stop(request.run_id, why, cancel=True)
+        self._is_idle.wait(patience_s)
+        return is_live
+
+    def fetch_returned(self) -> None:
+        """Fetch what the latest run returned, if it may still be asked for: large values end with the TrainerActor."""
+        if self._returned is not None and (returned := self._returned()) is not None:
+            returned.fetch()
+
     def close(self, timeout_s: float = 10) -> None:
         """End the TrainerActor and all its workers."""
+        if self.has_lost_cluster:
+            return  # they are gone, and this process may be connected to another cluster
         try:
             ray.get(self._actor.shutdown.remote(), timeout=timeout_s)
         except Exception:
@@ -205,10 +249,19 @@ class Channel:
 
     def _tidy_up(self) -> None:
         """Remove what the dead TrainerActor left: its placement groups would exist as long as the driver."""
-        if ray.is_initialized():
+        if not self.has_lost_cluster:
             with contextlib.suppress(Exception):  # the cluster may be gone as well
                 remove_placement_groups(self.settings.name)
                 forget(self.settings.name, self.settings.alias)
+
+    def _update_progress(self, kinds: Collection[str]) -> None:
+        if frames.RUN_END in kinds:
+            self._has_outcome = True
+        if frames.RUN_CLOSED in kinds:
+            self._is_idle.set()
+
+    def _is_request(self, run_id: str) -> bool:
+        return self._request is not None and self._request.run_id == run_id
 
     def _send_again(self) -> bool:
         """Send the restarted actor the live run, and the request to stop it if there was one; return whether a run is live."""
@@ -243,6 +296,34 @@ def _report_kill(why: str) -> None:
         CONTROLLER,
         why,
     )
+
+
+class ReturnedValues:
+    """The values that train_func returned, by rank: pickles, or references to large ones, which end with the TrainerActor."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+
+    def fetch(self) -> None:
+        """Replace the references by copies of what they refer to."""
+        self._values = [bytes(value) if isinstance(value, memoryview) else value for value in self._fetched()]
+
+    def open(self) -> list[Any]:
+        """Unpickle the values.
+
+        Raises:
+            WorkerError: A large one is gone.
+        """
+        try:
+            values = self._fetched()
+        except RayError as error:
+            raise WorkerError(
+                f"what train_func returned is gone with the Trainer; call get_returns() before its end: {first_line(error)}"
+            ) from None
+        return [None if value is None else loads(value) for value in values]
+
+    def _fetched(self) -> list[Any]:
+        return [memoryview(ray.get(value)) if isinstance(value, ray.ObjectRef) else value for value in self._values]
 
 
 def raise_cause(error: RayTaskError) -> None:

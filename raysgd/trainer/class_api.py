@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.errors import ConfigError, TrainerBusyError
 from raysgd.trainer import assembly
-from raysgd.trainer.arguments import check_call
+from raysgd.trainer.arguments import check_call, check_constructor
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.runs import RunManager
 from raysgd.workers.pickling import loads
@@ -29,6 +29,8 @@ class ClassApi:
         self._runs.check_idle()
         if execution_class is not None and not isinstance(execution_class, type):
             raise ConfigError(f"start({execution_class!r}) did not get a class; give a class and its arguments.")
+        if execution_class is not None:
+            check_constructor(execution_class, args, kwargs)
         channel = self._runs.connect()
         channel.call("drop_class")
         self._channel = None

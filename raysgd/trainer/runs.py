@@ -6,7 +6,12 @@ runs, and releases everything. `raysgd.Trainer` and the trials of Ray Tune are b
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
+import gc
+import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +32,8 @@ from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import OVER, Channel
 from raysgd.trainer.stream import ResultStream
+from raysgd.workers.placement.capacity import explain_busy
+from raysgd.workers.placement.cluster import list_nodes
 
 #: Seconds that an interrupted run has to write pending checkpoints and to let its workers leave.
 INTERRUPT_PATIENCE_S = 30.0
@@ -41,17 +48,21 @@ class RunHandle:
 
     Attributes:
         channel: As above; set by the `RunManager`.
+        lease: Keeps the TrainerActor; None if it is detached or there is none.
         stream: The stream of the latest run that this driver started or first asked for.
     """
 
     def __init__(self, spec: TrainerSpec, channel: Channel | None = None) -> None:
         self._spec = spec
         self.channel = channel
+        self.lease: Lease | None = None
         self.stream: ResultStream | None = None
 
     @property
     def is_live(self) -> bool:
         """Whether the run has not ended."""
+        if self.channel is not None and self.channel.has_lost_cluster:
+            return False
         if not self._spec.run_config.detached or self.channel is None:
             return self.stream is not None and self.stream.is_live
         return self.status().state not in ("idle", *OVER)
@@ -71,7 +82,7 @@ class RunHandle:
     def open_stream(self, from_iteration: int = 0) -> ResultStream:
         check_count("stream(from_iteration)", from_iteration, minimum=0)
         channel, latest = self._latest("stream()")
-        stream = ResultStream(channel, **latest, from_iteration=from_iteration)
+        stream = ResultStream(channel, **latest, from_iteration=from_iteration, lease=self.lease)
         if self.stream is None:
             self.stream = stream
         return stream
@@ -165,15 +176,33 @@ class RunManager:
         """
         self._check_open()
         channel = self.latest.channel
+        if channel is not None:
+            channel.check_cluster()
         if channel is None or channel.is_gone:
-            assembly.connect_ray()
+            assembly.connect_ray(self.spec.run_config.ray_address)
             if self.spec.run_config.detached and assembly.owns_cluster():
                 get_logger().warning(
                     "this program started the Ray cluster, so the cluster and the detached run end with it; "
                     "start a cluster with `ray start` first"
                 )
-            channel = self.latest.channel = Channel.start(assembly.make_settings(self.spec))
+            self._collect_dropped_trainers()
+            channel = Channel.start(assembly.make_settings(self.spec))
+            self._hold(channel)
         return channel
+
+    def _collect_dropped_trainers(self) -> None:
+        """Collect Trainers of this process that only cyclic garbage refers to, if these workers wait for resources."""
+        if len(_leases) > 0:
+            scaling, num_spares = self.spec.scaling, self.spec.failure_config.num_spares
+            if explain_busy(scaling, list_nodes(), num_spares) is not None:
+                gc.collect()
+
+    def _hold(self, channel: Channel | None) -> None:
+        """Use this channel from now on, and none of another one."""
+        if self.latest.lease is not None:
+            self.latest.lease.end()
+        self.latest.channel = channel
+        self.latest.lease = None if channel is None or self.spec.run_config.detached else Lease(channel)
 
     def warm_up(self, runs_uri: str) -> None:
         """Set the folder of the next runs and start the workers' processes; returns at once."""
@@ -196,11 +225,12 @@ class RunManager:
     def begin(self, run: RunArguments) -> ResultStream:
         """Start a run; the errors are those of `raysgd.Trainer.run`."""
         self.check_idle()
+        assembly.check_run(run)
         channel = self.connect()
         runs_uri = self._runs_uri or assembly.runs_folder(self.spec, run.train_func)
         if run.resume_from is None:
             run = replace(run, resume_from=self._resume_from)
-        self.latest.stream = stream = assembly.begin_run(channel, self.spec, run, runs_uri)
+        self.latest.stream = stream = assembly.begin_run(channel, self.spec, run, runs_uri, self.latest.lease)
         self._resume_from = None
         self._runs_uri = runs_uri  # not before: a train_func that was refused must not name the folder
         return stream
@@ -231,7 +261,8 @@ class RunManager:
 
     def detach(self) -> None:
         """Close this driver's Trainer; the TrainerActor and its run continue."""
-        self.latest.channel, self._is_closed = None, True
+        self._hold(None)
+        self._is_closed = True
 
     def leave(self) -> None:
         """End the ``with`` block of a Trainer: detach from a live detached run, shut down otherwise."""
@@ -249,8 +280,9 @@ class RunManager:
         """End a live run and the TrainerActor with its workers; a later run starts new ones."""
         if self.spec.run_config.detached and ray.is_initialized():
             self._open_live_stream()
-        channel, self.latest.channel = self.latest.channel, None
-        if channel is None or not ray.is_initialized():
+        channel = self.latest.channel
+        self._hold(None)
+        if channel is None or channel.has_lost_cluster:
             return
         stream = self.latest.stream
         try:
@@ -272,3 +304,66 @@ class RunManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise TrainerClosedError("this Trainer was shut down; make a new one.")
+
+
+#: The leases of this process. A Trainer that was dropped is no longer among them, unless it is part of cyclic garbage.
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+class Lease:
+    """Keeps a TrainerActor and its workers. The Trainer refers to it, and each stream of a run that is live.
+
+    When nothing refers to it any more, a thread ends the run, if one is live, and the TrainerActor.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._finalizer = weakref.finalize(self, _release_in_thread, channel, os.getpid())
+        self._finalizer.atexit = False  # Ray ends the actors of a program that exits
+        _leases.add(self)
+
+    def end(self) -> None:
+        """Keep nothing any more, because the TrainerActor is ended by other means."""
+        self._finalizer.detach()
+        _leases.discard(self)
+
+
+#: Locked while a thread releases what a Trainer held.
+_releasing: set[_thread.LockType] = set()
+_is_exiting = False
+
+
+def _release_in_thread(channel: Channel, pid: int) -> None:
+    if os.getpid() != pid or _is_exiting:  # this is a copy in a process that was forked, or Ray ends the actors now
+        return
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    _releasing.add(lock)
+    # The garbage collector may call this anywhere, also where this thread holds a lock of Ray or of `threading`.
+    _thread.start_new_thread(_release_dropped, (channel, lock))
+
+
+def _release_dropped(channel: Channel, lock: _thread.LockType) -> None:
+    """End the TrainerActor of a Trainer that nobody can use any more."""
+    try:
+        with contextlib.suppress(Exception):  # there is nobody to raise it to
+            why = "its Trainer and its results were dropped"
+            if channel.cancel_live_run(why, INTERRUPT_PATIENCE_S):
+                get_logger().warning(
+                    "a run was cancelled, because %s; keep its Trainer or its ResultStream, or give RunConfig(detached=True)",
+                    why,
+                )
+            channel.fetch_returned()
+        with contextlib.suppress(Exception):
+            channel.close()
+    finally:
+        _releasing.discard(lock)
+        lock.release()
+
+
+@atexit.register  # after Ray's own function, so it is called before that
+def _wait_for_releases() -> None:
+    """Let no thread call Ray while the interpreter exits: after Ray's end, a call would start Ray again."""
+    global _is_exiting
+    _is_exiting = True
+    for lock in list(_releasing):
+        lock.acquire(timeout=INTERRUPT_PATIENCE_S)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from raysgd._util.tracebacks import leaves_raysgd, prepare_for_user
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.callback_reader import CallbackReader
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.rounds import Reduce, RoundMerger
-from raysgd.errors import RaySGDError, RunCancelledError, WorkerError
+from raysgd.errors import RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
 from raysgd.result import Result
-from raysgd.trainer.channel import Channel
+from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
@@ -55,8 +57,10 @@ class ResultStream:
         make_reader: Callable[[ResultStream], CallbackReader | None] = lambda stream: None,
         buffer_bytes: int = BUFFER_BYTES,
         from_iteration: int = 0,
+        lease: object = None,
     ) -> None:
         self._channel = channel
+        self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.runs.Lease`
         self._run_id = run_id
         self._returns = returns
         self._from_iteration = from_iteration
@@ -67,17 +71,19 @@ class ResultStream:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._outcome: dict[str, Any] | None = None
         self._error: BaseException | None = None
+        self._is_error_of_outcome = False
         self._is_cancelled = False
         self._is_closed = False
         self._is_iterated = False
         self._checkpoints: dict[int, Checkpoint] = {}
         self._saving: set[int] = set()
         self._rounds: dict[int, int] = {}
-        self._values: list[Any] = []
+        self._values: ReturnedValues | None = None
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
-        self._reader = make_reader(self)
-        self._thread = threading.Thread(target=self._read, name="raysgd-reader", daemon=True)
+        # It refers to this object weakly: a stream that nobody holds any more does not live on in its thread.
+        arguments = (weakref.ref(self), channel, run_id, make_reader(self))
+        self._thread = threading.Thread(target=_read, args=arguments, name="raysgd-reader", daemon=True)
         self._thread.start()
 
     # -- for the user ---------------------------------------------------------------------------------------------
@@ -88,6 +94,14 @@ class ResultStream:
     def __next__(self) -> Result:
         if self._results:  # most calls: a batch brings many
             return self._results.popleft()
+        try:
+            return self._wait_for_next()
+        except BaseException as error:
+            del self  # an interrupted loop must not hold the run
+            prepare_for_user(error)
+            raise
+
+    def _wait_for_next(self) -> Result:
         while True:
             result = self._take()
             if result is not None:
@@ -120,6 +134,7 @@ class ResultStream:
         """Return whether the run has ended and every result was taken."""
         return self._outcome is not None and self._is_iterated and not self._results
 
+    @leaves_raysgd
     def get_returns(self) -> Any:
         """Wait for the end of the run and return what train_func returned (``returns="all"``: the list by rank).
 
@@ -130,10 +145,11 @@ class ResultStream:
         """
         self.wait()
         if self._error is not None:
-            raise self._error
+            raise self._take_error()
         if self._values_lost is not None:
             raise self._values_lost
-        values = [self._channel.open_value(value) for value in self._values]
+        assert self._values is not None
+        values = self._values.open()
         return values[0] if self._returns == "first" else values
 
     def cancel(self) -> None:
@@ -212,29 +228,8 @@ class ResultStream:
 
     # -- the reader thread ----------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        try:
-            for batch in self._channel.stream(self._run_id):
-                self._take_in(batch)
-        except RayTaskError as problem:  # the run could not even be made
-            self._lost(problem.cause if isinstance(problem.cause, RaySGDError) else problem)
-        except RayError as problem:
-            if not self._is_closed:
-                self._lost(WorkerError(f"the Trainer's controller process is gone, and the run with it: {problem}"))
-        except Exception as problem:  # a bug here must not leave the user waiting for ever
-            self._lost(problem)
-        finally:
-            if self._reader is not None:
-                self._reader.end(self._error)
-            with self._changed:
-                self._is_closed = True
-                self._wake()
-
-    def _take_in(self, batch: list[Frame]) -> None:
-        for frame in batch:
-            self._update(frame)
-            if self._reader is not None:
-                self._reader.feed(frame)
+    def _add(self, batch: list[Frame]) -> None:
+        """Take a batch of frames that `_update` has seen."""
         is_closed = any(frame.kind == frames.RUN_CLOSED for frame in batch)
         if is_closed and self._error is None:  # now: the Trainer may do another run before they are asked for
             try:
@@ -247,6 +242,18 @@ class ResultStream:
             if is_closed:
                 self._is_closed = True
             self._wake()
+
+    def _close(self) -> None:
+        """Note that nothing more is received."""
+        with self._changed:
+            self._is_closed = True
+            self._wake()
+        self._drop_lease()
+
+    def _drop_lease(self) -> None:
+        """Let the workers be released, unless frames of the run must still be fetched."""
+        if self._is_closed and not self._buffer.is_behind:
+            self._lease = None
 
     def _update(self, frame: Frame) -> None:
         """Update what the stream knows of the run."""
@@ -272,7 +279,7 @@ class ResultStream:
         error = outcome_error(data)
         with self._changed:
             if self._error is None:
-                self._error = error
+                self._error, self._is_error_of_outcome = error, error is not None
             self._outcome = data
             self._wake()
 
@@ -310,13 +317,25 @@ class ResultStream:
     def _finish(self) -> None:
         self._is_iterated = True
         if self._error is not None and not (self._is_cancelled and isinstance(self._error, RunCancelledError)):
-            raise self._error
+            raise self._take_error()
+
+    def _take_error(self) -> BaseException:
+        """Return the run's error to raise it, and keep another object of it.
+
+        A raised error refers to the frames that it passes, and through them to the Trainer and this stream.
+        """
+        assert self._error is not None
+        error = self._error
+        if self._is_error_of_outcome and self._outcome is not None:
+            self._error = outcome_error(self._outcome)
+        return error
 
     def _catch_up(self) -> None:
         """Fetch frames that were not buffered."""
         fetched = self._channel.frames(self._run_id, self._buffer.next_seq)
         with self._changed:
             self._buffer.add_fetched(fetched)
+        self._drop_lease()
 
     def _has_more(self) -> bool:
         return bool(self._buffer.frames) or self._buffer.is_behind or self._is_iterated
@@ -329,6 +348,46 @@ class ResultStream:
                 return
             self._waiters.append((loop, future))
         await future
+
+
+def _read(
+    stream_of: Callable[[], ResultStream | None], channel: Channel, run_id: str, reader: CallbackReader | None
+) -> None:
+    """Receive the frames of a run, for the callbacks and for its stream, which is None once nobody holds it any more."""
+    problem: BaseException | None = None
+    try:
+        for batch in channel.stream(run_id):
+            _pass_on(batch, stream_of(), reader)
+    except Exception as error:  # also a bug: the user must not wait for ever
+        problem = _explain(error, channel)
+    stream = stream_of()
+    if stream is not None and problem is not None and not stream._is_closed:
+        stream._lost(problem)
+    if reader is not None:
+        reader.end(problem if stream is None else stream.error)
+    if stream is not None:
+        stream._close()
+
+
+def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackReader | None) -> None:
+    for frame in batch:
+        if stream is not None:
+            stream._update(frame)
+        if reader is not None:
+            reader.feed(frame)
+    if stream is not None:
+        stream._add(batch)
+
+
+def _explain(error: Exception, channel: Channel) -> BaseException:
+    """Return what to raise for an error of the TrainerActor, or of the way to it."""
+    if channel.has_lost_cluster:
+        return TrainerClosedError(CLUSTER_IS_GONE)
+    if isinstance(error, RayTaskError):  # the run could not even be made
+        return error.cause if isinstance(error.cause, RaySGDError) else error
+    if isinstance(error, RayError):
+        return WorkerError(f"the Trainer's controller process is gone, and the run with it: {error}")
+    return error
 
 
 class _Buffer:

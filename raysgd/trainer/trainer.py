@@ -11,21 +11,22 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError
 
 from raysgd._util.logs import get_logger
+from raysgd._util.tracebacks import leaves_raysgd
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
-from raysgd.config.argument_names import RUN_HINTS, TRAINER_HINTS, refuse_unknown
+from raysgd.config.argument_names import METHOD_HINTS, RUN_HINTS, RUN_OTHERWISE, TRAINER_HINTS, refuse_unknown
 from raysgd.config.checks import check_component
 from raysgd.config.run import BackendName, Reduction, Returns, ScoreOrder
 from raysgd.config.scaling import PlacementStrategy
-from raysgd.errors import SerializationError, UsageError, WorkerError
+from raysgd.errors import SerializationError, TrainerClosedError, UsageError, WorkerError
 from raysgd.result import RunStatus
 from raysgd.session import context
 from raysgd.trainer import assembly
@@ -66,6 +67,7 @@ class Trainer:
         UsageError: It is called inside a train_func.
     """
 
+    @leaves_raysgd
     @refuse_unknown("Trainer", TRAINER_HINTS)
     def __init__(
         self,
@@ -155,14 +157,15 @@ class Trainer:
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    @refuse_unknown("Trainer.run", RUN_HINTS)
+    @leaves_raysgd
+    @refuse_unknown("Trainer.run", RUN_HINTS, RUN_OTHERWISE)
     def run(
         self,
         train_func: Callable[..., Any],
         config: Mapping[str, Any] | None = None,
         *,
         dataset: Any = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | None = (),
         resume_from: Any = None,
         reduce: Mapping[str, Reduction] | None = None,
         returns: Returns = "first",
@@ -199,14 +202,15 @@ class Trainer:
             self._runs.interrupt(stream)
             raise
 
-    @refuse_unknown("Trainer.run_generator", RUN_HINTS)
+    @leaves_raysgd
+    @refuse_unknown("Trainer.run_generator", RUN_HINTS, RUN_OTHERWISE)
     def run_generator(
         self,
         train_func: Callable[..., Any],
         config: Mapping[str, Any] | None = None,
         *,
         dataset: Any = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | None = (),
         resume_from: Any = None,
         reduce: Mapping[str, Reduction] | None = None,
         returns: Returns = "first",
@@ -218,13 +222,14 @@ class Trainer:
         self._class_api.check_no_instances()
         return self._runs.begin(run)
 
-    @refuse_unknown("Trainer.to_trainable", RUN_HINTS)
+    @leaves_raysgd
+    @refuse_unknown("Trainer.to_trainable", RUN_HINTS, RUN_OTHERWISE)
     def to_trainable(
         self,
         train_func: Callable[..., Any],
         dataset: Any = None,
         *,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | None = (),
         resume_from: Any = None,
         reduce: Mapping[str, Reduction] | None = None,
         trainer_args_from: str | Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
@@ -273,6 +278,7 @@ class Trainer:
         """The folder of the latest run, or None."""
         return self._latest.run_dir
 
+    @leaves_raysgd
     def status(self) -> RunStatus:
         """Return the state of the latest run.
 
@@ -281,6 +287,7 @@ class Trainer:
         """
         return self._latest.status()
 
+    @leaves_raysgd
     def stream(self, from_iteration: int = 0) -> ResultStream:
         """Return a stream of the latest run's results: those so far, and those to come.
 
@@ -293,6 +300,7 @@ class Trainer:
         """
         return self._latest.open_stream(from_iteration)
 
+    @leaves_raysgd
     def pause(self) -> RunStatus:
         """Pause the latest run at its next checkpoint, release its workers, and wait until that is done.
 
@@ -305,6 +313,7 @@ class Trainer:
         """
         return self._latest.pause()
 
+    @leaves_raysgd
     def resume(self) -> None:
         """Resume a paused run; returns at once. If the run is not paused yet, the pause is withdrawn.
 
@@ -314,6 +323,7 @@ class Trainer:
         """
         self._latest.resume()
 
+    @leaves_raysgd
     def cancel(self) -> None:
         """End the latest run now; returns at once. Its checkpoints stay.
 
@@ -338,6 +348,7 @@ class Trainer:
 
     # -- the class API -------------------------------------------------------------------------------------------------
 
+    @leaves_raysgd
     def start(self, ExecutionClass: type | None = None, *args: Any, **kwargs: Any) -> None:
         """Start the workers; with a class, form a process group and make an instance on each worker.
 
@@ -349,6 +360,7 @@ class Trainer:
         """
         self._class_api.start(ExecutionClass, args, kwargs)
 
+    @leaves_raysgd
     def execute(self, fn: Callable[..., Any]) -> list[Any]:
         """Call ``fn(instance)`` on every worker (``fn()`` if no class was given); return the results by rank.
 
@@ -357,6 +369,7 @@ class Trainer:
         """
         return self._class_api.execute("execute", fn, first_only=False)
 
+    @leaves_raysgd
     def execute_single(self, fn: Callable[..., Any]) -> Any:
         """Call ``fn`` on rank 0 only, and return its result."""
         return self._class_api.execute("execute_single", fn, first_only=True)[0]
@@ -382,6 +395,12 @@ class Trainer:
     def _repr_html_(self) -> str:
         return self._table().html()
 
+    if not TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f"; {METHOD_HINTS[name]}." if name in METHOD_HINTS else ""
+            raise AttributeError(f"'Trainer' object has no attribute {name!r}{advice}", name=name, obj=self)
+
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
             "a Trainer holds processes and cannot be pickled; a train_func that mentions one has it as a global or a "
@@ -398,8 +417,8 @@ class Trainer:
         channel = self._latest.channel
         if is_connected and channel is not None and not channel.is_gone:
             with contextlib.suppress(
-                GetTimeoutError, WorkerError
-            ):  # the controller is still starting, or has just died
+                GetTimeoutError, TrainerClosedError, WorkerError
+            ):  # the controller is still starting, or has just died, or its cluster is gone
                 infos = channel.call("workers", timeout_s=10)
                 nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
         return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)

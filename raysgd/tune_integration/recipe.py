@@ -15,7 +15,7 @@ from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer.spec import ARGUMENTS, TrainerLike, change_spec, make_spec, num_workers_from_json
 from raysgd.workers.pickling import Packed
-from raysgd.workers.placement.capacity import slot_bundle
+from raysgd.workers.placement.capacity import NOTHING, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible
 
 #: Where a trial's config has arguments of its Trainer: under a key, or returned by a function of the config.
@@ -114,7 +114,7 @@ class Recipe:
             if self.arguments_from is None:  # every trial would fail
                 raise
             # Only this trial is wrong, and raises the error when it begins.
-            return PlacementGroupFactory([{"CPU": 0.001}])
+            return PlacementGroupFactory([dict(NOTHING)])
         return bundles_of(spec)
 
 

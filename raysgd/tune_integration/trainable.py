@@ -23,6 +23,7 @@ from raysgd.trainer.arguments import RunArguments, check_tuned_func, plan_data, 
 from raysgd.tune_integration.folds import FoldsTrial, check_folds
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.trial import Trial
+from raysgd.tune_integration.waiting import watch_first_trial
 from raysgd.workers.pickling import Packed, dumps_named
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class RaySGDTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        if ray.is_initialized():
+            watch_first_trial(cls._recipe.work.hex(), cls._recipe.spec)
         return cls._recipe.resources(config)
 
     def setup(self, config: dict[str, Any], **parameters: Any) -> None:
@@ -129,7 +132,7 @@ def make_trainable(
         raise ConfigError(
             f"trainer_args_from={trainer_args_from!r} is neither a key of the config nor a function of it."
         )
-    assembly.connect_ray()
+    assembly.connect_ray(spec.run_config.ray_address)
     dataset = run.dataset
     work = Work(
         train_func=Packed.of(function, "train_func"),

@@ -101,7 +101,7 @@ def test_start_timeout_names_resources_held_by_others(ray_cluster: Any, tmp_path
     settings: dict[str, Any] = {"cpus_per_worker": 0, "resources_per_worker": {"licence": 1}}
     try:
         with make_trainer(tmp_path, 2, failure_config=raysgd.FailureConfig(start_timeout_s=1.5), **settings) as trainer:
-            says = r"within 1\.5 s: needs 2 x 1 licence = 2, free now are 1.*Free resources, or raise"
+            says = r"within 1\.5 s: waiting for 2 licence \(1 licence free\); 3 are held by a placement group.*Free resources, or"
             with pytest.raises(StartTimeoutError, match=says):
                 trainer.run(os.getpid, callbacks=quiet())
     finally:

@@ -20,7 +20,12 @@ CONFIGS = [RunConfig, FailureConfig, CheckpointConfig, ScalingConfig]
 
 
 def test_the_defaults_are_those_that_are_documented() -> None:
-    assert dataclasses.asdict(RunConfig()) == {"name": None, "storage_path": None, "detached": False}
+    assert dataclasses.asdict(RunConfig()) == {
+        "name": None,
+        "storage_path": None,
+        "detached": False,
+        "ray_address": None,
+    }
     assert dataclasses.asdict(FailureConfig()) == {
         "max_failures": 3,
         "num_spares": 0,
@@ -100,6 +105,16 @@ def test_storage_path_that_is_not_a_path_is_refused(path: Any) -> None:
 def test_detached_run_needs_a_name() -> None:
     assert RunConfig(name="x", detached=True).detached
     assert "needs name=" in refused(RunConfig, detached=True)
+
+
+@pytest.mark.parametrize("address", ["local", "auto", "10.0.0.1:6379", "head:6379"])
+def test_ray_address_is_a_word_or_a_host_with_a_port(address: str) -> None:
+    assert RunConfig(ray_address=address).ray_address == address
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "", 6379])
+def test_other_ray_addresses_are_refused(address: Any) -> None:
+    assert "HOST:PORT" in refused(RunConfig, ray_address=address)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -49,10 +49,6 @@ def starred(*args: Any, **kwargs: Any) -> Any:
     return args[0]
 
 
-def only_kwargs(**kwargs: Any) -> str:
-    return "called"
-
-
 def positional_only(config: Any, /) -> Any:
     return config
 
@@ -135,7 +131,6 @@ CONFIG = {"lr": 0.1}
         all_defaulted,
         keyword_defaulted,
         starred,
-        only_kwargs,
         positional_only,
         lambda: "called",
         lambda config: config,

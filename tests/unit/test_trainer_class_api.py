@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.errors import WorkerError
+from raysgd.errors import ConfigError, WorkerError
 from raysgd.trainer.class_api import ClassApi
 
 
@@ -54,3 +54,45 @@ def test_functions_are_not_called_without_instances_that_died_with_the_controlle
     api.execute("execute", lambda instance: None, first_only=False)
     api.start(None, (), {})
     api.execute("execute", lambda: None, first_only=False)
+
+
+class Counter:
+    def __init__(self, start: int, step: int = 1) -> None:
+        """Take a start and a step."""
+
+
+class TakesPair:
+    def __init__(self, shape: tuple[int, ...], options: dict[str, int]) -> None:
+        """Take a tuple and a dict."""
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        (
+            ((10,), {"step": 2}),
+            {},
+            "write start(Counter, 10, step=2). A tuple and a dict that are meant as such are given",
+        ),
+        (((10, 2), {}), {}, "write start(Counter, 10, 2). A tuple"),
+        ((), {"args": (10,), "kwargs": {"step": 2}}, "write start(Counter, 10, step=2)."),
+        ((), {"args": (10,)}, "write start(Counter, 10)."),
+        ((), {}, "missing a required argument: 'start'; give its arguments after the class."),
+        ((1,), {"stp": 2}, "got an unexpected keyword argument 'stp'"),
+    ],
+)
+def test_wrong_arguments_of_a_class_are_answered_with_what_to_write(args: Any, kwargs: Any, text: str) -> None:
+    runs: Any = Runs()
+    with pytest.raises(ConfigError) as caught:
+        ClassApi(runs).start(Counter, args, kwargs)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(((2, 3, 4), {"a": 1}), {}), ((), {"shape": (2, 3), "options": {}}), (((2, 3),), {"options": {}})],
+)
+def test_class_that_takes_a_tuple_and_a_dict_gets_them(args: Any, kwargs: Any) -> None:
+    runs: Any = Runs()
+    ClassApi(runs).start(TakesPair, args, kwargs)
+    assert runs.latest.channel.has_instances

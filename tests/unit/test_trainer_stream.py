@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
+import cloudpickle
 import pytest
 from ray.exceptions import RayActorError
 
@@ -17,6 +20,7 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.errors import WorkerError
 from raysgd.trainer.stream import ResultStream
+from support.poll import until
 
 PATIENCE_S = 10.0
 ITEM = 3  # frames that are fetched at once
@@ -47,6 +51,7 @@ class FakeChannel:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.num_fetches = 0
+        self.has_lost_cluster = False
 
     def stream(self, run_id: str) -> Iterator[list[Frame]]:
         for start in range(0, len(self.made), self.batch):
@@ -188,3 +193,97 @@ def test_run_lost_after_its_outcome_ends_all_waits() -> None:
     assert len(results) == 20
     with pytest.raises(WorkerError, match="the Trainer's controller process is gone"):
         stream.get_returns()
+
+
+class Live(FakeChannel):
+    """A run that lasts until ``may_end`` is set, and then fails with an exception of train_func."""
+
+    def __init__(self, num_results: int) -> None:
+        super().__init__(num_results)
+        self.may_end = threading.Event()
+
+    def stream(self, run_id: str) -> Iterator[list[Frame]]:
+        *results, end, closed = self.made
+        yield results
+        assert self.may_end.wait(PATIENCE_S)
+        failed = {"type_name": "builtins.ValueError", "summary": "ValueError: bad", "traceback": "", "rank": 0}
+        failed |= {"kind": "error", "node": "n", "followed": [], "exception": cloudpickle.dumps(ValueError("bad"))}
+        yield [Frame(end.seq, frames.RUN_END, 1, data=failed), closed]
+
+
+class Lease:
+    """Stands for what keeps the workers."""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Disable the garbage collector, so that only objects without cycles are freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def ended(stream: ResultStream) -> None:
+    with contextlib.suppress(ValueError):
+        stream.get_returns()
+    assert stream.wait_closed(PATIENCE_S)
+
+
+def test_stream_of_a_live_run_that_nobody_holds_is_freed_with_its_lease(no_collector: None) -> None:
+    channel, lease = Live(3), Lease()
+    lease_of = weakref.ref(lease)
+    stream = ResultStream(cast(Any, channel), "run", reduce={}, returns="first", lease=lease)
+    assert next(stream)["n"] == 0
+    stream_of_it, thread = weakref.ref(stream), stream._thread
+    del lease, stream
+    freed = until(lambda: stream_of_it() is None and lease_of() is None, PATIENCE_S)
+    channel.may_end.set()
+    thread.join(PATIENCE_S)
+    assert freed, "the thread that reads the run holds the stream"
+
+
+def test_lease_is_held_until_the_run_is_closed(no_collector: None) -> None:
+    channel, lease = Live(3), Lease()
+    lease_of = weakref.ref(lease)
+    stream = ResultStream(cast(Any, channel), "run", reduce={}, returns="first", lease=lease)
+    del lease
+    assert next(stream)["n"] == 0 and lease_of() is not None
+    channel.may_end.set()
+    ended(stream)
+    assert until(lambda: lease_of() is None, PATIENCE_S)
+
+
+def test_lease_is_held_while_results_must_still_be_fetched(no_collector: None) -> None:
+    channel, lease = FakeChannel(200), Lease()
+    lease_of = weakref.ref(lease)
+    stream = ResultStream(cast(Any, channel), "run", reduce={}, returns="first", buffer_bytes=400, lease=lease)
+    del lease
+    assert stream.wait_closed(PATIENCE_S)
+    stream._thread.join(PATIENCE_S)
+    assert lease_of() is not None
+    assert [result["n"] for result in stream] == list(range(200))
+    assert lease_of() is None
+
+
+def test_exception_of_a_run_does_not_keep_what_the_caller_holds(no_collector: None) -> None:
+    channel = Live(3)
+    channel.may_end.set()
+
+    class Owner:
+        def __init__(self) -> None:
+            self.stream = stream_of(channel)
+
+        def run(self) -> Any:
+            return self.stream.get_returns()
+
+    def fails() -> weakref.ref[Owner]:
+        owner = Owner()
+        with pytest.raises(ValueError, match="bad"):
+            owner.run()
+        with pytest.raises(ValueError, match="bad"):
+            list(owner.stream)
+        owner.stream._thread.join(PATIENCE_S)
+        return weakref.ref(owner)
+
+    assert fails()() is None, "the stream's exception refers to the frames that it passed"

@@ -40,7 +40,7 @@ def test_trial_reserves_a_bundle_per_worker_and_spare() -> None:
     assert asked.bundles == [{"CPU": 3.0}] * 3 and asked.head_bundle_is_empty
     assert recipe(num_workers=(2, 5)).resources({}).bundles == [{"CPU": 1.0}] * 2
     assert trial_resources(num_workers=2, placement_strategy="SPREAD").strategy == "SPREAD"
-    assert trial_resources(raysgd.Trainer(1, "none", cpus_per_worker=0)).bundles == [{"CPU": 0.001}]
+    assert trial_resources(raysgd.Trainer(1, "none", cpus_per_worker=0)).bundles == [{"memory": 1}]
 
 
 def test_config_of_a_trial_changes_only_arguments_of_the_trainer() -> None:
@@ -56,7 +56,7 @@ def test_config_of_a_trial_changes_only_arguments_of_the_trainer() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             made.spec_for({"trainer": wrong})
-    assert made.resources({"trainer": {"num_workers": 0}}).bundles == [{"CPU": 0.001}]  # it fails when it begins
+    assert made.resources({"trainer": {"num_workers": 0}}).bundles == [{"memory": 1}]  # it fails when it begins
     spec = recipe("trainer", backend="torch").spec_for({"trainer": {"backend_args": {"init_timeout_s": 7.0}}})
     assert spec.backend == raysgd.TorchConfig(init_timeout_s=7.0)
     with pytest.raises(ConfigError, match=r"trainer_args_from\(config\) is a list"):

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from raysgd.config import ScalingConfig
 from raysgd.workers.placement.capacity import (
+    Holding,
     Node,
     describe_bundle,
     explain_busy,
     explain_full,
     explain_infeasible,
+    explain_wait,
     list_slots,
     slot_bundle,
 )
@@ -164,7 +166,7 @@ def test_message_shows_the_free_bundles_of_a_placement_group_that_is_too_small()
     assert message == (
         "needs room for 3 x (2 CPU) (2 workers, 1 spare), and its bundles have no resources | 3 CPU free, room for 1"
     )
-    assert explain_full(ScalingConfig(num_workers=2, cpus_per_worker=0), [{"CPU": 0.002}]) is None
+    assert explain_full(ScalingConfig(num_workers=2, cpus_per_worker=0), [{"memory": 2}]) is None
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 3))
@@ -181,3 +183,42 @@ def test_each_bundle_has_as_many_slots_as_workers_fit(free: list[int], cpus: int
 )
 def test_fraction_of_a_gpu_never_spans_two_gpus(each: float, free: float, count: int) -> None:
     assert len(list_slots([{"GPU": free}], {"GPU": each})) == count
+
+
+def waits(nodes: list[Node], count: int = 2, holdings: list[Holding] | None = None, **settings: Any) -> str | None:
+    return explain_wait(ScalingConfig(num_workers=9, **settings), count, nodes, holdings or [])
+
+
+def test_wait_is_explained_by_what_is_missing_and_who_holds_it() -> None:
+    full = node({"CPU": 4}, free={})
+    holdings = [Holding("a", {"CPU": 1.0}), Holding("b", {"CPU": 2.0, "GPU": 1.0}), Holding("c", {})]
+    assert waits([full], holdings=holdings) == "waiting for 2 CPUs; 2 are held by b, 1 by a, 1 by others"
+    assert waits([full], 1) == "waiting for 1 CPU; 4 are held by others"
+    assert (
+        waits([full, node({"CPU": 8}, free={"CPU": 1})], 2) == "waiting for 2 CPUs (1 CPU free); 11 are held by others"
+    )
+    assert waits([full, node({"CPU": 8})], 2) is None
+
+
+def test_wait_for_several_resources_is_explained_for_each() -> None:
+    nodes = [node({"CPU": 4, "GPU": 2, "licence": 1}, free={"CPU": 4, "GPU": 1})]
+    settings: dict[str, Any] = {"gpus_per_worker": 1, "resources_per_worker": {"licence": 0.5}}
+    assert waits(nodes, 2, [Holding("a", {"GPU": 1.0})], **settings) == (
+        "waiting for 2 GPUs and 1 licence (1 GPU free); of GPU: 1 is held by a; of licence: 1 is held by others"
+    )
+
+
+def test_wait_for_room_on_one_node_is_explained() -> None:
+    nodes = [node({"CPU": 2}, free={"CPU": 1}), node({"CPU": 2}, free={"CPU": 1})]
+    held = "2 are held by others"
+    assert waits(nodes, 1, cpus_per_worker=2) == f"waiting for room for 1 worker of 2 CPU; {held}"
+    assert waits(nodes, 2, placement_strategy="STRICT_PACK") == f"waiting for room for 2 workers of 1 CPU; {held}"
+
+
+def test_workers_wait_for_nodes_that_are_yet_to_come() -> None:
+    assert waits([node({"CPU": 1})]) == "waiting for 2 CPUs (1 CPU free); the cluster has 1 CPU"
+
+
+def test_workers_without_resources_wait_for_none() -> None:
+    assert waits([node({"CPU": 1}, free={})], cpus_per_worker=0) is None
+    assert "CPU" not in slot_bundle(ScalingConfig(cpus_per_worker=0))

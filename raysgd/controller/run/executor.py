@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from raysgd._util.logs import get_logger
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
@@ -117,12 +118,14 @@ class Run:
             self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
+        self._group.on_wait = self.warn
         self._act_all(self._machine.begin())
         if self._previous.next_seq:  # another restart must not use the numbers of these frames again
             await self._files.flush()
         self._update_paused()
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
+        self._group.on_wait = get_logger().warning
         self._files.stop_flushing()
         # The run stays readable until the next one begins, but its data is released now.
         task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)
@@ -311,7 +314,7 @@ class Run:
         self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
 
     async def _form_group(self, *, keep_size: bool) -> None:
-        for message in await self._group.get_ready(keep_size=keep_size, on_waiting=self.warn):
+        for message in await self._group.get_ready(keep_size=keep_size):
             self.warn(message)
         await self._group.check_storage(self._files.storage)
         self._rendezvous = await self._group.open_rendezvous()

@@ -34,7 +34,7 @@ from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, ControllerProcess, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
-from raysgd.workers.placement.capacity import explain_busy, explain_timeout, slot_bundle
+from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
+#: What a group waits for is reported after this time, and looked for in such intervals.
+WAIT_REPORT_S = 2.0
 
 
 class WorkerGroup:
@@ -55,9 +57,13 @@ class WorkerGroup:
         controller: Name of the TrainerActor.
         is_watched_by_workers: Whether the workers watch the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
+        explain_missing: Says which resources a number of workers wait for, and who holds them; None if there is room. Blocks.
 
     The attributes ``slots``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory`` are the group's
     parts; their classes say what they do.
+
+    Attributes:
+        on_wait: Called with what the group waits for, if resources are missing or nodes are still to join the cluster.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class WorkerGroup:
         runtime_env: Mapping[str, Any] | None,
         is_watched_by_workers: bool = False,
         existing: ExistingPlacement | None = None,
+        explain_missing: Callable[[int], str | None] = lambda count: None,
     ) -> None:
         self._scaling = scaling
         self._failure = failure
@@ -78,6 +85,8 @@ class WorkerGroup:
         # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
+        self._explain_missing = explain_missing
+        self.on_wait: Callable[[str], None] = get_logger().warning
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
         self._agents = NodeAgents(name, self.watch)
@@ -131,13 +140,7 @@ class WorkerGroup:
         if not self._has_formed:
             self._members[:] = [None] * size
 
-    async def get_ready(
-        self,
-        *,
-        keep_size: bool = False,
-        is_run: bool = True,
-        on_waiting: Callable[[str], None] | None = None,
-    ) -> list[str]:
+    async def get_ready(self, *, keep_size: bool = False, is_run: bool = True) -> list[str]:
         """Make every worker ready for a run, or for the class API; return messages for the user.
 
         An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
@@ -145,8 +148,6 @@ class WorkerGroup:
         Args:
             keep_size: The group neither shrinks nor grows.
             is_run: See `PrepareOrder`.
-            on_waiting: Called with a line for the user while the group waits for nodes to join the cluster. The default logs
-                it, which the driver prints.
 
         Raises:
             InfeasibleError: The cluster cannot hold the workers, and no nodes joined it in the time that the user allows.
@@ -156,11 +157,14 @@ class WorkerGroup:
         """
         if not self.slots.is_open and not self.slots.is_in_existing_placement:
             spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
-            await wait_until_feasible(self._scaling, spares, timeout_s, on_waiting or get_logger().warning)
+            await wait_until_feasible(self._scaling, spares, timeout_s, self.on_wait)
+        reporting = asyncio.ensure_future(self._report_wait())
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise self._make_timeout_error() from None
+        finally:
+            reporting.cancel()
         self._reserve.replenish()
         self._want_joining_workers()
         self._agents.watch_workers(self._infos())
@@ -293,9 +297,29 @@ class WorkerGroup:
             for name in watched:
                 self.watch.remove(name)
 
+    async def _report_wait(self) -> None:
+        """Report once what the group waits for, if resources are missing."""
+        why: str | None = None
+        while why is None:
+            await asyncio.sleep(WAIT_REPORT_S)
+            with contextlib.suppress(Exception):  # nothing depends on it, and the next look may succeed
+                if count := self._num_unplaced():
+                    why = await asyncio.to_thread(self._explain_missing, count)
+        self.on_wait(why)
+
+    def _num_unplaced(self) -> int:
+        """Return the number of workers, spares included, that wait for resources."""
+        waiting = [worker.slot for worker in self._workers() if worker.info is None]
+        by_group = {slot.placement: slot for slot in waiting}
+        unplaced = {placement for placement, slot in by_group.items() if not slot.is_placed()}
+        num_unplaced = sum(slot.placement in unplaced for slot in waiting)
+        num_spares = self._failure.num_spares if num_unplaced and not self._has_formed else 0
+        return num_unplaced + num_spares + len(self._vacant_ranks())
+
     def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)
-        why = explain_busy(self._scaling, list_nodes(), self._failure.num_spares) if missing else None
+        unplaced = self._num_unplaced() if missing else 0
+        why = self._explain_missing(unplaced) if unplaced else None
         return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
 
     async def check_storage(self, storage: Storage) -> None:

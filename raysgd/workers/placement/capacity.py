@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raysgd.config import ScalingConfig
 
 #: The number of nodes that a message names.
 MAX_SHOWN = 8
 _EPSILON = 1e-6  # resources are floats: ten times 0.1 GPU may be more than 1 GPU
+#: Stands for a bundle without resources, which Ray refuses: one byte, since all CPUs may be in use.
+NOTHING = {"memory": 1.0}
+#: Resources that are counted in words.
+_UNITS = {"CPU": ("CPU", "CPUs"), "GPU": ("GPU", "GPUs")}
+#: The number of holders of a resource that a message names.
+_MAX_HOLDERS = 3
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,19 @@ class Node:
     name: str
     total: Mapping[str, float]
     free: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Resources that a Trainer, or somebody else, holds.
+
+    Attributes:
+        who: The holder, and how to make it release them.
+        amounts: The resources by name.
+    """
+
+    who: str
+    amounts: Mapping[str, float]
 
 
 def explain_infeasible(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int = 0) -> str | None:
@@ -33,10 +52,57 @@ def explain_busy(scaling: ScalingConfig, nodes: Sequence[Node], num_spares: int 
 
 
 def explain_timeout(num_missing: int, num_workers: int, timeout_s: float, why: str | None) -> str:
-    """Return the message for a group that was not ready in time; ``why`` comes from `explain_busy`."""
+    """Return the message for a group that was not ready in time; ``why`` comes from `explain_wait`."""
     what = f"{num_missing} of {num_workers} workers did not start" if num_missing else "the workers did not get ready"
-    because = f": {why}, others use the rest" if why else ""
+    because = f": {why}" if why else ""
     return f"{what} within {timeout_s:g} s{because}. Free resources, or raise FailureConfig(start_timeout_s=...)."
+
+
+def explain_wait(scaling: ScalingConfig, count: int, nodes: Sequence[Node], holdings: Sequence[Holding]) -> str | None:
+    """Say which resources ``count`` workers wait for, and who holds them; None if the nodes have room for the workers.
+
+    Resources that are in use and not in ``holdings`` count as held by others.
+    """
+    if explain_busy(replace(scaling, num_workers=count), nodes) is None:
+        return None
+    bundle = scaling.bundle()
+    short = [name for name in bundle if _sum(nodes, name) + _EPSILON < count * bundle[name]]
+    if short:
+        head = f"waiting for {' and '.join(_count(count * bundle[name], name) for name in short)}"
+        if free := [_count(_sum(nodes, name), name) for name in short if _sum(nodes, name) > _EPSILON]:
+            head += f" ({', '.join(free)} free)"
+    else:  # there are enough, but not on the nodes where the workers would have to be
+        short = list(bundle)
+        head = f"waiting for room for {count} worker{'s' * (count > 1)} of {describe_bundle(bundle)}"
+    held = [(name, _describe_holders(name, nodes, holdings)) for name in short]
+    return "; ".join([head, *(text if len(held) == 1 else f"of {name}: {text}" for name, text in held)])
+
+
+def _describe_holders(resource: str, nodes: Sequence[Node], holdings: Sequence[Holding]) -> str:
+    """Return who holds how much of a resource: ``2 are held by your Trainer of run a/run_001, 1 by others``."""
+    held = sorted(((each.amounts.get(resource, 0.0), each.who) for each in holdings), reverse=True)[:_MAX_HOLDERS]
+    held = [(amount, who) for amount, who in held if amount > _EPSILON]
+    total = sum(node.total.get(resource, 0.0) for node in nodes)
+    by_others = total - _sum(nodes, resource) - sum(amount for amount, _ in held)
+    if by_others > _EPSILON:
+        held.append((by_others, "others"))
+    if not held:
+        return f"the cluster has {_count(total, resource)}"
+    (first, who), *others = held
+    verb = "is" if first == 1 else "are"
+    named = [f"{_number(first)} {verb} held by {who}", *(f"{_number(amount)} by {who}" for amount, who in others)]
+    return ", ".join(named)
+
+
+def _sum(nodes: Sequence[Node], resource: str) -> float:
+    """Return how much of a resource is free."""
+    return sum(node.free.get(resource, 0.0) for node in nodes)
+
+
+def _count(amount: float, resource: str) -> str:
+    """Return an amount with its unit: ``1 CPU``, ``2 CPUs``, ``3 licence``."""
+    one, many = _UNITS.get(resource, (resource, resource))
+    return f"{_number(amount)} {one if amount == 1 else many}"
 
 
 def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb: str, num_spares: int) -> str | None:
@@ -60,8 +126,8 @@ def _explain(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]], verb:
 
 
 def slot_bundle(scaling: ScalingConfig) -> dict[str, float]:
-    """Return the resources that a worker slot reserves; Ray refuses empty bundles."""
-    return scaling.bundle() or {"CPU": 0.001}
+    """Return the resources that a worker slot reserves."""
+    return scaling.bundle() or dict(NOTHING)
 
 
 def list_slots(bundles: Sequence[Mapping[str, float]], bundle: Mapping[str, float]) -> list[int]:

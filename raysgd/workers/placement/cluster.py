@@ -8,10 +8,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray._private.state import state  # no public API has the free resources by node, or the autoscaler's limit
-from ray._private.worker import global_worker  # no public API lists draining nodes
+from ray._private.worker import global_worker  # no public API lists draining nodes, or asks without starting Ray
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
@@ -31,6 +32,15 @@ _ADVICE = (
     "Ask for fewer or smaller workers, or give the cluster more nodes. If its nodes are still starting, "
     "FailureConfig(wait_for_nodes_s=...) waits for them."
 )
+
+
+def current_session() -> tuple[str, str] | None:
+    """Return what identifies this process's connection to Ray: the cluster's session and the job; None without one."""
+    worker: Any = global_worker  # not the runtime context, which would start Ray in a process that has just left it
+    try:
+        return (worker.node.session_name, worker.current_job_id.hex()) if worker.connected else None
+    except AttributeError:  # another thread is just disconnecting
+        return None
 
 
 def list_nodes() -> list[Node]:
