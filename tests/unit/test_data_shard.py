@@ -127,7 +127,7 @@ def test_shard_of_another_rank_has_its_own_position() -> None:
         dataset.get_shard(2)
 
 
-def test_whole_dataset_is_read_on_every_rank_beside_its_shards() -> None:
+def test_whole_dataset_is_read_on_every_rank_in_addition_to_its_shards() -> None:
     contexts = group(numbers(5))
     for rank, context in enumerate(contexts):
         whole = context.get().get_split(whole=True)
@@ -155,8 +155,8 @@ def test_each_rank_resumes_where_it_was_in_a_whole_dataset() -> None:
     for context, own in zip(resumed, [*saved, saved[0]], strict=True):
         context.restore({}, own)
         assert context.own_positions() == own, "a rank that saves before it reads keeps its position"
-    rest = [flat([values(batch) for batch in c.get().get_split(whole=True).to_torch(1)]) for c in resumed]
-    assert rest == [[1, 2, 3, 4, 5], [3, 4, 5], [1, 2, 3, 4, 5]]
+    remaining = [flat([values(batch) for batch in c.get().get_split(whole=True).to_torch(1)]) for c in resumed]
+    assert remaining == [[1, 2, 3, 4, 5], [3, 4, 5], [1, 2, 3, 4, 5]]
     resumed[0].restore({})
     assert resumed[0].own_positions() == {}
     with pytest.raises(CheckpointError, match="which has 9 rows now"):

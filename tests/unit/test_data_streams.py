@@ -539,7 +539,7 @@ def test_error_summary_is_the_last_line_of_the_cause() -> None:
 # -- read whole ---------------------------------------------------------------------------------------------------------
 
 
-def test_lazy_dataset_is_read_whole_on_every_rank_beside_its_shards() -> None:
+def test_lazy_dataset_is_read_whole_on_every_rank_in_addition_to_its_shards() -> None:
     with hosted(rows_of(60)) as stream:
         group = contexts(stream, 2)
         training = lockstep(group, lambda shard: shard.iter_batches(3))
@@ -565,6 +565,6 @@ def test_one_rank_alone_reads_a_lazy_dataset_whole_and_resumes_inside() -> None:
         one.close()
         (resumed,) = contexts(stream, 1, attempt=1)
         resumed.restore({}, saved)
-        rest = resumed.get().get_split(whole=True).iter_batches(30)
-        assert [batch["x"].tolist() for batch in rest] == [list(range(4, 30))]
+        remaining = resumed.get().get_split(whole=True).iter_batches(30)
+        assert [batch["x"].tolist() for batch in remaining] == [list(range(4, 30))]
         resumed.close()

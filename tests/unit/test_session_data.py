@@ -230,8 +230,8 @@ def test_local_data_resumes_inside_a_whole_dataset(tmp_path: Path) -> None:
         raysgd.save_checkpoint({"step": 1})
     with raysgd.local(dataset=numbers(4), dir=tmp_path):
         raysgd.load_checkpoint()
-        rest = raysgd.get_dataset().get_split(whole=True).iter_batches(3)
-        assert [batch["x"].tolist() for batch in rest] == [[1, 2, 3]]
+        remaining = raysgd.get_dataset().get_split(whole=True).iter_batches(3)
+        assert [batch["x"].tolist() for batch in remaining] == [[1, 2, 3]]
 
 
 # -- in a world of one -------------------------------------------------------------------------------------------------
