@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from raysgd.config.checks import check_count
@@ -32,6 +33,8 @@ class WorkerDataset:
         self._start = Position()
         self._cursors = {settings.rank: self._cursor_at(self._start)}
         self._reader = self._open_reader()
+        self._whole: WorkerDataset | None = None  # the same dataset, as a world of one reads it
+        self._whole_start = Position()
 
     @property
     def num_rows(self) -> int | None:
@@ -48,9 +51,20 @@ class WorkerDataset:
         """The position of training in this dataset."""
         return self._cursors[self._settings.rank].position
 
-    def get_split(self) -> DatasetShard:
-        """Return this worker's shard. Every call returns a shard at the same position: the position belongs to the run."""
-        return self.get_shard(self._settings.rank)
+    @property
+    def whole_position(self) -> Position:
+        """This rank's position in ``get_split(whole=True)``."""
+        return self._whole_start if self._whole is None else self._whole.position
+
+    def get_split(self, *, whole: bool = False) -> DatasetShard:
+        """Return this worker's shard. Every call returns a shard at the same position: the position belongs to the run.
+
+        Args:
+            whole: Return all rows on every worker, for example for validation. Each rank then has a position of its own, so
+                ranks may read different numbers of batches, or none. A rank that is new after a resize begins where the
+                lowest rank was.
+        """
+        return self._open_whole().get_split() if whole else self.get_shard(self._settings.rank)
 
     def get_shard(self, rank: int) -> DatasetShard:
         """Return the shard of ``rank``.
@@ -70,20 +84,33 @@ class WorkerDataset:
     def close(self) -> None:
         """Release the rows."""
         self._reader.close()
+        if self._whole is not None:
+            self._whole.close()
 
     def check(self, position: Position) -> None:
         """Raise a CheckpointError if training cannot resume at this position."""
         self._cursors[self._settings.rank].check(position)
 
-    def restore(self, position: Position) -> None:
-        """Resume at this position, also in shards that were handed out before."""
-        self._start = position
+    def restore(self, position: Position, whole_position: Position = Position()) -> None:  # noqa: B008 - it is frozen
+        """Resume at these positions, also in shards that were handed out before."""
+        self._start, self._whole_start = position, whole_position
         for cursor in self._cursors.values():
             cursor.restore(position)
+        if self._whole is not None:
+            self._whole.restore(whole_position)
 
     def end_epoch(self, *, only_finished: bool) -> None:
         """End the iteration in progress and its epoch; see `WorkerDatasets.end_epochs`."""
         self._cursors[self._settings.rank].end_epoch(only_finished=only_finished)
+        if self._whole is not None:
+            self._whole.end_epoch(only_finished=only_finished)
+
+    def _open_whole(self) -> WorkerDataset:
+        if self._whole is None:
+            settings = replace(self._settings, rank=0, world_size=1, reader_rank=self._settings.rank)
+            self._whole = WorkerDataset(self.name, self._source, settings)
+            self._whole.restore(self._whole_start)
+        return self._whole
 
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
@@ -100,7 +127,8 @@ class WorkerDataset:
         if source.kind == "stream":
             cursor = self._cursors[self._settings.rank]
             assert isinstance(cursor, StreamCursor)
-            return StreamReader(name, source, cursor, self._settings.rank, self._settings.attempt)
+            settings = self._settings
+            return StreamReader(name, source, cursor, settings.rank, settings.attempt, settings.reader_rank)
         return TableReader(name, source, StoredBlocks(source, fetch), selected=selected)
 
 
@@ -189,6 +217,11 @@ class WorkerDatasets:
         """
         return {name: dataset.position.to_json() for name, dataset in self._datasets.items()}
 
+    def own_positions(self) -> dict[str, Any]:
+        """Return this rank's position in each dataset that it has read whole, JSON-able. Ranks need not agree."""
+        found = {name: dataset.whole_position for name, dataset in self._datasets.items()}
+        return {name: position.to_json() for name, position in found.items() if position != Position()}
+
     def end_epochs(self, *, only_finished: bool) -> None:
         """End the iterations in progress and their epochs, as if the next ones had begun.
 
@@ -198,20 +231,28 @@ class WorkerDatasets:
         for dataset in self._datasets.values():
             dataset.end_epoch(only_finished=only_finished)
 
-    def restore(self, positions: Mapping[str, Any]) -> None:
+    def restore(self, positions: Mapping[str, Any], own_positions: Mapping[str, Any] | None = None) -> None:
         """Resume at these positions, as when a checkpoint is loaded. Iterations in progress end.
 
         Shards and loaders that were made before resume there too.
+
+        Args:
+            positions: The result of `positions`.
+            own_positions: The result of `own_positions` on this rank.
 
         Raises:
             CheckpointError: See the constructor. No position has changed then.
         """
         beginning = Position().to_json()
-        wanted = {name: Position.from_json(positions.get(name, beginning), name) for name in self._datasets}
-        for name, position in wanted.items():
-            self._datasets[name].check(position)
-        for name, position in wanted.items():
-            self._datasets[name].restore(position)
+        given = (positions, own_positions or {})
+        wanted = {
+            name: [Position.from_json(each.get(name, beginning), name) for each in given] for name in self._datasets
+        }
+        for name, both in wanted.items():
+            for position in both:
+                self._datasets[name].check(position)
+        for name, both in wanted.items():
+            self._datasets[name].restore(*both)
 
     def close(self) -> None:
         """Release all rows, and end the threads that read."""

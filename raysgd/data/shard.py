@@ -39,7 +39,11 @@ _Sizes = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """Settings of all datasets of an attempt in one worker; `raysgd.data.dataset.WorkerDatasets` describes them."""
+    """Settings of all datasets of an attempt in one worker; `raysgd.data.dataset.WorkerDatasets` describes them.
+
+    Attributes:
+        reader_rank: The worker's rank, if it reads all rows of the dataset as rank 0 of 1; None: it reads its shard.
+    """
 
     rank: int
     world_size: int
@@ -48,6 +52,7 @@ class ReadSettings:
     is_deterministic: bool
     fetch: Fetch
     read_context: ReadContext
+    reader_rank: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,6 +81,8 @@ class DatasetShard:
 
     def __repr__(self) -> str:
         rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
+        if self._settings.reader_rank is not None:
+            return f"DatasetShard({self._name!r}, whole{rows})"
         return f"DatasetShard({self._name!r}, rank {self._rank} of {self._settings.world_size}{rows})"
 
     @property

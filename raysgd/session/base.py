@@ -52,18 +52,22 @@ class Datasets:
         """Return the position in each dataset; empty if no dataset was given."""
         return self._open().positions() if self._plan.sources else {}
 
+    def own_positions(self) -> dict[str, Any]:
+        """Return this rank's position in each dataset that it has read whole."""
+        return {} if self._opened is None else self._opened.own_positions()
+
     def end_epochs(self, *, only_finished: bool) -> None:
         if self._opened is not None:
             self._opened.end_epochs(only_finished=only_finished)
 
-    def restore(self, positions: Mapping[str, Any]) -> None:
+    def restore(self, positions: Mapping[str, Any], own_positions: Mapping[str, Any]) -> None:
         """Resume at these positions.
 
         Raises:
             CheckpointError: A position does not fit its dataset; then no position changes.
         """
         if self._plan.sources:
-            self._open().restore(positions)
+            self._open().restore(positions, own_positions)
 
     def close(self) -> None:
         """Release the rows and all references to them."""

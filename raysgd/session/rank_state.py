@@ -20,6 +20,8 @@ RankState = dict[str, Any]
 
 _GENERATORS = "generators"
 _DATA = "data"
+#: The positions in datasets that the rank reads whole, which other ranks need not share.
+_OWN_DATA = "data_of_rank"
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -88,6 +90,8 @@ def capture(datasets: Datasets) -> RankState:
     state: RankState = {_GENERATORS: capture_generators()}
     if positions := datasets.positions():
         state[_DATA] = positions
+    if own := datasets.own_positions():
+        state[_OWN_DATA] = own
     return state
 
 
@@ -98,12 +102,12 @@ def restore(state: Mapping[str, Any], datasets: Datasets) -> None:
         CheckpointError: A dataset cannot resume there; then nothing changes.
     """
     if _DATA in state:
-        datasets.restore(state[_DATA])
+        datasets.restore(state[_DATA], state.get(_OWN_DATA, {}))
     restore_generators(state.get(_GENERATORS, {}))
 
 
 def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data positions that a rank's state contains."""
+    """Return the data positions in a rank's state on which all ranks agree."""
     return dict(state.get(_DATA, {}))
 
 
@@ -116,8 +120,12 @@ def inherit(states: Mapping[int, Mapping[str, Any]], rank: int, *, is_same_size:
         is_same_size: Whether as many ranks resume as saved it. Generators of another number of ranks would repeat or skip
             draws, so they stay as the seed set them.
     """
-    inherited = dict(states.get(rank, {})) if is_same_size else {}
-    for _, state in sorted(states.items()):
-        if _DATA in state:
-            return {**inherited, _DATA: state[_DATA]}
+    own = states.get(rank, {})
+    inherited = dict(own) if is_same_size else {}
+    for key in (_DATA, _OWN_DATA):
+        has_key = [state for _, state in sorted(states.items()) if key in state]
+        if key == _OWN_DATA and rank in states:  # a rank that has read nothing whole begins there
+            has_key = [own] if key in own else []
+        if has_key:
+            inherited[key] = has_key[0][key]
     return inherited

@@ -89,6 +89,29 @@ def last_of(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
     return checkpoint
 
 
+def validates(config: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Read rows of the whole validation dataset, a number of them that differs by rank, and save; return what was read."""
+    raysgd.load_checkpoint()
+    train = [row["x"] for row in raysgd.get_dataset("train").get_split().iter_rows()]
+    batches = iter(raysgd.get_dataset("validation").get_split(whole=True).iter_batches(1))
+    seen = [int(batch["x"][0]) for _, batch in zip(range(config["steps"][raysgd.world_rank()]), batches, strict=False)]
+    raysgd.save_checkpoint({"step": 1})
+    return [int(x) for x in train], seen
+
+
+def test_every_worker_reads_a_whole_dataset_and_resumes_inside(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    data = {"train": numbers(4), "validation": numbers(6, first=10)}
+    returned = trainer.run(validates, {"steps": [1, 4]}, dataset=data, callbacks=quiet(), returns="all")
+    assert returned == [([0, 2], [10]), ([1, 3], [10, 11, 12, 13])]
+    checkpoint = last_of(trainer)
+    again = {"dataset": data, "resume_from": checkpoint, "callbacks": quiet(), "returns": "all"}
+    returned = trainer.run(validates, {"steps": [9, 9]}, **again)
+    assert [seen for _, seen in returned] == [[11, 12, 13, 14, 15], [14, 15]]
+    with make_trainer(tmp_path, 3) as larger:
+        returned = larger.run(validates, {"steps": [9, 9, 9]}, **again)
+        assert [seen for _, seen in returned] == [[11, 12, 13, 14, 15], [14, 15], [11, 12, 13, 14, 15]]
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 

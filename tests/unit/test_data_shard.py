@@ -127,6 +127,51 @@ def test_shard_of_another_rank_has_its_own_position() -> None:
         dataset.get_shard(2)
 
 
+def test_whole_dataset_is_read_on_every_rank_in_addition_to_its_shards() -> None:
+    contexts = group(numbers(5))
+    for rank, context in enumerate(contexts):
+        whole = context.get().get_split(whole=True)
+        assert [values(batch) for batch in whole.to_torch(2)] == [[0, 1], [2, 3], [4]]
+        assert len(whole) == 5
+        assert repr(whole) == "DatasetShard('dataset', whole, 5 of 5 rows)"
+        assert at(contexts[rank]) == (0, 0), "the shards are elsewhere"
+    assert list(lockstep(contexts, torch_batches(batch_size=2))) == [[[0, 1], [2, 3]], [[4], []]]
+    assert [values(batch) for batch in contexts[0].get().get_split(whole=True).to_torch(5, shuffle="full")] != [
+        [0, 1, 2, 3, 4]
+    ]
+
+
+def test_each_rank_resumes_where_it_was_in_a_whole_dataset() -> None:
+    contexts = group(numbers(6))
+    held = [iter(context.get().get_split(whole=True).to_torch(1)) for context in contexts]
+    next(held[0])
+    for _ in range(3):
+        next(held[1])
+    check_agreement({rank: context.positions() for rank, context in enumerate(contexts)})
+    saved = [json.loads(json.dumps(context.own_positions())) for context in contexts]
+    assert [own["dataset"]["consumed"] for own in saved] == [1, 3]
+
+    resumed = group(numbers(6), 3)
+    for context, own in zip(resumed, [*saved, saved[0]], strict=True):
+        context.restore({}, own)
+        assert context.own_positions() == own, "a rank that saves before it reads keeps its position"
+    remaining = [flat([values(batch) for batch in c.get().get_split(whole=True).to_torch(1)]) for c in resumed]
+    assert remaining == [[1, 2, 3, 4, 5], [3, 4, 5], [1, 2, 3, 4, 5]]
+    resumed[0].restore({})
+    assert resumed[0].own_positions() == {}
+    with pytest.raises(CheckpointError, match="which has 9 rows now"):
+        single_worker(numbers(9)).restore({}, saved[1])
+
+
+def test_end_of_epochs_also_ends_loops_over_a_whole_dataset() -> None:
+    context = single_worker(numbers(4))
+    whole = context.get().get_split(whole=True)
+    loop = iter(whole.to_torch(4))
+    next(loop)
+    context.end_epochs(only_finished=True)
+    assert whole.epoch == 1
+
+
 # -- positions ------------------------------------------------------------------------------------------------
 
 

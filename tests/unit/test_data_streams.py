@@ -534,3 +534,37 @@ def test_error_summary_is_the_last_line_of_the_cause() -> None:
         "ray::f()\n  File x\nValueError: row 3\n\nThe above exception was the direct cause of it:\n\nHow to retry: ..."
     )
     assert summarize_error(RuntimeError(wrapped)) == "ValueError: row 3"
+
+
+# -- read whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_lazy_dataset_is_read_whole_on_every_rank_in_addition_to_its_shards() -> None:
+    with hosted(rows_of(60)) as stream:
+        group = contexts(stream, 2)
+        training = lockstep(group, lambda shard: shard.iter_batches(3))
+        seen = next(training)
+        for context in group:
+            whole = context.get().get_split(whole=True)
+            assert list(chain(*epoch_of(whole.iter_batches(7)))) == list(range(60))
+        for step in training:
+            seen += step
+        assert sorted(chain(*seen)) == list(range(60))
+        for context in group:
+            context.close()
+        assert stream.num_passes() == 0
+
+
+def test_one_rank_alone_reads_a_lazy_dataset_whole_and_resumes_inside() -> None:
+    with hosted(rows_of(30)) as stream:
+        one = contexts(stream, 2)[1]
+        loop = iter(one.get().get_split(whole=True).iter_batches(4))
+        assert next(loop)["x"].tolist() == [0, 1, 2, 3]
+        saved = json.loads(json.dumps(one.own_positions()))
+        loop.close()
+        one.close()
+        (resumed,) = contexts(stream, 1, attempt=1)
+        resumed.restore({}, saved)
+        remaining = resumed.get().get_split(whole=True).iter_batches(30)
+        assert [batch["x"].tolist() for batch in remaining] == [list(range(4, 30))]
+        resumed.close()

@@ -212,6 +212,28 @@ def test_checkpoint_without_rank_states_restores_nothing() -> None:
     assert rank_state.inherit({}, 0, is_same_size=True) == {}
 
 
+def own(consumed: int) -> dict[str, Any]:
+    return {"data": {}, "data_of_rank": {"validation": {"epoch": 0, "consumed": consumed}}}
+
+
+@pytest.mark.parametrize("is_same_size", [True, False])
+def test_rank_restores_its_own_positions_and_a_new_rank_those_of_the_lowest(is_same_size: bool) -> None:
+    states = {0: own(1), 1: {"data": {}}, 2: own(3)}
+    found = [rank_state.inherit(states, rank, is_same_size=is_same_size) for rank in range(4)]
+    assert found == [own(1), {"data": {}}, own(3), own(1)]
+
+
+def test_local_data_resumes_inside_a_whole_dataset(tmp_path: Path) -> None:
+    with raysgd.local(dataset=numbers(4), dir=tmp_path):
+        loop = iter(raysgd.get_dataset().get_split(whole=True).iter_batches(1))
+        next(loop)
+        raysgd.save_checkpoint({"step": 1})
+    with raysgd.local(dataset=numbers(4), dir=tmp_path):
+        raysgd.load_checkpoint()
+        remaining = raysgd.get_dataset().get_split(whole=True).iter_batches(3)
+        assert [batch["x"].tolist() for batch in remaining] == [[1, 2, 3]]
+
+
 # -- in a world of one -------------------------------------------------------------------------------------------------
 
 

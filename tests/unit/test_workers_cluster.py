@@ -87,7 +87,7 @@ class JoiningNodes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self._state = RayState({"a": {"CPU": 4.0, "GPU": 1.0}}).install(monkeypatch)
         monkeypatch.setattr(cluster.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(cluster.asyncio, "sleep", self._sleep)
@@ -95,7 +95,7 @@ class JoiningNodes:
     async def wait(self, num_workers: int, timeout_s: float, num_spares: int = 0) -> float:
         """Wait for the workers; return the seconds that it took."""
         await cluster.wait_until_feasible(
-            ScalingConfig(num_workers=num_workers), num_spares, timeout_s, self.said.append
+            ScalingConfig(num_workers=num_workers), num_spares, timeout_s, self.lines.append
         )
         return self.now - 100.0
 
@@ -109,13 +109,13 @@ async def test_workers_wait_for_nodes_that_join(monkeypatch: pytest.MonkeyPatch)
     nodes = JoiningNodes(monkeypatch)
     assert await nodes.wait(9, timeout_s=60, num_spares=1) == 2.0
     head = "waiting up to 60 s for nodes that join the cluster: needs 10 x 1 CPU = 10 (9 workers, 1 spare), the cluster has"
-    assert nodes.said == [f"{head} 4; its nodes are a (4 CPU)", f"{head} 8; its nodes are a (4 CPU), b (4 CPU)"]
+    assert nodes.lines == [f"{head} 4; its nodes are a (4 CPU)", f"{head} 8; its nodes are a (4 CPU), b (4 CPU)"]
 
 
 async def test_workers_that_fit_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = JoiningNodes(monkeypatch)
     assert await nodes.wait(4, timeout_s=60) == 0.0
-    assert nodes.said == []
+    assert nodes.lines == []
 
 
 async def test_wait_for_nodes_ends_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ async def test_without_a_wait_workers_that_do_not_fit_are_refused_at_once(monkey
     nodes = JoiningNodes(monkeypatch)
     with pytest.raises(InfeasibleError, match=r"^needs 5 x 1 CPU = 5, the cluster has 4\. .*wait_for_nodes_s"):
         await nodes.wait(5, timeout_s=0)
-    assert (nodes.now, nodes.said) == (100.0, [])
+    assert (nodes.now, nodes.lines) == (100.0, [])
 
 
 def test_message_names_few_nodes_of_a_large_cluster() -> None:

@@ -352,15 +352,27 @@ class StreamReader(TableReader):
 
     Args:
         cursor: The cursor of this worker's shard.
+        rank: Whose shard it reads.
         attempt: Number of the attempt; later attempts have greater ones.
+        reader_rank: The worker's rank, if it reads all rows as rank 0 of 1.
 
     Attributes:
         open_steps: The steps that are not closed.
     """
 
-    def __init__(self, name: str, source: Source, cursor: StreamCursor, rank: int, attempt: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        cursor: StreamCursor,
+        rank: int,
+        attempt: int,
+        reader_rank: int | None = None,
+    ) -> None:
         super().__init__(name, source, _NoBlocks())
-        self.access = StreamAccess(name, source.blocks[0], rank)
+        self.access = StreamAccess(name, source.blocks[0], rank if reader_rank is None else reader_rank)
+        self._rank = rank
+        self._label = "" if reader_rank is None else "whole"
         self.cursor = cursor
         self._attempt = attempt
         self._inspected: PassState | None = None
@@ -390,7 +402,7 @@ class StreamReader(TableReader):
 
     def open_peek(self, assignment: RankAssignment, order: Any) -> StreamSteps:
         """Return the steps of an epoch for reading its first rows. The next loop uses the same pass, if it begins there."""
-        is_next = assignment.rank == self.access.rank and not self.cursor.position.consumed and not self.open_steps
+        is_next = assignment.rank == self._rank and not self.cursor.position.consumed and not self.open_steps
         if is_next:
             member = self._peeked or PassMember(self.access, self._key(assignment.rank, order, 0))
             self._peeked = member
@@ -429,7 +441,7 @@ class StreamReader(TableReader):
 
     def _inspect(self) -> PassState:
         if self._inspected is None:
-            key = self._key(self.access.rank, self.cursor.order(False), self.cursor.position.consumed)
+            key = self._key(self._rank, self.cursor.order(False), self.cursor.position.consumed)
             with self.access.raise_if_gone():
                 state = self.access.stream.inspect(key)
             if state.error is not None:
@@ -445,8 +457,11 @@ class StreamReader(TableReader):
             return pa.schema([]) if rows is None else self.table(rows, self.columns).schema
 
     def _key(self, rank: int, order: StreamOrder, start: int) -> PassKey:
-        """Return the key of the pass over the shard of ``rank`` from a place on. All workers share one for their own shards."""
-        label = "" if rank == self.access.rank else f"{rank} for {self.access.rank}"
+        """Return the key of the pass over the shard of ``rank`` from a place on.
+
+        All workers share a pass for their own shards, and another one for all rows on each worker.
+        """
+        label = self._label if rank == self._rank else f"{rank} for {self.access.rank}"
         return (self._attempt, self.access.name, label, *order.serial, order.epoch, start)
 
     def _retry_if_lost(self, read: Callable[[], T]) -> T:

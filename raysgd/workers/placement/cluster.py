@@ -77,14 +77,14 @@ async def wait_until_feasible(
     Raises:
         InfeasibleError: The cluster cannot hold the workers, and the time is over.
     """
-    deadline, said = time.monotonic() + timeout_s, ""
+    deadline, last_line = time.monotonic() + timeout_s, ""
     while (why := _why_infeasible(scaling, num_spares)) is not None:
         if (left_s := deadline - time.monotonic()) <= 0:
             waited = f", after {timeout_s:g} s of waiting for nodes" if timeout_s else ""
             raise InfeasibleError(f"{why}{waited}. {_ADVICE}")
         line = f"{why}; its nodes are {describe_nodes(list_nodes(), list(scaling.bundle()))}"
-        if line != said:
-            said = line
+        if line != last_line:
+            last_line = line
             on_waiting(f"waiting up to {timeout_s:g} s for nodes that join the cluster: {line}")
         await asyncio.sleep(min(left_s, _JOIN_INTERVAL_S))
 
