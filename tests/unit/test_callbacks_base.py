@@ -53,7 +53,7 @@ def test_value_that_is_not_a_callback_is_refused(given: Any, text: str) -> None:
 def test_any_iterable_of_callbacks_is_accepted_in_its_order() -> None:
     callbacks = [Callback(), PrintCallback()]
     assert check_callbacks(iter(callbacks)) == callbacks
-    assert check_callbacks(()) == []
+    assert check_callbacks(()) == check_callbacks(None) == []
 
 
 def test_progress_callback_is_added_once() -> None:
