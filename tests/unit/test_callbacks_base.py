@@ -38,7 +38,6 @@ SAME = Callback()
         ([Callback], "give an instance, Callback"),
         (Callback(), "is not a list"),
         ("csv", "is not a list"),
-        (None, "is not a list"),
         ([Callback(), print], r"callbacks\[1\]=<built-in function print> is not a callback"),
         ([SAME, Callback(), SAME], r"callbacks\[2\] is the same Callback as callbacks\[0\]"),
         ([UnknownProcess()], "'drivr' is not known; give one of 'driver', 'controller', 'worker'"),
