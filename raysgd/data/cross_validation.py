@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raysgd._util.logs import get_logger
+from raysgd._util.text import in_bytes
 from raysgd.config.checks import check_count
 from raysgd.data.dataset import WorkerDataset, WorkerDatasets
 from raysgd.data.order.epoch_order import permutation
 from raysgd.data.plan import UNNAMED, check_columns
-from raysgd.data.sources.resolve import resolve_datasets
+from raysgd.data.sources.resolve import is_lazy, resolve_datasets
 from raysgd.data.sources.subsets import DatasetSubset, FoldedDataset
-from raysgd.data.streams.stream import fetch_object
+from raysgd.data.streams.stream import fetch_object, materialize
 from raysgd.errors import ConfigError
 
 _MAX_SPLITS = 65_535
@@ -36,7 +38,8 @@ def to_cv(
     ``get_datasets()`` returns the pairs as datasets. All these runs store the rows once, as long as a subset is referenced.
 
     Args:
-        dataset: Anything that ``run(dataset=...)`` takes as one dataset, except a lazy `ray.data.Dataset`.
+        dataset: Anything that ``run(dataset=...)`` takes as one dataset. A lazy `ray.data.Dataset` is executed, and its rows
+            stay in the object store.
         splits: Number of pairs, at least 2.
         seed: Selects which rows share a fold.
         stratify: A column, or a value for each row: each fold has about the same proportion of each value. Uses
@@ -50,15 +53,19 @@ def to_cv(
     check_count("splits", splits, minimum=2)
     if splits > _MAX_SPLITS:
         raise ConfigError(f"splits={splits} is too large; give at most {_MAX_SPLITS}.")
+    if is_lazy(dataset):
+        dataset = materialize(dataset)
+        get_logger().info(
+            "to_cv has executed the lazy ray.data.Dataset, because folds are made of known rows; its %s rows take %s of the "
+            "object store",
+            f"{dataset.count():,}",
+            in_bytes(dataset.size_bytes()),
+        )
     plan = resolve_datasets(dataset, lambda block: block)
     if list(plan.sources) != [UNNAMED]:
         raise ConfigError("to_cv(dataset) takes one dataset, but several were given; call it once for each.")
     whole = WorkerDatasets(plan, 0, 1, 0, fetch=fetch_object).get()
-    if whole.num_rows is None:
-        raise ConfigError(
-            "to_cv(dataset) was given a lazy ray.data.Dataset, whose rows are unknown before it is executed; give "
-            "ds.materialize()."
-        )
+    assert whole.num_rows is not None, "the dataset is not lazy"
     if whole.num_rows < splits:
         raise ConfigError(f"to_cv(splits={splits}) needs at least {splits} rows; the dataset has {whole.num_rows}.")
     strata, groups = _values(whole, "stratify", stratify), _values(whole, "group", group)

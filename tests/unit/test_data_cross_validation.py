@@ -22,7 +22,6 @@ from raysgd.data.order.epoch_order import SHUFFLES, Shuffle
 from raysgd.data.shard import DatasetShard
 from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import ConfigError
-from support.streams import LazyRows
 
 
 class Store:
@@ -176,9 +175,3 @@ def test_folds_by_class_and_by_group() -> None:
 def test_arguments_that_cannot_be_split_are_refused(given: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         to_cv(given, **options)
-
-
-def test_lazy_dataset_is_refused_for_cross_validation() -> None:
-    lazy = type("Dataset", (LazyRows,), {"__module__": "ray.data.dataset"})
-    with pytest.raises(ConfigError, match="materialize"):
-        to_cv(lazy(lambda _: [3]))

@@ -123,6 +123,44 @@ def test_folder_means_all_files_below_it_except_hidden_ones(tmp_path: Path) -> N
     assert [row["x"] for row in rows(sorted((tmp_path / "a").glob("*.parquet"))[1:3])] == list(range(100, 300))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.parquet", ["a.parquet", "b.parquet"]),
+        ("?.parquet", ["a.parquet", "b.parquet"]),
+        ("[bc].parquet", ["b.parquet"]),
+        ("deep", ["deep/a.parquet", "deep/deeper/c.parquet"]),
+        ("d*", ["deep/a.parquet", "deep/deeper/c.parquet"]),
+        ("*/a.parquet", ["deep/a.parquet"]),
+        ("**/a.parquet", ["a.parquet", "deep/a.parquet"]),
+        ("**/*.parquet", ["a.parquet", "b.parquet", "deep/a.parquet", "deep/deeper/c.parquet"]),
+        ("d*/**", ["deep/a.parquet", "deep/deeper/c.parquet"]),
+        ("_*/*.parquet", ["_old/a.parquet"]),
+    ],
+)
+def test_pattern_means_the_files_that_match_it(pattern: str, names: list[str], tmp_path: Path) -> None:
+    for number, name in enumerate(["a", "b", "deep/a", "deep/deeper/c", "_old/a", ".hidden/a", "deep/.part"]):
+        (tmp_path / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"x": [number]}), tmp_path / f"{name}.parquet")
+    for given_ in (f"{tmp_path}/{pattern}", *([] if {*"?["} & {*pattern} else [f"file://{tmp_path}/{pattern}"])):
+        (source,) = resolve_datasets(given_, lambda block: block).sources.values()
+        assert source.files is not None
+        assert [str(Path(path).relative_to(tmp_path)) for path in source.files.paths] == names
+
+
+def test_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "odd[1].parquet")
+    assert rows(tmp_path / "odd[1].parquet") == [{"x": 1}]
+
+
+def test_patterns_in_a_list_and_partitions_below_a_pattern(tmp_path: Path) -> None:
+    for year in (2024, 2025, 2026):
+        write(tmp_path / f"year={year}", 1, 10)
+    assert len(rows([f"{tmp_path}/year=2024/*.parquet", f"{tmp_path}/year=2025/*"])) == 20
+    found = rows(f"{tmp_path}/year=202[56]/*.parquet")
+    assert Counter(int(row["year"]) for row in found) == {2025: 10, 2026: 10}
+
+
 def test_hive_partitioned_folders_become_a_column(tmp_path: Path) -> None:
     for year in (2024, 2025):
         write(tmp_path / f"year={year}", 1, 10)
@@ -459,6 +497,8 @@ def partly_in_memory(path: Path) -> Any:
         (another_type, r"column 'x' has type string in .*b\.parquet and int64 in other files"),
         (partly_in_memory, r"union of files and of tables"),
         (lambda path: "", r"empty path"),
+        (lambda path: f"{path}/*.parquet", r"no file matches .*/\*\.parquet; check the pattern"),
+        (lambda path: f"{path}/none/*/x.csv", r"no file matches"),
         (lambda path: "/dev/null", r"/dev/null is neither a file nor a folder"),
         (lambda path: "nosuch://bucket/key", r"nosuch://bucket/key cannot be read"),
     ],

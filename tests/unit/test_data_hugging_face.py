@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from raysgd.data.dataset import WorkerDatasets
 from raysgd.data.shard import DatasetShard
@@ -75,6 +76,49 @@ def test_images_are_decoded_on_the_worker() -> None:
 def test_columns_of_the_format_are_read(dataset: Any) -> None:
     (batch,) = shard(dataset.with_format("numpy", columns=["x"])).iter_batches(10)
     assert list(batch) == ["x"]
+
+
+KINDS = ("int8", "uint8", "int32", "int64", "uint32", "float16", "float32", "float64", "bool")
+
+
+def of_all_kinds() -> Any:
+    rows: dict[str, Any] = {kind: np.arange(4).astype(kind) for kind in KINDS}
+    rows |= {f"list of {kind}": np.arange(8).reshape(4, 2).astype(kind) for kind in KINDS}
+    return datasets.Dataset.from_dict({**rows, "text": list("abcd")})
+
+
+def dtypes(batch: Any) -> dict[str, str]:
+    return {name: str(values.dtype) for name, values in batch.items() if hasattr(values, "dtype")}
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float16}, {"dtype": torch.float64}, {"dtype": torch.int32}])
+def test_torch_format_keeps_its_dtypes(options: dict[str, Any]) -> None:
+    dataset = of_all_kinds().with_format("torch", **options)
+    numbers = [name for name in dataset.column_names if name != "text" and "bool" not in name]
+    (batch,) = shard(dataset).to_torch(4, columns=numbers)
+    expected = dtypes(dataset[:])
+    assert dtypes(batch) == {name: expected[name] for name in numbers}
+    assert batch["list of float64"].tolist() == dataset["list of float64"][:].tolist()
+    assert [row["text"] for row in shard(dataset).iter_rows()] == list("abcd")
+
+
+def test_numpy_format_keeps_its_dtypes() -> None:
+    dataset = of_all_kinds().with_format("numpy")
+    (batch,) = shard(dataset.remove_columns("text")).iter_batches(4)
+    found = {name: values[0] if values.dtype == object else values for name, values in batch.items()}
+    expected = dtypes(dataset.remove_columns("text")[:])
+    assert dtypes(found) == expected and expected["bool"] == "bool"
+
+
+def test_numbers_without_a_format_stay_as_they_are() -> None:
+    (batch,) = shard(of_all_kinds()).iter_batches(4)
+    assert {name: dtype for name, dtype in dtypes(batch).items() if name in KINDS} == {kind: kind for kind in KINDS}
+
+
+def test_format_with_a_dtype_that_cannot_be_stored_is_refused() -> None:
+    dataset = of_all_kinds().with_format("torch", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16\), which cannot be stored; leave it out and convert"):
+        resolve_datasets(dataset, _same)
 
 
 def test_iterable_dataset_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -84,3 +86,18 @@ def test_stratified_folds_of_a_ray_dataset() -> None:
     dataset = ray.data.range(40, override_num_blocks=3).map_batches(add_columns).materialize()
     for train, validation in to_cv(dataset, 4, group="id"):
         assert sorted(read(train)["id"] + read(validation)["id"]) == list(range(40))
+
+
+def test_lazy_dataset_is_executed_once_for_its_folds(caplog: pytest.LogCaptureFixture) -> None:
+    import ray
+
+    def lazy() -> Any:
+        return ray.data.range(40, override_num_blocks=4).map_batches(add_columns)
+
+    with caplog.at_level(logging.INFO, "raysgd"):
+        pairs = to_cv(lazy(), 4, seed=1)
+    (text,) = [record.getMessage() for record in caplog.records if "to_cv" in record.getMessage()]
+    assert re.search(r"its 40 rows take \d+ MiB of the object store", text)
+    folds = [read(validation)["id"] for _, validation in pairs]
+    assert sorted(row for fold in folds for row in fold) == list(range(40))
+    assert folds == [read(validation)["id"] for _, validation in to_cv(_in_order(lazy()), 4, seed=1)]

@@ -11,7 +11,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from scipy import sparse
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raysgd.data.dataset import WorkerDatasets
 from raysgd.data.plan import DatasetPlan
@@ -119,6 +120,27 @@ def test_no_dataset_gives_an_empty_plan() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (pd.Series(X), r"is of type Series, one column; give a table, such as series\.to_frame\(\)\."),
+        (pd.DataFrame({"x": X}).groupby("x"), r"type DataFrameGroupBy, whose items are groups; give the DataFrame"),
+        (pa.array(X), r"type DoubleArray, a column without a name; give \{'x': array\}"),
+        (TABLE["x"], "type ChunkedArray, a column without a name"),
+        (TABLE.schema, "type Schema, which has no rows"),
+        (sparse.eye_array(3).tocsr(), r"type csr_array, a sparse matrix; give \{'x': matrix\.toarray\(\)\}"),
+        (torch.nn.Sequential(torch.nn.ReLU()), "type Sequential, a model"),
+        (DataLoader(TensorDataset(torch.zeros(3))), r"type DataLoader, which makes batches; give .* loader\.dataset"),
+        ([TABLE, TABLE], "is a list, and its item 0 is a Table, not a row; give one table of all rows"),
+        ([pd.DataFrame({"x": X})], "is a list, and its item 0 is a DataFrame, not a row"),
+        ([None], "its item 0 is a NoneType, not a row"),
+        ([{"x": 1}, 2], "its item 1 is an int, but item 0 is a dict; give items of one kind"),
+        (["a.csv", 2], "its item 1 is an int, but item 0 is a str"),
+        (memoryview(b"a"), "type memoryview, which raysgd cannot read"),
+        (bytearray(b"a"), "type bytearray, which raysgd cannot read"),
+        ({1, 2}, "type set, which raysgd cannot read"),
+        ((n for n in range(3)), "type generator, which raysgd cannot read"),
+        (map(str, [1]), "type map, which raysgd cannot read"),
+        (lambda: TABLE, "type function, which raysgd cannot read"),
+        (pd.DataFrame, "type type, which raysgd cannot read"),
+        (0.5, "type float, which raysgd cannot read"),
         (3, r"'dataset' is of type int, which raysgd cannot read\. Give a path or URI"),
         ({"train": 3}, "'train' is of type int"),
         ({}, "dataset={} is empty"),

@@ -5,8 +5,10 @@ Formats with metadata, such as Parquet, are not read any further; rows of CSV an
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ _FORMATS = {
     ".jsonl": "JsonFileFormat",
     ".ndjson": "JsonFileFormat",
 }
+_WILDCARD = re.compile(r"[*?\[]")
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 
@@ -48,8 +51,9 @@ class _SizedPart(NamedTuple):
 def source_of_paths(name: str, given: Any) -> Source:
     """Return the source of the files at a path or URI, or at a list of them.
 
-    A folder stands for all files below it, except names that begin with ``.`` or ``_``. Below a single folder, path parts
-    of the form ``key=value`` are columns (Hive partitioning).
+    A folder stands for all files below it, except names that begin with ``.`` or ``_``, and a pattern such as
+    ``data/*.parquet`` for what it matches; ``**`` matches any number of folders. Below a single folder, or the folder before
+    a single pattern, path parts of the form ``key=value`` are columns (Hive partitioning).
 
     Raises:
         ConfigError: No file was found, or the files cannot be read as one dataset.
@@ -136,7 +140,7 @@ def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
             raise ConfigError(f"dataset {name!r} has an empty path; give a path or URI.")
         try:
             found, path = fs.FileSystem.from_uri(given) if "://" in given else (fs.LocalFileSystem(), _local(given))
-            inside = _files_at(name, given, found, path)
+            path, inside = _files_at(name, given, found, path)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -151,21 +155,59 @@ def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
     return filesystem, files, folder
 
 
-def _files_at(name: str, given: str, filesystem: Any, path: str) -> list[str]:
+def _files_at(name: str, given: str, filesystem: Any, path: str) -> tuple[str, list[str]]:
+    """Return the file or folder at a path, or the folder before a pattern; and the files that are meant."""
     from pyarrow import fs
 
     info = filesystem.get_file_info(path)
+    if info.type == fs.FileType.NotFound and _WILDCARD.search(path):
+        return _files_matching(name, given, filesystem, path)
     if info.type == fs.FileType.NotFound:
         raise ConfigError(f"dataset {name!r}: there is no file or folder {given}; check the path.")
     if info.type == fs.FileType.File:
-        return [path]
+        return path, [path]
     if info.type != fs.FileType.Directory:
         raise ConfigError(f"dataset {name!r}: {given} is neither a file nor a folder; give one of them.")
-    below = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    inside = sorted(each.path for each in below if each.is_file and not _is_hidden(each.path, path))
+    inside = sorted(_files_below(filesystem, path))
     if not inside:
         raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it; check the path.")
-    return inside
+    return path, inside
+
+
+def _files_below(filesystem: Any, folder: str) -> list[str]:
+    from pyarrow import fs
+
+    below = filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
+    return [each.path for each in below if each.is_file and not _is_hidden(each.path, folder)]
+
+
+def _files_matching(name: str, given: str, filesystem: Any, path: str) -> tuple[str, list[str]]:
+    """Return the folder before the first wildcard of a pattern, and the files that match it or are in folders that do."""
+    from pyarrow import fs
+
+    parts = path.rstrip("/").split("/")
+    first = next(index for index, part in enumerate(parts) if _WILDCARD.search(part))
+    folder, pattern = "/".join(parts[:first]) or "/", parts[first:]
+    is_deep = len(pattern) > 1 or pattern == ["**"]
+    below = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=is_deep))
+    matching = [each for each in below if _matches(each.path[len(folder) :].strip("/").split("/"), pattern)]
+    files = {each.path for each in matching if each.is_file}
+    for each in matching if pattern[-1] != "**" else ():  # that has matched all files by itself
+        if not each.is_file:
+            files.update(_files_below(filesystem, each.path))
+    if not files:
+        raise ConfigError(f"dataset {name!r}: no file matches {given}; check the pattern.")
+    return folder, sorted(files)
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path match those of a pattern. Wildcards do not match ``.`` or ``_`` at the begin."""
+    if not path or not pattern:
+        return list(pattern) in ([], ["**"]) and not path
+    is_hidden = path[0].startswith((".", "_")) and not pattern[0].startswith((".", "_"))
+    if pattern[0] == "**":
+        return _matches(path, pattern[1:]) or (not is_hidden and _matches(path[1:], pattern))
+    return not is_hidden and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def _local(path: str) -> str:

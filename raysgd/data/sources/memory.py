@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,18 @@ BLOCK_BYTES = 64 * 2**20
 Arrays = dict[str, NDArray[Any]]
 
 
-def arrow_blocks(name: str, given: Any) -> list[tuple[Any, int]]:
-    """Cut a Table or RecordBatch into Tables, each column in one chunk; return them with their row counts."""
+def arrow_blocks(name: str, given: Any, schema: Any = None) -> Iterator[tuple[Any, int]]:
+    """Cut a Table or RecordBatch into Tables, each column in one chunk; yield them with their row counts.
+
+    With a ``schema``, each block is converted to it when its turn comes.
+    """
     import pyarrow as pa
 
     table = pa.Table.from_batches([given]) if isinstance(given, pa.RecordBatch) else given
     _check_names(name, table.column_names)
-    cuts = _cut(table.num_rows, table.nbytes)
-    return [(_in_one_chunk(table.slice(rows.start, len(rows))), len(rows)) for rows in cuts]
+    for rows in _cut(table.num_rows, table.nbytes):
+        block = _in_one_chunk(table.slice(rows.start, len(rows)))
+        yield (block if schema is None else block.cast(schema, safe=False)), len(rows)
 
 
 def table_of_frame(name: str, frame: Any) -> Any:
@@ -56,6 +60,65 @@ def table_of_hugging_face(dataset: Any) -> Any:
             stored = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
             table = table.set_column(position, table.column_names[position], stored)
     return table
+
+
+def schema_of_hugging_face(name: str, dataset: Any, schema: Any) -> Any:
+    """Return the schema of a `datasets.Dataset` in its format: a format for tensors converts numbers, to float32 and int64.
+
+    Args:
+        name: Its name for messages.
+        dataset: The dataset.
+        schema: The schema of its table.
+
+    Returns:
+        The schema; None if the format converts nothing.
+
+    Raises:
+        ConfigError: The format's dtype cannot be stored.
+    """
+    import pyarrow as pa
+
+    kind, options = dataset.format["type"], dataset.format["format_kwargs"]
+    if kind not in _FORMATS:
+        return None
+    wanted = options.get("dtype")
+    try:
+        number = None if wanted is None else pa.from_numpy_dtype(np.dtype(_dtype_name(wanted)))
+    except (TypeError, pa.ArrowException):
+        raise ConfigError(
+            f"dataset {name!r} has with_format({kind!r}, dtype={wanted}), which cannot be stored; leave it out and convert in "
+            "train_func."
+        ) from None
+    fields = [field.with_type(_in_format(field.type, number, _FORMATS[kind])) for field in schema]
+    return pa.schema(fields)
+
+
+#: The type of integers in each format of Hugging Face for tensors; floating-point numbers are float32 in all of them.
+_FORMATS = {"torch": "int64", "tensorflow": "int64", "numpy": "int64", "jax": "int32"}
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Return what NumPy understands of a framework's dtype: ``torch.float16`` is ``float16``."""
+    name = getattr(dtype, "name", None) or str(dtype)
+    return dtype if isinstance(dtype, (type, np.dtype)) else name.rpartition(".")[2]
+
+
+def _in_format(kind: Any, number: Any, integer: str) -> Any:
+    """Return the Arrow type of a column in a format; ``number`` is the type of all its numbers, if that is given."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return pa.list_(_in_format(kind.value_type, number, integer))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_in_format(kind.value_type, number, integer))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_in_format(kind.value_type, number, integer), kind.list_size)
+    if pa.types.is_integer(kind):
+        return number or pa.type_for_alias(integer)
+    if pa.types.is_floating(kind):
+        return number or pa.float32()
+    has_cast = number is not None and number != pa.float16()  # Arrow has none from bool to float16
+    return number if pa.types.is_boolean(kind) and has_cast else kind
 
 
 def blocks_of_arrays(name: str, given: Mapping[Any, Any]) -> list[tuple[Arrays, int]]:

@@ -7,7 +7,7 @@ that does not need it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -18,6 +18,7 @@ from raysgd.data.sources.memory import (
     arrow_blocks,
     blocks_of_arrays,
     blocks_of_rows,
+    schema_of_hugging_face,
     table_of_frame,
     table_of_hugging_face,
 )
@@ -34,6 +35,34 @@ _ALLOWED = (
     "NumPy arrays or torch tensors (also nested in dicts, lists and tuples), a list of dicts, a Hugging Face Dataset, "
     "a map-style torch Dataset or anything else with __len__ and __getitem__, a ray.data.Dataset; a dict of these by name; or "
     "for cross-validation a tuple of these or of (train, validation) pairs, as raysgd.data.to_cv makes them"
+)
+
+_COLUMN = "a column without a name; give {'x': array}"
+_UNNAMED_COLUMN = "one column; give a table, such as series.to_frame()"
+#: Classes that are not datasets, although some have __len__ and __getitem__: their package, their name, what to give.
+_NOT_ROWS = (
+    ("numpy", "ndarray", _COLUMN),
+    ("torch", "Tensor", _COLUMN),
+    ("pyarrow", "Array", _COLUMN),
+    ("pyarrow", "ChunkedArray", _COLUMN),
+    ("pyarrow", "Schema", "which has no rows; give a Table"),
+    ("pandas", "Series", _UNNAMED_COLUMN),
+    ("pandas", "Index", _UNNAMED_COLUMN),
+    ("pandas", "GroupBy", "whose items are groups; give the DataFrame"),
+    ("polars", "Series", _UNNAMED_COLUMN),
+    ("polars", "DataFrame", "which raysgd cannot read; give frame.to_arrow()"),
+    ("polars", "LazyFrame", "which raysgd cannot read; give frame.collect().to_arrow()"),
+    ("scipy", "sparray", "a sparse matrix; give {'x': matrix.toarray()}"),
+    ("scipy", "spmatrix", "a sparse matrix; give {'x': matrix.toarray()}"),
+    ("datasets", "IterableDataset", "which cannot be split among workers; give a Dataset, or the paths of its files"),
+    (
+        "torch",
+        "IterableDataset",
+        "an iterable torch Dataset, which cannot be split among workers; give a map-style one",
+    ),
+    ("torch", "DataLoader", "which makes batches; give what it reads, loader.dataset"),
+    ("torch", "Module", "a model; make models in train_func"),
+    ("tensorflow", "DatasetV2", "which cannot be split among workers; give arrays, or the paths of its files"),
 )
 
 
@@ -110,10 +139,11 @@ class _Resolver:
             return files
         if _is(given, "ray.data", "MaterializedDataset"):
             return _from_ray(name, given)
-        if _is(given, "ray.data", "Dataset"):
+        if is_lazy(given):
             return Source("stream", (self.start(given),), ())
         if (table := _table(name, given)) is not None:
-            return self._store("arrow", arrow_blocks(name, table))
+            schema = schema_of_hugging_face(name, given, table.schema) if _is(given, "datasets", "Dataset") else None
+            return self._store("arrow", arrow_blocks(name, table, schema))
         if isinstance(given, Mapping) and _is_columns(given):
             return self._store("arrays", blocks_of_arrays(name, dict(_leaves(given))))
         if isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given):
@@ -127,8 +157,9 @@ class _Resolver:
             whole.resolved = self.session, self.source(name, whole.given), self.put(whole.folds)
         return whole.resolved[1], whole.resolved[2]
 
-    def _store(self, kind: Any, blocks: list[tuple[Any, int]]) -> Source:
-        return Source(kind, tuple(self.put(block) for block, _ in blocks), tuple(rows for _, rows in blocks))
+    def _store(self, kind: Any, blocks: Iterable[tuple[Any, int]]) -> Source:
+        stored = [(self.put(block), rows) for block, rows in blocks]
+        return Source(kind, tuple(ref for ref, _ in stored), tuple(rows for _, rows in stored))
 
     def _items(self, name: str, given: Any) -> Source:
         try:
@@ -139,6 +170,11 @@ class _Resolver:
                 "dataset is pickled: open files and connections in its __getitem__, at first use.",
                 path=f"dataset[{name!r}]",
             ) from error
+
+
+def is_lazy(given: Any) -> bool:
+    """Return whether the dataset is a `ray.data.Dataset` that is not executed yet."""
+    return _is(given, "ray.data", "Dataset") and not _is(given, "ray.data", "MaterializedDataset")
 
 
 def _files(name: str, given: Any) -> Source | None:
@@ -191,18 +227,38 @@ def _from_ray(name: str, dataset: Any) -> Source:
 
 
 def _check_items(name: str, given: Any) -> None:
+    """Check that a map-style dataset is one. Some objects have its methods, and their items are not rows."""
     what = f"dataset {name!r} is of type {type(given).__name__}"
-    if _is_array(given):
-        raise ConfigError(f"{what}, a column without a name; give {{'x': array}}.")
-    if _is(given, "datasets", "IterableDataset"):
-        raise ConfigError(f"{what}, which cannot be split among workers; give a Dataset, or the paths of its files.")
-    if _is(given, "torch", "IterableDataset"):
-        raise ConfigError(
-            f"{what}, an iterable torch Dataset, which cannot be split among workers; give a map-style one."
-        )
+    for package, kind, advice in _NOT_ROWS:
+        if _is(given, package, kind):
+            raise ConfigError(f"{what}, {advice}.")
     is_readable = all(hasattr(type(given), method) for method in ("__len__", "__getitem__"))
-    if not is_readable or isinstance(given, (Mapping, tuple, bytes)):
+    if not is_readable or isinstance(given, (Mapping, tuple, bytes, bytearray, memoryview)):
         raise ConfigError(f"{what}, which raysgd cannot read. Give {_ALLOWED}.")
+    if isinstance(given, list):
+        _check_rows(name, given)
+
+
+def _check_rows(name: str, rows: list[Any]) -> None:
+    """Check that the rows of a list are of one kind, and are rows rather than tables."""
+    for number, row in enumerate(rows):
+        kind = with_article(type(row).__name__)
+        if row is None or _is_table(row):
+            raise ConfigError(
+                f"dataset {name!r} is a list, and its item {number} is {kind}, not a row; give one table of all rows, such as "
+                "pandas.concat makes, or a dict of tables by name."
+            )
+        for row_type in (Mapping, str, PathLike):
+            if isinstance(row, row_type) != isinstance(rows[0], row_type):
+                first = with_article(type(rows[0]).__name__)
+                raise ConfigError(
+                    f"dataset {name!r} is a list, and its item {number} is {kind}, but item 0 is {first}; give items of one kind."
+                )
+
+
+def _is_table(value: Any) -> bool:
+    classes = [("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")]
+    return any(_is(value, package, name) for package, name in classes)
 
 
 def _is_columns(given: Mapping[Any, Any]) -> bool:

@@ -297,6 +297,12 @@ def execute(dataset: Any) -> Iterator[ProducedBlock]:
                 yield ProducedBlock((entry.ref, rows), len(rows), num_bytes, columns, schema)
 
 
+def materialize(dataset: Any) -> Any:
+    """Execute a lazy `ray.data.Dataset` with its rows in order; return it with its rows in the object store."""
+    with _order_preserved(dataset.context.execution_options):
+        return dataset.materialize()
+
+
 @contextmanager
 def _order_preserved(options: Any) -> Iterator[None]:
     """Set ``preserve_order`` while an execution uses these options; several executions may share them."""
