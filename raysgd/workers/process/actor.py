@@ -221,6 +221,8 @@ class WorkerActor(Watched):
             own = order.visible_gpus[order.device_index]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
             os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
+        elif "CUDA_VISIBLE_DEVICES" not in ray.get_runtime_context().runtime_env.get("env_vars", {}):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows a worker without GPUs all those of its node
         return None
 
     def open_rendezvous(self) -> str:
