@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from raysgd.backends import torch_scripts
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.flight_recorder import FlightRecord, last_collectives
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
@@ -193,6 +194,7 @@ class TorchBackend(Backend):
             import torch.distributed.nn.functional  # noqa: F401  (before the first group exists: see the module docstring)
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
+        torch_scripts.install()
 
     def warm_up(self) -> None:
         import_torch_compiler()
@@ -226,6 +228,7 @@ class TorchBackend(Backend):
             world_size=member.world_size,
             timeout=timedelta(seconds=self._config.timeout_s),
         )
+        torch_scripts.give(torch_scripts.GivenGroup(backend, member.rank, member.world_size))
         if backend == "gloo":
             self._gloo = _exchange_listeners(self._store, member, list_listeners() - before)
         # nccl's ranks meet in the store at their first collective, which some may reach much later than others.
@@ -234,6 +237,7 @@ class TorchBackend(Backend):
     def destroy_process_group(self) -> None:
         import torch.distributed as dist
 
+        torch_scripts.take_back()
         self._gloo = GlooListeners()
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         if dist.is_initialized():
