@@ -19,6 +19,7 @@
     │   ├── UnsafeStateError (TypeError)    a leaf that only pickle can hold, without allow_pickle=True
     │   └── StorageError (OSError)          a read or write that failed after all retries
     ├── DataError (RuntimeError)            a file of a dataset cannot be read, or changed during the run
+    ├── CollectiveMismatchError (RuntimeError)  ranks wait in collectives that other ranks do not join
     ├── TrainFuncError                      train_func failed, and its exception cannot be sent to the driver
     ├── WorkerError (RuntimeError)          a worker process failed, not the user's code
     │   ├── WorkerDiedError                 processes died, in a run more often than FailureConfig allows
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CollectiveMismatchError",
     "ConfigError",
     "DataError",
     "InfeasibleError",
@@ -160,6 +162,16 @@ class StorageError(CheckpointError, OSError):
 
 class DataError(RaySGDError, RuntimeError):
     """A file of a dataset cannot be read, or changed during the run."""
+
+
+class CollectiveMismatchError(RaySGDError, RuntimeError):
+    """Ranks of train_func wait in collectives that other ranks do not join. Another attempt would wait again: it is not retried.
+
+    Attributes:
+        ranks: The ranks that wait.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class TrainFuncError(RaySGDError):

@@ -52,7 +52,7 @@ class Event:
     Attributes:
         kind: ``run_start``, ``attempt_start``, ``worker_up``, ``entered``, ``resize``, ``preemption``, ``regroup``,
             ``paused``, ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
-            ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
+            ``mismatch``, ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: Details that JSON can hold.
     """

@@ -138,6 +138,22 @@ class Backend(ABC):
         """
         return None
 
+    def find_unsynchronized_training(self) -> str | None:
+        """Return a warning if train_func has trained a model that shares nothing with those of other ranks, or None.
+
+        Called in another thread after each of a rank's first reports, and in the training thread when train_func has
+        returned. The run shows the warning once, if every rank has returned one.
+        """
+        return None
+
+    def count_collectives(self) -> Mapping[str, int]:
+        """Return how many collectives this process has begun in each process group, as `dump_flight_record` numbers them.
+
+        Called now and then in another thread while ranks make no session calls. It must take no more than a millisecond,
+        because whatever delays one rank delays all.
+        """
+        return {}
+
     def explain_error(self, error: BaseException) -> str | None:
         """Return advice to show below an error of train_func that does not itself say what to do, or None."""
         return None

@@ -19,6 +19,8 @@ class Collective:
         operation: For example ``gloo:all_reduce``.
         sizes: The shapes of the inputs.
         is_done: The collective has ended on this rank.
+        began_ns: When this rank began it, in nanoseconds since the epoch.
+        ranks: The ranks of the group; empty if they are unknown.
     """
 
     group: str
@@ -26,10 +28,19 @@ class Collective:
     operation: str
     sizes: tuple[tuple[int, ...], ...]
     is_done: bool
+    began_ns: int = 0
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The collective in words, such as ``collective 7 of default_pg (gloo:all_reduce)``."""
+        if not self.operation:  # of raysgd itself
+            return f"call {self.number} of {self.group}"
+        return f"collective {self.number} of {self.group} ({self.operation})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {**vars(self), "sizes": [list(size) for size in self.sizes]}
+        return {**vars(self), "sizes": [list(size) for size in self.sizes], "ranks": list(self.ranks)}
 
 
 @dataclass(frozen=True)
@@ -40,20 +51,47 @@ class FlightRecord:
     dump: bytes
 
 
-def last_collectives(dump: Mapping[str, Any]) -> tuple[Collective, ...]:
-    """Return the last collective of each group in a dump of PyTorch's flight recorder."""
-    last: dict[str, Collective] = {}
+def last_collectives(
+    dump: Mapping[str, Any], since_ns: int = 0, ranks: Mapping[str, Sequence[int]] | None = None
+) -> tuple[Collective, ...]:
+    """Return the last collective of each group in a dump of PyTorch's flight recorder.
+
+    Args:
+        dump: The dump, unpickled.
+        since_ns: Leave out what began before, in nanoseconds since the epoch: the groups of earlier attempts had the same
+            names.
+        ranks: The ranks of each group, by `display_name`, which the dump does not have for gloo.
+    """
+    last: dict[str, Mapping[str, Any]] = {}
     for entry in dump.get("entries", ()):
-        if not entry["is_p2p"]:
-            group = _display_name(*entry["process_group"])
-            sizes = tuple(tuple(size) for size in entry["input_sizes"])
-            is_done = entry["retired"] or entry["state"] == "completed"
-            last[group] = Collective(group, entry["collective_seq_id"], entry["profiling_name"], sizes, is_done)
-    return tuple(last.values())
+        if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
+            last[display_name(*entry["process_group"])] = entry
+    return tuple(
+        Collective(
+            group,
+            number=entry["collective_seq_id"],
+            operation=entry["profiling_name"],
+            sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+            is_done=entry["retired"] or entry["state"] == "completed",
+            began_ns=entry["time_created_ns"],
+            ranks=tuple((ranks or {}).get(group, ())),
+        )
+        for group, entry in last.items()
+    )
 
 
-def _display_name(name: str, description: str) -> str:
-    # The name is the same on all ranks of a group; several groups may share a description.
+def numbers_only(numbers: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Return the last collective of each group, of which only the number is known."""
+    return tuple(Collective(group, number, "", (), is_done=True) for group, number in numbers.items())
+
+
+def display_name(name: str, description: str) -> str:
+    """Return a process group's name for users.
+
+    Args:
+        name: The same on all ranks of a group.
+        description: Several groups may share one.
+    """
     if description in ("", "undefined"):
         return name
     return description if description == "default_pg" else f"{description} ({name})"
@@ -69,11 +107,10 @@ def explain_hang(by_rank: Mapping[int, Sequence[Collective]], ranks: Collection[
         silent = set(ranks) - set(by_rank)
         in_newest = {rank: last for rank, last in waiting.items() if last.number == newest}
         if in_newest and (behind or silent):
-            operation = next(iter(in_newest.values())).operation
-            waits = f"{_ranks(in_newest, 'waits', 'wait')} in collective {newest} of {group} ({operation})"
+            waits = f"{name_ranks(in_newest, 'waits', 'wait')} in {next(iter(in_newest.values())).place}"
             if behind:
-                return f"{waits}, which {_ranks(behind, 'has', 'have')} not begun"
-            return f"{waits}; {_ranks(silent, 'has', 'have')} not answered"
+                return f"{waits}, which {name_ranks(behind, 'has', 'have')} not begun"
+            return f"{waits}; {name_ranks(silent, 'has', 'have')} not answered"
         operations = {last.operation: rank for rank, last in in_group.items() if last.number == newest}
         if len(operations) > 1:
             listed = ", ".join(f"rank {rank} {operation}" for operation, rank in sorted(operations.items()))
@@ -81,6 +118,7 @@ def explain_hang(by_rank: Mapping[int, Sequence[Collective]], ranks: Collection[
     return None
 
 
-def _ranks(ranks: Collection[int], singular: str, plural: str) -> str:
+def name_ranks(ranks: Collection[int], singular: str, plural: str) -> str:
+    """Return the ranks with a verb: ``rank 1 waits``, ``ranks 0, 2 wait``."""
     listed = ", ".join(map(str, sorted(ranks)))
     return f"rank {listed} {singular}" if len(ranks) == 1 else f"ranks {listed} {plural}"

@@ -13,17 +13,20 @@ import json
 import os
 import pickle
 import socket
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from raysgd.backends import torch_scripts
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.flight_recorder import FlightRecord, last_collectives
+from raysgd.backends.flight_recorder import FlightRecord, display_name, last_collectives
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import address_family, find_interface
+from raysgd.backends.torch_exchange import ExchangeWatch
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice
 from raysgd.errors import ConfigError
@@ -159,6 +162,8 @@ class TorchConfig(BackendConfig):
             ``MASTER_PORT`` of the workers' environment. None: rank 0's address and a free port.
         init_timeout_s: The time for all members to join a new group.
         timeout_s: The time after which a blocked collective fails.
+        warn_unsynchronized: Whether to warn if each rank trains a model of its own: all ranks have made optimizer steps, and
+            no collective has carried gradients or parameters by their tenth report, or by the end.
     """
 
     name: ClassVar[str] = "torch"
@@ -167,6 +172,7 @@ class TorchConfig(BackendConfig):
     init_method: str | None = None
     init_timeout_s: float = 10
     timeout_s: float = 1800
+    warn_unsynchronized: bool = True
 
     def __post_init__(self) -> None:
         if self.backend is not None:
@@ -187,12 +193,16 @@ class TorchBackend(Backend):
         self._rendezvous: Rendezvous | None = None
         self._store: Any = None
         self._gloo = GlooListeners()
+        self._exchange: ExchangeWatch | None = None
+        self._world_size = 1
+        self._began_ns = 0
 
     def load(self) -> None:
         try:
             import torch.distributed.nn.functional  # noqa: F401  (before the first group exists: see the module docstring)
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
+        torch_scripts.install()
 
     def warm_up(self) -> None:
         import_torch_compiler()
@@ -218,6 +228,7 @@ class TorchBackend(Backend):
             self._rendezvous = Rendezvous(member.rendezvous)
         _set_environment(member)
         self._store = join_store(self._rendezvous, member, self._config.init_timeout_s)
+        self._began_ns = time.time_ns()
         before = list_listeners() if backend == "gloo" else set()
         dist.init_process_group(
             backend,
@@ -226,14 +237,18 @@ class TorchBackend(Backend):
             world_size=member.world_size,
             timeout=timedelta(seconds=self._config.timeout_s),
         )
+        torch_scripts.give(torch_scripts.GivenGroup(backend, member.rank, member.world_size))
         if backend == "gloo":
             self._gloo = _exchange_listeners(self._store, member, list_listeners() - before)
+        self._watch_exchange(member.world_size)
         # nccl's ranks meet in the store at their first collective, which some may reach much later than others.
         self._store.set_timeout(timedelta(seconds=self._config.timeout_s))
 
     def destroy_process_group(self) -> None:
         import torch.distributed as dist
 
+        torch_scripts.take_back()
+        self._watch_exchange(1)
         self._gloo = GlooListeners()
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         if dist.is_initialized():
@@ -263,27 +278,67 @@ class TorchBackend(Backend):
         return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
 
     def dump_flight_record(self) -> FlightRecord | None:
-        import torch._C._distributed_c10d as c10d
-
         # CUDA builds have one recorder for nccl and one for other backends.
         names = ("_dump_nccl_trace", "_dump_fr_trace") if self._is_nccl() else ("_dump_fr_trace",)
-        dump_trace = next((function for name in names if (function := getattr(c10d, name, None)) is not None), None)
-        if dump_trace is None:  # an older torch
+        if not (dumps := _dump_traces(names)):  # an older torch
             return None
-        # With stack traces it would import torch._dynamo, which holds the interpreter's lock for seconds.
-        dump: bytes = dump_trace(includeStackTraces=False)
-        return FlightRecord(last_collectives(pickle.loads(dump)), dump)
+        ranks = {name: ranks for name, (ranks, _) in _list_groups().items()}
+        return FlightRecord(last_collectives(pickle.loads(dumps[0]), self._began_ns, ranks), dumps[0])
+
+    def count_collectives(self) -> Mapping[str, int]:
+        return {name: number for name, (_, number) in _list_groups().items()}
+
+    def find_unsynchronized_training(self) -> str | None:
+        names = ("_dump_nccl_trace", "_dump_fr_trace")
+        watch = self._exchange
+        if watch is None or not watch.has_trained_alone(lambda: map(pickle.loads, _dump_traces(names))):
+            return None
+        return (
+            f"each of the {self._world_size} ranks trains a model of its own: optimizers have made steps on every rank, and no "
+            "collective has carried gradients or parameters. Train the model that raysgd.torch.prepare_model(model) returns; "
+            'with Lightning, give its Trainer strategy="ddp" and devices=raysgd.local_world_size(). If the models shall '
+            'differ, raysgd.Trainer(backend_args={"warn_unsynchronized": False}) switches this warning off.'
+        )
 
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         from torch.nn.parallel import DistributedDataParallel
 
         return {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
 
+    def _watch_exchange(self, world_size: int) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._world_size = world_size
+        self._exchange = ExchangeWatch() if world_size > 1 and self._config.warn_unsynchronized else None
+
     @staticmethod
     def _is_nccl() -> bool:
         import torch.distributed as dist
 
         return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def _list_groups() -> dict[str, tuple[list[int], int]]:
+    """Return for each process group of this process its ranks, and how many collectives this rank has begun there."""
+    import torch.distributed as dist
+
+    found = {}
+    for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # its library does not count, or it was destroyed just now
+            number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            found[display_name(group.group_name, group.group_desc)] = sorted(ranks), number
+    return found
+
+
+def _dump_traces(names: Sequence[str]) -> list[bytes]:
+    """Return the flight records that these functions of torch make, as far as it has them."""
+    import torch._C._distributed_c10d as c10d
+
+    functions = [function for name in names if (function := getattr(c10d, name, None)) is not None]
+    # With stack traces it would import torch._dynamo, which holds the interpreter's lock for seconds.
+    return [function(includeStackTraces=False) for function in functions]
 
 
 def import_torch_compiler() -> None:

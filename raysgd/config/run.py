@@ -84,6 +84,9 @@ class FailureConfig:
             end. After that their process is killed, with a warning that names the callback.
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung. ``"auto"``
             derives them from the pace of the run. None: never.
+        mismatch_timeout_s: Seconds that ranks wait in collectives which can no longer complete, because a rank that they need
+            has returned from train_func or waits in another collective. Then the run ends with a `CollectiveMismatchError`.
+            None: they wait until the backend's own timeout.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
         start_timeout_s: Seconds for workers to be placed and started.
@@ -101,6 +104,7 @@ class FailureConfig:
     heartbeat_timeout_s: float = 10
     callback_timeout_s: float = 300
     progress_timeout_s: float | Literal["auto"] | None = None
+    mismatch_timeout_s: float | None = 60
     preemption_grace_s: float = 25
     start_timeout_s: float = 120
     wait_for_nodes_s: float = 0
@@ -119,6 +123,8 @@ class FailureConfig:
         object.__setattr__(self, "retry_on", check_exceptions("FailureConfig(retry_on)", self.retry_on))
         if self.progress_timeout_s not in (None, "auto"):
             check_amount("FailureConfig(progress_timeout_s)", self.progress_timeout_s, positive=True)
+        if self.mismatch_timeout_s is not None:
+            check_amount("FailureConfig(mismatch_timeout_s)", self.mismatch_timeout_s, positive=True)
         if self.on_resize is not None and not callable(self.on_resize):
             raise ConfigError(
                 f"FailureConfig(on_resize={self.on_resize!r}) is not callable; give fn(old_size, new_size)."

@@ -101,6 +101,24 @@ class WorkerHung(Input):
 
 
 @dataclass(frozen=True)
+class CollectivesMismatched(Input):
+    """Ranks wait in collectives that other ranks will never join: the run must end.
+
+    Attributes:
+        ranks: The ranks that wait.
+        why: What they wait in, and for whom.
+        stacks: The stack of each rank.
+        collectives: The last collectives of each rank.
+    """
+
+    attempt: int
+    ranks: tuple[int, ...]
+    why: str
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    collectives: Mapping[int, Sequence[Collective]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NodeDraining(Input):
     """The node of these ranks will be taken away, ``within_s`` seconds from now if that is known."""
 

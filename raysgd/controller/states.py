@@ -45,6 +45,7 @@ class Running:
         active: Ranks whose event stream has not ended.
         stopped: Ranks that left without returning, after a stop was requested.
         is_entered: Whether any rank has entered train_func.
+        unsynchronized: Ranks that train a model of their own.
     """
 
     attempt: int
@@ -54,6 +55,7 @@ class Running:
     active: set[int]
     stopped: set[int] = field(default_factory=set)
     is_entered: bool = False
+    unsynchronized: set[int] = field(default_factory=set)
 
     @property
     def has_all_ranks(self) -> bool:

@@ -137,6 +137,13 @@ class Warned:
 
 
 @dataclass(frozen=True)
+class Unsynchronized:
+    """This rank trains a model that shares nothing with those of other ranks. ``message``: the warning, if all ranks do."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """A callback in the worker asks the run to end."""
 
@@ -206,6 +213,7 @@ WorkerEvent = (
     | AtSavePoint
     | Sample
     | Warned
+    | Unsynchronized
     | StopRequested
     | Preempted
     | Returned

@@ -109,6 +109,7 @@ class WorkerSession(Session):
         self._num_loads = 0  # since the first save
         self._num_lists = 0
         self._barriers: dict[str, int] = {}
+        self._waits_in: tuple[str, int] | None = None  # what, and since when in nanoseconds since the epoch
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
         #: The save whose round is not reported yet, and whether the checkpoint gets that round's metrics.
@@ -265,6 +266,14 @@ class WorkerSession(Session):
         """Whether train_func has found ``should_stop()`` true, as all ranks do at that check."""
         return self._gate.was_found
 
+    def barriers(self) -> list[tuple[str, int, int | None]]:
+        """Return for ``barrier`` and ``broadcast`` how often this rank has called it, and since when it waits there.
+
+        In nanoseconds since the epoch; None if it does not wait.
+        """
+        waits_in, since_ns = self._waits_in or ("", None)
+        return [(what, count, since_ns if what == waits_in else None) for what, count in list(self._barriers.items())]
+
     def close(self) -> None:
         """Close the session, because train_func has left: every later call is an error."""
         self._is_closed = True
@@ -335,5 +344,9 @@ class WorkerSession(Session):
         self.progress.mark(what)
         index = self._barriers.get(what, 0)
         self._barriers[what] = index + 1
-        with self.progress.waiting:
-            return self._link.join_barrier(what, index, payload)
+        self._waits_in = what, time.time_ns()
+        try:
+            with self.progress.waiting:
+                return self._link.join_barrier(what, index, payload)
+        finally:
+            self._waits_in = None

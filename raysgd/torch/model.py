@@ -8,8 +8,9 @@ The forward and backward passes are DDP's own. The torch backend makes the proce
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
@@ -29,6 +30,8 @@ from raysgd.torch.reduction import time_waiting, use_rank_order
 _PREFIX = "module."
 # Class names, so that FSDP need not be imported to recognise it.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+#: What containers such as ``nn.Sequential`` have in addition to a module's methods. Python looks these up on the class.
+_CONTAINER_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
 def prepare_model(
@@ -95,7 +98,7 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     if len(devices) == 1 and (only := devices.pop()).type == "cuda":
         settings.setdefault("device_ids", [only])
     waiting = context.current().progress.waiting
-    wrapped = DistributedModel(model, waiting=waiting, **settings)
+    wrapped = _wrapper_class(model)(model, waiting=waiting, **settings)
     time_waiting(wrapped, waiting)
     if deterministic and wrapped.process_group.size() > 2:
         use_rank_order(wrapped, waiting)
@@ -154,8 +157,10 @@ class DistributedModel(DistributedDataParallel):
 
     - ``state_dict()``, ``named_parameters()`` and ``named_buffers()`` have no ``module.`` prefix; ``load_state_dict``
       takes state with and without it.
-    - Attributes and methods of the inner model can be read, called and set. The few public names of DDP itself
-      (``join``, ``logger``, ``scatter``, ...) hide those of the inner model, which `unwrap` reaches.
+    - Attributes and methods of the inner model can be read, called, set and deleted; new attributes are set on the inner
+      model. The few public names of DDP itself (``join``, ``logger``, ``scatter``, ...) hide those of the inner model, which
+      `unwrap` reaches.
+    - It has length, index and iteration if the inner model has them, as ``nn.Sequential`` does.
     - ``copy.deepcopy`` and pickle return the inner model; pickle moves its tensors to the CPU.
 
     For functions that walk the module tree, such as those of ``torch.distributed.checkpoint``, `unwrap` it first.
@@ -198,17 +203,27 @@ class DistributedModel(DistributedDataParallel):
         return getattr(inner, name)  # its error names the model's class, which the user knows
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Set names of the inner model there, since its methods read them. DDP keeps its own names.
-        if "_is_built" in self.__dict__ and not self._is_own_name(name) and hasattr(self.module, name):
+        # The inner model's methods read what is set. DDP keeps its own names.
+        if "_is_built" in self.__dict__ and not self._is_own_name(name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if "_is_built" in self.__dict__ and not self._is_own_name(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
 
     def _is_own_name(self, name: str) -> bool:
-        return name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+        if name in self.__dict__ or name in self._modules or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not hasattr(
+            self.module, name
+        )  # DDP makes some private names after its constructor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -244,6 +259,25 @@ class DistributedModel(DistributedDataParallel):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # `cast` returns its second argument: an identity that unpickles also where raysgd is not installed.
         return cast, (None, copy_to(self.__raysgd_unwrap__(), torch.device("cpu")))
+
+
+def _wrapper_class(model: nn.Module) -> type[DistributedModel]:
+    """Return the wrapper's class for a model, with the container methods that the model has."""
+    names = tuple(name for name in _CONTAINER_METHODS if hasattr(type(model), name))
+    return _container_class(names) if names else DistributedModel
+
+
+@functools.cache
+def _container_class(names: tuple[str, ...]) -> type[DistributedModel]:
+    return type(DistributedModel.__name__, (DistributedModel,), {name: _method_of_inner(name) for name in names})
+
+
+def _method_of_inner(name: str) -> Callable[..., Any]:
+    def method(self: DistributedModel, *args: Any) -> Any:
+        inner = self.__raysgd_unwrap__()
+        return getattr(type(inner), name)(inner, *args)
+
+    return method
 
 
 def without_prefix(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:

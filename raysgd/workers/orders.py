@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.backends.base import Member
+from raysgd.backends.flight_recorder import Collective
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
@@ -137,6 +138,25 @@ class ControllerProcess:
     name: str
     pid: int
     timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of train_func on a rank, from which waiting in a collective is distinguished from computing.
+
+    Attributes:
+        collectives: The last collective of each process group, and the last barriers of raysgd. Operations are left out, and
+            all are taken for done, while the rank is not blocked.
+        waited_s: Seconds since the oldest of them that is not done began; 0 if all are done.
+        blocked_s: For how many seconds the training thread has been at one place, begun no collective, and used no CPU (with
+            a GPU, waiting may use the CPU).
+        line: The innermost line of the user's code, such as ``train.py:31 in evaluate``; empty if it is unknown.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    waited_s: float = 0.0
+    blocked_s: float = 0.0
+    line: str = ""
 
 
 @dataclass(frozen=True)

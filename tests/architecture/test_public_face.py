@@ -45,8 +45,8 @@ PUBLIC = {
         search trial_resources
     """.split(),
     "raysgd.errors": """
-        AttemptEnded CheckpointCorruptError CheckpointError CheckpointNotFoundError ConfigError DataError
-        InfeasibleError MetricError RaySGDError ReshardError RunCancelledError SerializationError SessionError
+        AttemptEnded CheckpointCorruptError CheckpointError CheckpointNotFoundError CollectiveMismatchError ConfigError
+        DataError InfeasibleError MetricError RaySGDError ReshardError RunCancelledError SerializationError SessionError
         StartTimeoutError StorageError TrainFuncError TrainerBusyError TrainerClosedError UnknownArgumentError
         UnsafeStateError UsageError WorkerDiedError WorkerError WorkerTraceback
     """.split(),

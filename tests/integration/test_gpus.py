@@ -61,6 +61,19 @@ def test_workers_of_a_node_see_each_others_gpus_and_know_their_own(
     assert state.leftovers() == [], "GPUs were not released"
 
 
+def visible_gpus() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_worker_without_gpus_sees_none(ray_cluster: Any, tmp_path: Path) -> None:
+    """Also where the node's processes see GPUs; a value in ``runtime_env`` is the user's choice."""
+    with make_trainer(tmp_path, 1) as trainer:
+        seen = [trainer.run(visible_gpus, callbacks=quiet()) for _ in range(2)]
+    assert seen == ["", ""]
+    with make_trainer(tmp_path, 1, runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": "1"}}) as trainer:
+        assert trainer.run(visible_gpus, callbacks=quiet()) == "1"
+
+
 def train_until_group_has_grown() -> list[dict[str, Any]]:
     """Return what rank 0 saw in each group."""
     seen = raysgd.load_checkpoint() or []

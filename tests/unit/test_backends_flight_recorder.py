@@ -19,6 +19,7 @@ def entry(number: int, group: str = "default_pg", **changes: Any) -> dict[str, A
     return {
         "process_group": ("0", group),
         "collective_seq_id": number,
+        "time_created_ns": 1000 + number,
         "is_p2p": False,
         "profiling_name": "gloo:all_reduce",
         "input_sizes": [[4, 2]],
@@ -32,10 +33,21 @@ def test_last_collective_of_each_group_is_read() -> None:
     sent = entry(9, is_p2p=True)
     dump = {"entries": [entry(1), entry(1, "rows"), entry(2, retired=False), entry(2, "rows", state="completed"), sent]}
     world, rows = last_collectives(dump)
-    assert world == Collective("default_pg", 2, "gloo:all_reduce", ((4, 2),), False)
+    assert world == Collective("default_pg", 2, "gloo:all_reduce", ((4, 2),), False, began_ns=1002)
     assert (rows.group, rows.number, rows.is_done) == ("rows (0)", 2, True)
     assert last_collectives({}) == ()
     assert world.to_json()["sizes"] == [[4, 2]]
+
+
+def test_collectives_of_earlier_attempts_are_left_out() -> None:
+    dump = {"entries": [entry(9, retired=False, time_created_ns=1), entry(1, "rows")]}
+    assert [collective.group for collective in last_collectives(dump, since_ns=1000)] == ["rows (0)"]
+
+
+def test_collective_has_the_ranks_of_its_group() -> None:
+    dump = {"entries": [entry(1, "rows"), entry(1)]}
+    found = last_collectives(dump, ranks={"rows (0)": [0, 2]})
+    assert [collective.ranks for collective in found] == [(0, 2), ()]
 
 
 def test_groups_with_the_same_description_are_distinguished() -> None:

@@ -33,6 +33,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "heartbeat_timeout_s": 10,
         "callback_timeout_s": 300,
         "progress_timeout_s": None,
+        "mismatch_timeout_s": 60,
         "preemption_grace_s": 25,
         "start_timeout_s": 120,
         "wait_for_nodes_s": 0,
@@ -129,6 +130,7 @@ def test_other_ray_addresses_are_refused(address: Any) -> None:
         {"heartbeat_timeout_s": 0.5},
         {"progress_timeout_s": "auto"},
         {"progress_timeout_s": 30},
+        {"mismatch_timeout_s": None},
         {"on_resize": lambda old, new: None},
         {"wait_for_nodes_s": 600},
     ],
@@ -162,6 +164,7 @@ def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
         ({"retry_on": OSError("disk")}, "is not a tuple of exception classes"),
         ({"progress_timeout_s": 0}, "give a finite number > 0"),
         ({"progress_timeout_s": "automatic"}, "is a str; give a number"),
+        ({"mismatch_timeout_s": 0}, "give a finite number > 0"),
         ({"on_resize": "callback"}, "is not callable; give fn(old_size, new_size)"),
     ],
 )

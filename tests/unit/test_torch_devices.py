@@ -73,12 +73,14 @@ def test_process_group_uses_the_same_device(
     monkeypatch.setattr(torch_backend, "join_store", lambda *_: store)
     has_gpu = given > 0 and gpus > 0
     member = Member(0, 2, 0, 2, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
-    TorchConfig().make_backend().init_process_group(member)
+    backend = TorchConfig().make_backend()
+    backend.init_process_group(member)
     device = raysgd.torch.device()
     assert taken == ([device.index] if device.type == "cuda" else [])
     assert formed == ["nccl" if has_gpu and given >= 1 else "gloo"]
     # With nccl, ranks would wait for each other in their first collective, which may come late.
     assert store.timeout == timedelta(seconds=TorchConfig().timeout_s)
+    backend.destroy_process_group()
 
 
 def test_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:

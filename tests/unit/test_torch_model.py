@@ -163,9 +163,51 @@ def test_setting_an_attribute_sets_it_on_the_model(wrapped: DistributedModel) ->
     wrapped.temperature = 2.0
     wrapped.eval().train()
     assert torch.allclose(wrapped(images()), before / 2)
-    wrapped.note = "of the wrapper"
-    wrapped.require_backward_grad_sync = True
-    assert {"note", "require_backward_grad_sync"}.isdisjoint(vars(unwrap(wrapped)))
+    wrapped.num_steps = 7
+    assert vars(unwrap(wrapped))["num_steps"] == 7 == wrapped.num_steps
+    del wrapped.num_steps
+    assert not hasattr(unwrap(wrapped), "num_steps")
+
+
+def test_names_of_ddp_are_set_on_the_wrapper(wrapped: DistributedModel) -> None:
+    wrapped.require_backward_grad_sync = False
+    wrapped._of_a_later_ddp = 1
+    assert {"require_backward_grad_sync", "_of_a_later_ddp"}.isdisjoint(vars(unwrap(wrapped)))
+    assert wrapped._of_a_later_ddp == 1
+    assert not hasattr(wrapped, "__len__") and wrapped
+
+
+class Stack(nn.Module):
+    """A container of a user, with an index and no length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        if index:
+            raise IndexError
+        return self.layer
+
+
+def test_prepared_sequential_has_length_index_and_iteration(world: Enter, group: None) -> None:
+    world()
+    layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    model = cast(Any, prepare_model(layers))
+    assert isinstance(model, DistributedModel)
+    assert len(model) == 3 and model[0] is layers[0] and model[-1] is layers[2]
+    assert list(model) == list(layers) and isinstance(model[1:], nn.Sequential)
+    model[1] = nn.Tanh()
+    assert isinstance(layers[1], nn.Tanh) and model[1] in model
+    model(torch.ones(1, 2)).sum().backward()
+    assert type(copy.deepcopy(model)) is nn.Sequential
+
+
+def test_prepared_container_has_only_the_methods_of_the_model(world: Enter, group: None) -> None:
+    world()
+    model = cast(Any, prepare_model(Stack()))
+    assert model[0] is model.layer and list(model) == [model.layer]
+    assert not hasattr(model, "__len__")
 
 
 def test_attributes_hidden_by_ddp_are_logged(world: Enter, group: None, caplog: pytest.LogCaptureFixture) -> None:

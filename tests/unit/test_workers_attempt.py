@@ -22,7 +22,7 @@ from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, WorkerEvent
 from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
 from raysgd.workers.pickling import loads
-from raysgd.workers.process.attempt import Attempt, Sampler, WorkerCallbacks
+from raysgd.workers.process.attempt import Attempt, Sampler, TrainingCheck, WorkerCallbacks
 from raysgd.workers.process.train_thread import TrainThread
 from support.sessions import Worker
 
@@ -49,6 +49,9 @@ class FakeBackend:
         return {}
 
     def explain_error(self, error: BaseException) -> str | None:
+        return None
+
+    def find_unsynchronized_training(self) -> str | None:
         return None
 
     def is_collective_error(self, error: BaseException) -> bool:
@@ -216,3 +219,48 @@ def test_nothing_of_an_attempt_needs_a_garbage_collection() -> None:
         assert [name for name, ref in left.items() if ref() is not None and ref() not in kept] == []
     finally:
         gc.enable()
+
+
+class Training(FakeBackend):
+    """A backend that finds what the test says, and counts the questions."""
+
+    def __init__(self, *answers: str | Exception | None) -> None:
+        self.answers = list(answers)
+
+    def find_unsynchronized_training(self) -> str | None:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def check_of(backend: Training, num_reports: int) -> TrainingCheck:
+    worker = Worker()
+    for step in range(num_reports):
+        worker.report(step=step)
+    return TrainingCheck(backend, worker.session)  # type: ignore[arg-type]
+
+
+def test_training_is_checked_at_first_reports_but_not_judged_before_the_tenth() -> None:
+    backend = Training("alone", "alone")
+    check = check_of(backend, 9)
+    assert [check.find_unsynchronized(is_over=False) for _ in range(2)] == [None, None]
+    assert check.find_unsynchronized(is_over=True) == "alone" and backend.answers == []
+
+
+def test_training_is_judged_once_at_the_tenth_report() -> None:
+    backend = Training("alone")
+    check = check_of(backend, 10)
+    assert check.find_unsynchronized(is_over=False) == "alone"
+    assert [check.find_unsynchronized(is_over=is_over) for is_over in (False, True)] == [None, None]
+
+
+def test_training_that_begins_late_is_judged_at_the_end() -> None:
+    backend = Training(None, "alone")
+    check = check_of(backend, 50)
+    assert [check.find_unsynchronized(is_over=is_over) for is_over in (False, False, True)] == [None, None, "alone"]
+
+
+def test_failing_check_of_training_does_not_end_the_run() -> None:
+    backend = Training(RuntimeError("no record"))
+    assert check_of(backend, 0).find_unsynchronized(is_over=True) is None

@@ -29,6 +29,12 @@ from raysgd.controller.states import (
 )
 from raysgd.session import events as e
 
+#: What to do about a mismatch.
+_SAME_COLLECTIVES = (
+    "Make the same number of steps on every rank, as with raysgd.torch.prepare_data_loader or get_dataset(), and call "
+    "collectives on all ranks in the same order"
+)
+
 
 class RunMachine:
     """One run. Finds the transition of `RunLifecycle` that an input leads to.
@@ -47,6 +53,7 @@ class RunMachine:
         self._preemption = self._lifecycle.preemption
         self._pause = self._lifecycle.pause
         self._abort_grace_s = plan.failure.abort_grace_s
+        self._has_warned_unsynchronized = False
         self._ignores_write_errors = plan.checkpoint.on_write_error == "warn"
 
     @property
@@ -97,6 +104,8 @@ class RunMachine:
                 self._growth.on_worker_ready(self._lifecycle.undisturbed_attempt())
             case c.WorkerHung():
                 self._on_worker_hung(given)
+            case c.CollectivesMismatched():
+                self._on_mismatch(given)
             case c.NodeDraining():
                 self._on_preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.CheckpointCommitted():
@@ -157,11 +166,20 @@ class RunMachine:
                 self._emit(c.RecordEvent("sample", event.values))
             case e.Warned():
                 self._emit(c.RecordEvent("warning", {"rank": rank, "message": event.message}))
+            case e.Unsynchronized():
+                self._on_unsynchronized(running, rank, event.message)
             case e.Entered():
                 running.is_entered = True
                 self._emit(
                     c.RecordEvent("entered", {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp})
                 )
+
+    def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
+        """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
+        running.unsynchronized.add(rank)
+        if not self._has_warned_unsynchronized and len(running.unsynchronized) == len(running.nodes):
+            self._has_warned_unsynchronized = True
+            self._emit(c.warning(message))
 
     def _on_left(self, running: Running, rank: int, *, has_returned: bool) -> None:
         if not isinstance(self.state, Running):
@@ -220,12 +238,25 @@ class RunMachine:
         running = self._lifecycle.attempt_if_current(given.attempt)
         if running is None:
             return
-        self._emit(_hang_event(given))
+        self._emit(_states_event("hang", {"rank": given.rank, "kind": given.kind, "why": given.why}, given))
         if given.rank in running.active:
             self._on_death(running, given.rank, given.why, is_hang=True)
             if isinstance(self.state, Ending):
                 self.state.killed.add(given.rank)
         self._emit(c.KillWorkers((given.rank,), is_lost=given.kind == "lost"))
+
+    def _on_mismatch(self, given: c.CollectivesMismatched) -> None:
+        """End the run: the program is wrong, and would wait again in the next attempt."""
+        running = self._lifecycle.attempt_if_current(given.attempt)
+        if running is None or not isinstance(self.state, Running):
+            return
+        self._emit(_states_event("mismatch", {"ranks": list(given.ranks), "why": given.why}, given))
+        if self._lifecycle.is_stopping:  # some ranks have left for the stop, in which the others wait for them
+            self._lifecycle.end_attempt(running, given.why, self._lifecycle.stopped_outcome())
+            return
+        message = f"the ranks do not make the same collectives: {given.why}. {_SAME_COLLECTIVES}"
+        outcome = Outcome("error", error_type="CollectiveMismatchError", message=message, ranks=given.ranks)
+        self._lifecycle.end_attempt(running, given.why, outcome)
 
     def _on_death(self, running: Running, rank: int, reason: str, *, is_hang: bool = False) -> None:
         if isinstance(self.state, Running):
@@ -334,11 +365,11 @@ class RunMachine:
         return commands
 
 
-def _hang_event(given: c.WorkerHung) -> c.RecordEvent:
-    stacks = {str(rank): stack for rank, stack in given.stacks.items()}
-    data: dict[str, Any] = {"rank": given.rank, "kind": given.kind, "why": given.why, "stacks": stacks}
+def _states_event(kind: str, data: dict[str, Any], given: c.WorkerHung | c.CollectivesMismatched) -> c.RecordEvent:
+    """Return an event with the stacks of all ranks and their last collectives."""
+    data["stacks"] = {str(rank): stack for rank, stack in given.stacks.items()}
     collectives = {str(rank): [one.to_json() for one in last] for rank, last in given.collectives.items() if last}
-    return c.RecordEvent("hang", {**data, "collectives": collectives} if collectives else data)
+    return c.RecordEvent(kind, {**data, "collectives": collectives} if collectives else data)
 
 
 def _outcome_of_stop(given: c.StopRequested) -> Outcome:

@@ -385,9 +385,7 @@ class Run:
                             self._pass_on(rank, attempt, event)
                             continue
                         if isinstance(event, e.Returned):
-                            self._barriers.left(rank)
-                            if event.value is not None:
-                                self._values[rank] = event.value
+                            self._on_returned(rank, event)
                         if not self._held.intercept(rank, attempt, event):
                             self._feed(c.EventReceived(rank, attempt, event))
                 else:  # a large value comes as a reference of its own
@@ -397,6 +395,13 @@ class Run:
         if died is None:
             await self._held.settle(rank)
         self._feed(c.StreamEnded(rank, attempt, died))
+
+    def _on_returned(self, rank: int, event: e.Returned) -> None:
+        self._barriers.left(rank)
+        if self._watch is not None:
+            self._watch.on_returned(rank)
+        if event.value is not None:
+            self._values[rank] = event.value
 
     def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
         """Send reports to readers as the worker encoded them. The state machine gets only their number."""

@@ -10,6 +10,7 @@ from raysgd.backends.flight_recorder import explain_hang
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.policies.hang import Hang, HangPolicy, blame
+from raysgd.controller.policies.mismatch import Mismatch, MismatchPolicy
 from raysgd.controller.policies.straggler import Straggler, StragglerPolicy
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _MAX_TICK_S = 0.5
 _STACKS_TIMEOUT_S = 3.0
 #: The same if nodes are lost: they do not answer, and they are the cause whatever the other ranks do.
 _STACKS_TIMEOUT_LOST_S = 0.5
+#: Seconds for all ranks to answer where they are.
+_LOOK_TIMEOUT_S = 2.0
 #: Seconds between two polls for nodes that will be taken away.
 DRAIN_POLL_S = 2.0
 
@@ -56,6 +59,8 @@ class Watch:
             failure.heartbeat_timeout_s, failure.progress_timeout_s, range(group.size), self._loop.time()
         )
         self._stragglers = StragglerPolicy(self._loop.time())
+        self._mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
+        self._looking: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
         self._has_reported = False
@@ -64,6 +69,10 @@ class Watch:
     def start(self) -> None:
         drains = watch_drains(self._group.drains, lambda *drain: self._feed(c.NodeDraining(self._attempt, *drain)))
         self._tasks = [self._loop.create_task(self._watch_workers()), self._loop.create_task(drains)]
+
+    def on_returned(self, rank: int) -> None:
+        """train_func has returned on a rank."""
+        self._mismatches.on_returned(rank)
 
     def end(self) -> None:
         for task in self._tasks:
@@ -83,16 +92,25 @@ class Watch:
                 if gap_s > self._timeout_s / _ASKS:  # this process did not run, so the silence says nothing
                     self._policy.skip(gap_s)
                 self._check_suspects()
-                hangs = self._policy.find_hangs(self._loop.time())
-                if self._has_reported:  # ranks that leave the attempt make no progress, but are not stuck
-                    hangs = [hang for hang in hangs if hang.kind != "stuck"]
-                if hangs:
+                self._look_if_due()
+                if hangs := self._find_hangs():
                     await self._report(hangs)
+                if not self._has_reported and (mismatch := self._mismatches.find_mismatch(self._loop.time())):
+                    await self._report_mismatch(mismatch)
                 for straggler in self._stragglers.find_stragglers(self._loop.time()):
                     self._report_straggler(straggler)
         finally:
-            for task in (*self._asked.values(), *([self._checking] if self._checking else [])):
-                task.cancel()
+            for task in (*self._asked.values(), self._checking, self._looking):
+                if task is not None:
+                    task.cancel()
+
+    def _find_hangs(self) -> list[Hang]:
+        now = self._loop.time()
+        hangs = self._policy.find_hangs(now)
+        # Ranks that leave the attempt make no progress, but are not stuck. Ranks that wait without hope would do so again.
+        if self._has_reported or self._mismatches.is_hopeless(now):
+            hangs = [hang for hang in hangs if hang.kind != "stuck"]
+        return hangs
 
     async def _report(self, hangs: list[Hang]) -> None:
         timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
@@ -104,6 +122,14 @@ class Watch:
             self._has_reported = True
             why = hang.why if behind is None else f"{hang.why}; {behind}"
             self._feed(c.WorkerHung(hang.rank, self._attempt, hang.kind, why, stacks, collectives))
+
+    async def _report_mismatch(self, mismatch: Mismatch) -> None:
+        if not mismatch.is_over:
+            self._record_event(c.warning(mismatch.why))
+            return
+        self._has_reported = True
+        stacks, collectives = await self._collect_states(_STACKS_TIMEOUT_S, ())
+        self._feed(c.CollectivesMismatched(self._attempt, mismatch.ranks, mismatch.why, stacks, collectives))
 
     async def _collect_states(self, timeout_s: float, silent: Collection[int]) -> list[dict[int, Any]]:
         """Return the stacks of all ranks, and the last collectives of those that are not ``silent``."""
@@ -130,6 +156,16 @@ class Watch:
         else:
             self._policy.on_heartbeat(rank, heartbeat, self._loop.time())
             self._stragglers.on_heartbeat(rank, heartbeat)
+            self._mismatches.on_heartbeat(rank, heartbeat)
+
+    def _look_if_due(self) -> None:
+        if (self._looking is None or self._looking.done()) and self._mismatches.is_look_due(self._loop.time()):
+            self._looking = self._loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        """Ask where the ranks are, of which one has made no session call for some time."""
+        for rank, position in (await self._monitor.positions(_LOOK_TIMEOUT_S)).items():
+            self._mismatches.on_position(rank, position, self._loop.time())
 
     def _check_suspects(self) -> None:
         suspects = self._policy.suspects(self._loop.time())

@@ -6,7 +6,7 @@ Runs in the TrainerActor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ray.exceptions import RayError
@@ -16,7 +16,7 @@ from raysgd.session.progress import Heartbeat
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.processes import Worker
 from raysgd.workers.liveness.node_agent import NodeAgents, NodeUnreachableError, ProcessStatus
-from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.orders import Position, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.cluster import list_draining_nodes
 
@@ -69,8 +69,18 @@ class GroupMonitor:
 
     async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
         """Return the last collectives of the ranks that answer in time; they write their full records into ``folder``."""
+        return await self._ask_members(ranks, lambda worker: worker.handle.flight_record.remote(folder), timeout_s)
+
+    async def positions(self, timeout_s: float) -> dict[int, Position]:
+        """Return where train_func is on the ranks that answer in time."""
+        return await self._ask_members(range(self.size), lambda worker: worker.handle.position.remote(), timeout_s)
+
+    async def _ask_members(
+        self, ranks: Iterable[int], ask: Callable[[Worker], Awaitable[T]], timeout_s: float
+    ) -> dict[int, T]:
+        """Call ``ask`` for each member; return the answers of those that answer in time."""
         members = {rank: worker for rank in ranks if (worker := self._members[rank]) is not None}
-        calls = {rank: asyncio.ensure_future(w.handle.flight_record.remote(folder)) for rank, w in members.items()}
+        calls = {rank: asyncio.ensure_future(ask(worker)) for rank, worker in members.items()}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
         for call in calls.values():

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig, Member
+from raysgd.backends.flight_recorder import Collective, numbers_only
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
@@ -30,6 +31,7 @@ from raysgd.workers.orders import (
     Blob,
     ControllerProcess,
     GpuId,
+    Position,
     PrepareOrder,
     RunOrder,
     WorkerInfo,
@@ -37,7 +39,6 @@ from raysgd.workers.orders import (
 from raysgd.workers.process.reset import Baseline, ModuleWatch
 
 if TYPE_CHECKING:
-    from raysgd.backends.flight_recorder import Collective
     from raysgd.workers.process.attempt import Attempt
 
 T = TypeVar("T")
@@ -221,6 +222,8 @@ class WorkerActor(Watched):
             own = order.visible_gpus[order.device_index]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._visible_gpus))
             os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
+        elif "CUDA_VISIBLE_DEVICES" not in ray.get_runtime_context().runtime_env.get("env_vars", {}):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows a worker without GPUs all those of its node
         return None
 
     def open_rendezvous(self) -> str:
@@ -293,6 +296,12 @@ class WorkerActor(Watched):
         self._on_asked()
         current = self._current.get()
         return Heartbeat() if current is None else current.heartbeat()
+
+    def position(self) -> Position:
+        """Return where train_func is; if it does not run, only what it has communicated."""
+        if (current := self._current.get()) is not None:
+            return current.position()
+        return Position(numbers_only(self._backend.count_collectives()))
 
     def flight_record(self, folder: str) -> tuple[Collective, ...]:
         """Return the last collectives of this rank, and write its whole flight record into ``folder``."""

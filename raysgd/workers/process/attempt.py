@@ -29,6 +29,7 @@ from raysgd.session.events import (
     Returned,
     Sample,
     StopRequested,
+    Unsynchronized,
     Warned,
     WorkerEvent,
 )
@@ -36,9 +37,10 @@ from raysgd.session.metrics import read_deferred
 from raysgd.session.progress import Heartbeat
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
-from raysgd.workers.orders import AttemptOrder, RunOrder
+from raysgd.workers.orders import AttemptOrder, Position, RunOrder
 from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
+from raysgd.workers.process.position import PositionFinder
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -48,6 +50,8 @@ RAY_ITEM_COST = 5
 #: Seconds in which train_func can leave an ended attempt by itself, before it is interrupted. The error of a broken
 #: collective says more than an interrupt.
 INTERRUPT_AFTER_S = 0.1
+#: The report by which a rank has exchanged gradients, if it does so at all; fewer if train_func returns before.
+SYNCHRONIZED_BY_REPORT = 10
 #: Seconds between two samples of the process.
 SAMPLE_INTERVAL_S = 2.0
 
@@ -98,6 +102,8 @@ class Attempt:
         self._load_retry_on = load_retry_on
         self._retry_on: tuple[type[Exception], ...] = ()
         self._in_setup = False
+        self._training = TrainingCheck(backend, session)
+        self._positions = PositionFinder(self._thread, backend, session, has_gpu=order.member.has_gpu)
         self._done = threading.Event()
         self._large_value: bytes | None = None
         self._secrets: frozenset[str] = frozenset()
@@ -114,6 +120,7 @@ class Attempt:
             batch = self._event_queue.drain(0 if was_done else SAMPLE_INTERVAL_S)
             if was_done and not batch:
                 break
+            self._warn_unsynchronized(is_over=False)
             if sampler.is_due():
                 batch.append(Sample(sampler.sample(self.session.num_reports)))
             if batch:
@@ -145,6 +152,10 @@ class Attempt:
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
         return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
+
+    def position(self) -> Position:
+        """Return where train_func is, and in which collectives."""
+        return self._positions.find()
 
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.
@@ -179,6 +190,7 @@ class Attempt:
             self._secrets = frozenset(secret_values(config))
             self._join_group()
             value = self._thread.call(function, config, self._enter)
+            self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
         except AttemptEnded:
             error = AttemptEnded()
@@ -213,6 +225,10 @@ class Attempt:
             raise AttemptEnded("the attempt ended before train_func was entered")
         self.session.progress.enter()
         self._send(Entered(time.time()))
+
+    def _warn_unsynchronized(self, *, is_over: bool) -> None:
+        if (message := self._training.find_unsynchronized(is_over=is_over)) is not None:
+            self._event_queue.put(Unsynchronized(message))
 
     def _send(self, event: WorkerEvent) -> None:
         self._event_queue.put(event, urgent=True)
@@ -297,6 +313,34 @@ def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
     return TrainFuncError(
         f"{type(error).__name__} in train_func on rank {rank}: {error}", type_name=type(error).__name__
     )
+
+
+class TrainingCheck:
+    """Asks the backend whether this rank trains a model of its own: at the first reports, and when train_func has returned."""
+
+    def __init__(self, backend: Backend, session: WorkerSession) -> None:
+        self._backend = backend
+        self._session = session
+        self._lock = threading.Lock()
+        self._num_asked = 0
+        self._is_found = False
+
+    def find_unsynchronized(self, *, is_over: bool) -> str | None:
+        """Return the backend's warning, once: not before the tenth report, unless train_func ``is_over``."""
+        num_reports = self._session.num_reports
+        if not is_over and not self._num_asked < min(num_reports, SYNCHRONIZED_BY_REPORT):
+            return None
+        with self._lock:
+            if self._is_found:
+                return None
+            self._num_asked = num_reports
+            # Also before the tenth report: the backend finds early exchanges, of which it may have no record later.
+            try:
+                message = self._backend.find_unsynchronized_training()
+            except Exception:  # a run must not fail because it is examined
+                return None
+            self._is_found = message is not None and (is_over or num_reports >= SYNCHRONIZED_BY_REPORT)
+            return message if self._is_found else None
 
 
 class WorkerCallbacks:

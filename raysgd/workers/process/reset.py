@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -128,7 +129,8 @@ def _read_flags(backends: Any) -> dict[tuple[str, str], Any]:
 _GENERATED = "__autograph_generated_file"
 
 
-def _foreign_prefixes() -> tuple[str, ...]:
+@functools.cache
+def foreign_prefixes() -> tuple[str, ...]:
     """Return the folders whose modules are not the user's: those of installed packages, and raysgd's own."""
     places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, *site.getsitepackages()}
     places |= {site.getusersitepackages(), str(Path(__file__).parents[2])}
@@ -143,7 +145,7 @@ class ModuleWatch:
     """
 
     def __init__(self) -> None:
-        self._prefixes = _foreign_prefixes()
+        self._prefixes = foreign_prefixes()
         self._examined: set[str] = set()
         self._sources: dict[str, tuple[str, _Stamp]] = {}  # of the user's modules
         self._changed: set[str] = set()

@@ -8,14 +8,32 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from raysgd.errors import AttemptEnded
 from raysgd.session.events import Failed
+from raysgd.workers.process.reset import foreign_prefixes
+
+
+class Place(NamedTuple):
+    """The place of the training thread.
+
+    Attributes:
+        line: The innermost line of the user's code, such as ``train.py:31 in evaluate``.
+        spot: Differs from one instruction of Python to the next; the same while the thread is in one call.
+        cpu_s: CPU time of the thread so far.
+    """
+
+    line: str = ""
+    spot: int = 0
+    cpu_s: float = 0.0
 
 
 class TrainThread:
@@ -47,6 +65,14 @@ class TrainThread:
             with self._lock:
                 self.is_inside = False
 
+    def place(self) -> Place:
+        """Return where the thread is in train_func; an empty place if train_func does not run."""
+        with self._lock:  # so that the thread does not end now: its clock must not be read then
+            ident = self._thread.ident
+            if not self.is_inside or ident is None or (frame := sys._current_frames().get(ident)) is None:
+                return Place()
+            return Place(_innermost_line(frame), hash((id(frame), frame.f_lasti)), _cpu_time_s(ident))
+
     def interrupt(self) -> None:
         """Raise `AttemptEnded` in train_func, at whatever line it is; do nothing if train_func does not run."""
         with self._lock:  # otherwise train_func could return now, and the exception would hit other code
@@ -54,6 +80,27 @@ class TrainThread:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
                 )
+
+
+def _innermost_line(frame: FrameType | None) -> str:
+    """Return the innermost line of train_func that is the user's own code, or the innermost line of all."""
+    innermost, foreign = frame, foreign_prefixes()
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if not frame.f_code.co_filename.startswith(foreign):
+            return _describe_line(frame)
+        frame = frame.f_back
+    return "" if innermost is None else _describe_line(innermost)
+
+
+def _describe_line(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _cpu_time_s(ident: int) -> float:
+    """Return the CPU time of a thread that runs, or 0 where the system has no clock for it."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(ident))
 
 
 def takes_config(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,196 @@
+"""Which ranks wait in collectives that other ranks do not join. Pure.
+
+A rank waits if a collective that it has begun is not done and its thread is blocked; see `raysgd.workers.orders.Position`.
+Whom it waits for follows from the numbers of the collectives: all ranks number those of a group alike. A rank that has
+returned joins none. A rank that waits elsewhere joins none before its own is complete. If that can never happen, the wait is
+hopeless. A rank that computes, such as one that evaluates alone, may still join: a warning names it, and the run continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from raysgd.backends.flight_recorder import Collective, name_ranks
+from raysgd.session.progress import Heartbeat
+from raysgd.workers.orders import Position
+
+#: Seconds of waiting after which the ranks that are missing are named.
+WARN_AFTER_S = 30.0
+#: The positions are asked for when a rank has made no session call for this fraction of the time until a warning, and then
+#: this many times within that time.
+LOOK_FROM = 1 / 3
+LOOKS = 6
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks that wait for others which do not come.
+
+    Attributes:
+        ranks: The ranks that wait.
+        why: One or two sentences for the user.
+        is_over: The wait is hopeless, and has lasted for the timeout: the run must end.
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+    is_over: bool = False
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank.
+
+    Attributes:
+        idle_s: Seconds without a session call of train_func, if train_func runs.
+        has_returned: It has returned from train_func.
+        seen_at: When it was last seen at its position.
+    """
+
+    idle_s: float = 0.0
+    has_returned: bool = False
+    position: Position = field(default_factory=Position)
+    seen_at: float | None = None
+
+    def waited_s(self, now: float) -> float:
+        """Return for how long it has waited, if it is where it was seen."""
+        return self.position.waited_s + now - (self.seen_at or now)
+
+    def last_in(self, group: str) -> Collective | None:
+        return next((one for one in self.position.collectives if one.group == group), None)
+
+
+class MismatchPolicy:
+    """Finds mismatches in one attempt.
+
+    Args:
+        timeout_s: `FailureConfig.mismatch_timeout_s`; None: nothing ends the run.
+        ranks: The ranks of the group.
+    """
+
+    def __init__(self, timeout_s: float | None, ranks: Iterable[int]) -> None:
+        self._timeout_s = timeout_s
+        self._warn_after_s = WARN_AFTER_S if timeout_s is None else min(WARN_AFTER_S, timeout_s / 2)
+        self._ranks = {rank: _Rank() for rank in ranks}
+        self._warned: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        self._next_look = 0.0
+
+    def on_heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
+        """A worker has answered."""
+        self._ranks[rank].idle_s = heartbeat.idle_s if heartbeat.is_inside else 0.0
+
+    def on_returned(self, rank: int) -> None:
+        """train_func has returned on a rank."""
+        self._ranks[rank].has_returned = True
+
+    def is_look_due(self, now: float) -> bool:
+        """Return True if the positions of all ranks should be asked for now. Each True counts as one look."""
+        is_idle = any(rank.idle_s >= LOOK_FROM * self._warn_after_s for rank in self._ranks.values())
+        if not is_idle or len(self._ranks) == 1 or now < self._next_look:
+            return False
+        self._next_look = now + self._warn_after_s / LOOKS
+        return True
+
+    def on_position(self, rank: int, position: Position, now: float) -> None:
+        """A worker has answered where it is."""
+        seen = self._ranks[rank]
+        seen.position, seen.seen_at = position, now
+
+    def find_mismatch(self, now: float) -> Mismatch | None:
+        """Return what to warn about or to end the run for, or None. Each warning is returned once."""
+        waiting = {rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)}
+        hopeless = self._find_hopeless(waiting)
+        concerned = {rank: missing for rank, missing in waiting.items() if missing}
+        if not concerned:
+            return None
+        if self._is_over(hopeless, now):
+            return Mismatch(
+                tuple(sorted(hopeless)), self._explain({rank: concerned[rank] for rank in hopeless}, now), True
+            )
+        missing = {rank for each in concerned.values() for rank in each}
+        key = tuple(sorted(concerned)), tuple(sorted(rank for rank in missing if self._ranks[rank].has_returned))
+        if key in self._warned:
+            return None
+        self._warned.add(key)
+        why = self._explain(concerned, now)
+        if self._timeout_s is not None and len(hopeless) == self._num_inside():
+            why += f". The run fails after {self._timeout_s:g} s of waiting (FailureConfig(mismatch_timeout_s=...))"
+        return Mismatch(tuple(sorted(concerned)), why)
+
+    def is_hopeless(self, now: float) -> bool:
+        """Return True if ranks wait for others that will never come."""
+        return bool(
+            self._find_hopeless({rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)})
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _waits(self, rank: int, now: float) -> bool:
+        """Return True if a rank has been seen to wait in a collective for long enough to warn."""
+        seen = self._ranks[rank]
+        if seen.seen_at is None or seen.has_returned or not seen.position.waited_s:
+            return False
+        look_s = self._warn_after_s / LOOKS
+        is_recent = now - seen.seen_at < 3 * look_s
+        return is_recent and seen.position.blocked_s >= look_s and seen.waited_s(now) >= self._warn_after_s
+
+    def _missing_for(self, rank: int) -> dict[int, Collective]:
+        """Return the ranks that a collective lacks in which ``rank`` waits, each with that collective."""
+        missing = {}
+        for waited in self._ranks[rank].position.collectives:
+            if waited.is_done:
+                continue
+            for other in self._members_of(waited):
+                if other != rank and self._is_missing(other, waited):
+                    missing[other] = waited
+        return missing
+
+    def _members_of(self, waited: Collective) -> list[int]:
+        if waited.ranks:
+            return [rank for rank in waited.ranks if rank in self._ranks]
+        is_of_all = not waited.operation or waited.group == "default_pg"
+        return [rank for rank, seen in self._ranks.items() if is_of_all or seen.last_in(waited.group) is not None]
+
+    def _is_missing(self, rank: int, waited: Collective) -> bool:
+        other, last = self._ranks[rank], self._ranks[rank].last_in(waited.group)
+        if other.has_returned and not waited.operation:  # barriers of raysgd do not wait for it
+            return False
+        if last is None or last.number < waited.number:
+            return other.seen_at is not None
+        is_known = bool(last.operation and waited.operation)
+        return last.number == waited.number and is_known and last.operation != waited.operation
+
+    def _find_hopeless(self, waiting: dict[int, dict[int, Collective]]) -> set[int]:
+        """Return the waiting ranks that need, in the end, a rank that has returned or that waits for them."""
+        may_join = {rank for rank, seen in self._ranks.items() if not seen.has_returned and rank not in waiting}
+        while freed := {rank for rank in waiting if rank not in may_join and waiting[rank].keys() <= may_join}:
+            may_join |= freed
+        return waiting.keys() - may_join
+
+    def _is_over(self, hopeless: set[int], now: float) -> bool:
+        """Return True if every rank has returned or waits without hope, for the whole timeout."""
+        if self._timeout_s is None or not hopeless or len(hopeless) < self._num_inside():
+            return False
+        waits = [self._ranks[rank] for rank in hopeless]
+        return all(
+            seen.waited_s(now) >= self._timeout_s and seen.position.blocked_s >= self._timeout_s / 3 for seen in waits
+        )
+
+    def _num_inside(self) -> int:
+        return sum(not seen.has_returned for seen in self._ranks.values())
+
+    def _explain(self, waiting: dict[int, dict[int, Collective]], now: float) -> str:
+        by_place: dict[str, list[int]] = {}
+        for rank, missing in waiting.items():
+            by_place.setdefault(next(iter(missing.values())).place, []).append(rank)
+        waits = [f"{name_ranks(ranks, 'waits', 'wait')} in {place}" for place, ranks in by_place.items()]
+        longest_s = max(self._ranks[rank].waited_s(now) for rank in waiting)
+        others = sorted({rank for missing in waiting.values() for rank in missing} - waiting.keys())
+        return "; ".join([f"{', '.join(waits)} for {longest_s:.0f} s", *map(self._describe_missing, others)])
+
+    def _describe_missing(self, rank: int) -> str:
+        seen = self._ranks[rank]
+        if seen.has_returned:
+            return f"rank {rank} has returned from train_func"
+        return f"rank {rank} is missing{f', it is at {seen.position.line}' if seen.position.line else ''}"

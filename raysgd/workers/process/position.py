@@ -1,0 +1,75 @@
+"""Finds where train_func is, and in which collectives, without delaying a rank that computes. Worker side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from raysgd.backends.base import Backend
+from raysgd.backends.flight_recorder import Collective, numbers_only
+from raysgd.session.worker import WorkerSession
+from raysgd.workers.orders import Position
+from raysgd.workers.process.train_thread import Place
+
+#: Fraction of a core above which the training thread computes.
+BUSY_SHARE = 0.05
+
+
+class Thread(Protocol):
+    """The training thread."""
+
+    def place(self) -> Place: ...
+
+
+class PositionFinder:
+    """Finds the position of one attempt at each call of `find`, which are some seconds apart.
+
+    Reading the backend's record of collectives may hold the interpreter's lock for 20 ms. So that is done only for a thread
+    that has stayed where it was since the last call.
+
+    Args:
+        has_gpu: The rank has a GPU, for which it may wait by using its CPU.
+    """
+
+    def __init__(
+        self,
+        thread: Thread,
+        backend: Backend,
+        session: WorkerSession,
+        *,
+        has_gpu: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._thread = thread
+        self._backend = backend
+        self._session = session
+        self._has_gpu = has_gpu
+        self._clock = clock
+        self._at: tuple[int, Mapping[str, int]] | None = None  # the spot, and the numbers of collectives
+        self._since = 0.0
+        self._first_cpu_s = 0.0
+
+    def find(self) -> Position:
+        """Return the position."""
+        now, place, numbers = self._clock(), self._thread.place(), self._backend.count_collectives()
+        at = place.spot, numbers
+        if at != self._at or self._has_computed(place, now):
+            self._at, self._since, self._first_cpu_s = at, now, place.cpu_s
+        barriers = self._barriers()
+        blocked_s = now - self._since
+        record = self._backend.dump_flight_record() if blocked_s and place.spot else None
+        recorded = record.last if record is not None else ()  # not those of groups that were used long ago
+        others = {group: number for group, number in numbers.items() if group not in {one.group for one in recorded}}
+        collectives = (*recorded, *numbers_only(others), *barriers)
+        waited_ns = max((time.time_ns() - one.began_ns for one in collectives if not one.is_done), default=0)
+        return Position(collectives, waited_ns / 1e9, blocked_s, place.line)
+
+    def _has_computed(self, place: Place, now: float) -> bool:
+        return not self._has_gpu and place.cpu_s - self._first_cpu_s > BUSY_SHARE * (now - self._since)
+
+    def _barriers(self) -> list[Collective]:
+        return [
+            Collective(f"raysgd.{what}()", number, "", (), is_done=since_ns is None, began_ns=since_ns or 0)
+            for what, number, since_ns in self._session.barriers()
+        ]

@@ -1,0 +1,213 @@
+"""Mistakes in distributed training with torch that would go unnoticed: models of their own, and different collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.errors import CollectiveMismatchError
+from support.runs import events_of, make_trainer, pids, quiet, travels_by_value
+
+pytestmark = pytest.mark.shared_trainer
+travels_by_value(__name__)
+
+TIMEOUT_S = 4.0
+TORCH_TRAINER = {
+    "num_workers": 2,
+    "failure_config": raysgd.FailureConfig(mismatch_timeout_s=TIMEOUT_S, heartbeat_timeout_s=4, abort_grace_s=20),
+}
+
+
+# -- models of their own ---------------------------------------------------------------------------------------------------
+
+
+def train(prepare: Callable[[Any], Any], *, steps: int = 3, exchange: Callable[[Any, Any], None] | None = None) -> None:
+    """Make some steps with a report each."""
+    import torch
+
+    model = prepare(torch.nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        loss = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        if exchange is not None:
+            exchange(model, loss)
+        optimizer.step()
+        raysgd.report(step=step)
+
+
+def without_prepare_model() -> None:
+    train(lambda model: model)
+
+
+def with_its_result_unused() -> None:
+    def prepare(model: Any) -> Any:
+        raysgd.torch.prepare_model(model)
+        return model
+
+    train(prepare)
+
+
+def with_an_average_of_the_loss() -> None:
+    import torch.distributed as dist
+
+    train(lambda model: model, steps=12, exchange=lambda model, loss: dist.all_reduce(loss.detach()))
+
+
+@pytest.mark.parametrize("train_func", [without_prepare_model, with_its_result_unused, with_an_average_of_the_loss])
+def test_models_of_their_own_are_one_warning(torch_trainer: raysgd.Trainer, train_func: Callable[[], None]) -> None:
+    torch_trainer.run(train_func, callbacks=quiet())
+    (warning,) = events_of(torch_trainer, "warning")
+    assert warning["message"].startswith("each of the 2 ranks trains a model of its own")
+    assert "raysgd.torch.prepare_model(model)" in warning["message"] and "Lightning" in warning["message"]
+
+
+class StopAtWarning(raysgd.Callback):
+    """Stops the run at its first warning."""
+
+    runs_in = "driver"
+
+    def on_event(self, event: raysgd.Event) -> None:
+        if event.kind == "warning":
+            raise raysgd.Stop(event.data["message"])
+
+
+def test_warning_comes_with_the_tenth_report(torch_trainer: raysgd.Trainer) -> None:
+    def train_until_stopped() -> None:
+        train(lambda model: model, steps=10)
+        while not raysgd.should_stop():
+            time.sleep(0.01)
+
+    torch_trainer.run(train_until_stopped, callbacks=[StopAtWarning(), *quiet()])
+    assert "a model of its own" in events_of(torch_trainer, "stop")[0]["why"]
+
+
+def with_prepare_model() -> None:
+    train(raysgd.torch.prepare_model, steps=12)
+
+
+def with_gradients_averaged_one_by_one() -> None:
+    import torch.distributed as dist
+
+    def average(model: Any, loss: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    train(lambda model: model, steps=12, exchange=average)
+
+
+def with_sharded_weights() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    train(fully_shard, steps=12)
+
+
+def with_training_on_rank_0_only() -> None:
+    if raysgd.world_rank() == 0:
+        train(lambda model: model, steps=12)
+
+
+def with_inference_only() -> None:
+    import torch
+
+    for step in range(12):
+        raysgd.report(total=torch.nn.Linear(8, 4)(torch.ones(2, 8)).sum().item(), step=step)
+
+
+@pytest.mark.parametrize(
+    "train_func",
+    [
+        with_prepare_model,
+        with_gradients_averaged_one_by_one,
+        with_sharded_weights,
+        with_training_on_rank_0_only,
+        with_inference_only,
+    ],
+)
+def test_shared_training_and_inference_are_not_warned_about(
+    torch_trainer: raysgd.Trainer, train_func: Callable[[], None]
+) -> None:
+    torch_trainer.run(train_func, callbacks=quiet())
+    assert events_of(torch_trainer, "warning") == []
+
+
+def test_warning_can_be_switched_off(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path, 2, "torch", backend_args={"warn_unsynchronized": False}) as trainer:
+        trainer.run(without_prepare_model, callbacks=quiet())
+        assert events_of(trainer, "warning") == []
+
+
+# -- different collectives ---------------------------------------------------------------------------------------------------
+
+
+def with_uneven_steps() -> None:
+    train(raysgd.torch.prepare_model, steps=5 + raysgd.world_rank())
+
+
+def with_barriers_of_two_kinds() -> None:
+    import torch.distributed as dist
+
+    if raysgd.world_rank() == 0:
+        raysgd.barrier()
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("train_func", "says", "ranks"),
+    [
+        (
+            with_uneven_steps,
+            r"rank 1 waits in collective \d+ of default_pg \(gloo:\w+\) for \d+ s; "
+            r"rank 0 has returned from train_func\. Make the same number of steps on every rank",
+            (1,),
+        ),
+        (
+            with_barriers_of_two_kinds,
+            r"rank 0 waits in call 1 of raysgd.barrier\(\), rank 1 waits in collective 1 of default_pg \(gloo:barrier\)",
+            (0, 1),
+        ),
+    ],
+)
+def test_collectives_that_other_ranks_never_join_end_the_run(
+    torch_trainer: raysgd.Trainer, train_func: Callable[[], None], says: str, ranks: tuple[int, ...]
+) -> None:
+    before = pids(torch_trainer)
+    started_at = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match=says) as raised:
+        torch_trainer.run(train_func, callbacks=quiet())
+    assert time.monotonic() - started_at < 30
+    assert raised.value.ranks == ranks
+    assert "The run fails after 4 s of waiting" in events_of(torch_trainer, "warning")[-1]["message"]
+    (mismatch,) = events_of(torch_trainer, "mismatch")
+    assert set(mismatch["stacks"]) == {"0", "1"} and mismatch["ranks"] == list(ranks)
+    assert events_of(torch_trainer, "failure") == [] and events_of(torch_trainer, "hang") == []
+    assert pids(torch_trainer) == before, "workers were replaced"
+
+
+def evaluate(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_rank_that_evaluates_alone_is_named_in_a_warning_and_not_failed(torch_trainer: raysgd.Trainer) -> None:
+    def evaluate_on_rank_0() -> float:
+        import torch
+        import torch.distributed as dist
+
+        if raysgd.world_rank() == 0:
+            evaluate(3 * TIMEOUT_S)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert torch_trainer.run(evaluate_on_rank_0, callbacks=quiet(), returns="all") == [2.0, 2.0]
+    (warning,) = events_of(torch_trainer, "warning")
+    assert "rank 1 waits in collective 1 of default_pg (gloo:all_reduce)" in warning["message"]
+    assert "rank 0 is missing, it is at test_torch_mistakes.py:" in warning["message"]
+    assert warning["message"].endswith("in evaluate")
+    assert events_of(torch_trainer, "mismatch") == []
