@@ -69,7 +69,7 @@ def _check_address(address: Any) -> None:
 @refuse_unknown_fields(FAILURE_CONFIG_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
-    """How a run handles failures of processes and nodes. An exception of train_func is retried only if it is in ``retry_on``.
+    """Settings for failures of processes and nodes. An exception of train_func is retried only if it is in ``retry_on``.
 
     Attributes:
         max_failures: How often a run may enter train_func again after a failure. Two deaths at once are one failure. -1: no

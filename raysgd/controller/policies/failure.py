@@ -23,7 +23,7 @@ MAX_RESTART_DELAY_S = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """What may be followed by a retry: processes that died together, a group that could not form, an exception to retry.
+    """A reason for a retry: processes that died together, a group that could not form, an exception to retry.
 
     Attributes:
         ranks: The ranks where the failure began.

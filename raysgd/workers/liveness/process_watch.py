@@ -219,7 +219,7 @@ class ProcessWatch:
                 self._processes.close()
 
     def _is_due(self, watched: _Watched, now: float) -> bool:
-        """Return whether the process must be asked: it is silent, or has not said its process id yet."""
+        """Return whether the process must be asked: it is silent, or its process id is unknown."""
         since = watched.asked_at if watched.pid is None else watched.silence.answered_at
         return watched.asked is None and now - since >= self._timeout_s / _ASKS
 
