@@ -1,4 +1,4 @@
-"""Workers exit by themselves, so that Ray reports no unexpected death when a run or its Trainer ends."""
+"""Workers exit by themselves: Ray reports no unexpected death when they are replaced, or a run or its Trainer ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from pathlib import Path
 from support.project import ROOT
 
 SCRIPT = """
+import os
+import sys
 import time
+from pathlib import Path
 
 import ray
 import raysgd
 from raysgd.errors import RunCancelledError
+
+
+def import_module(folder):
+    sys.path.insert(0, folder)
+    import users_module
+
+    return os.getpid()
 
 
 def train_func(config):
@@ -39,15 +49,26 @@ def run(end):
             print(f"caught {type(error).__name__}")
 
 
+def replace_workers():
+    module = Path("users_module.py")
+    module.write_text("VALUE = 1")
+    with raysgd.Trainer(2, "none", run_config=raysgd.RunConfig(storage_path="runs")) as trainer:
+        first = trainer.run(lambda config: import_module(config["folder"]), {"folder": os.getcwd()})
+        module.write_text("VALUE = 'edited'")
+        second = trainer.run(lambda config: import_module(config["folder"]), {"folder": os.getcwd()})
+    print("replaced" if first != second else "kept")
+
+
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 for end in ("return", "raise", "block"):
     run(end)
+replace_workers()
 time.sleep(1.0)  # Ray forwards its messages every half second
 """
 
 
 def test_ray_reports_no_unexpected_death_of_a_worker(tmp_path: Path) -> None:
-    """This holds if train_func returned, raised, or blocked in a cancelled run."""
+    """This holds if train_func returned, raised, or blocked in a cancelled run, and for workers that an edit replaced."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path,
@@ -58,4 +79,5 @@ def test_ray_reports_no_unexpected_death_of_a_worker(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "caught ValueError" in done.stdout and "caught RunCancelledError" in done.stdout
-    assert "unexpected" not in done.stderr, done.stderr
+    assert "replaced\n" in done.stdout
+    assert "unexpected" not in done.stderr + done.stdout, done.stderr
