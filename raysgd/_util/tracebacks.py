@@ -41,10 +41,7 @@ def prepare_for_user(error: BaseException) -> None:
     Frames are shown as usual if the error is neither one of raysgd nor one of train_func: it may be a bug of raysgd.
     """
     for each in _chain(error):
-        for trace in _entries(each.__traceback__):
-            if _is_own(trace.tb_frame):
-                with contextlib.suppress(RuntimeError):  # it still runs
-                    trace.tb_frame.clear()
+        _clear_own_frames(each)
     is_explained = isinstance(error, RaySGDError) or isinstance(error.__cause__, WorkerTraceback)
     if is_explained and _shell() is not None:
         with contextlib.suppress(AttributeError):  # it takes no attributes
@@ -68,6 +65,26 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
         if not _is_own(each.tb_frame):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove the frames of raysgd from an exception of train_func and from what led to it.
+
+    They stay where raysgd itself raised what is not one of its errors, which may be a bug, and where there is no other frame.
+    """
+    for each in _chain(error):
+        entries = list(_entries(each.__traceback__))
+        is_unexpected = bool(entries) and _is_own(entries[-1].tb_frame) and not isinstance(each, RaySGDError)
+        if not is_unexpected and (kept := without_own_frames(each.__traceback__)) is not None:
+            _clear_own_frames(each)  # they may hold tensors, or the process group
+            each.__traceback__ = kept
+
+
+def _clear_own_frames(error: BaseException) -> None:
+    for trace in _entries(error.__traceback__):
+        if _is_own(trace.tb_frame):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                trace.tb_frame.clear()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -20,6 +20,7 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import stored_frames
 from raysgd.controller.rounds import RoundMerger, check_reduce
 from raysgd.result import DATA_WAIT_FRACTION, Event, Result
+from raysgd.trainer.run_summary import RunSummary, summarize
 
 #: Metrics that differ between equal runs.
 _CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt", DATA_WAIT_FRACTION})
@@ -27,9 +28,9 @@ _CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attem
 Span = tuple[int, int] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedRun:
-    """The contents of a run's folder.
+    """The contents of a run's folder. It prints as a short summary, in a notebook with curves.
 
     Attributes:
         run_dir: The folder.
@@ -54,6 +55,15 @@ class LoadedRun:
     description: dict[str, Any]
     checkpoints: list[Checkpoint] = field(default_factory=list)
     outcome: str | None = None
+
+    def __repr__(self) -> str:
+        return self._summary().text()
+
+    def _repr_html_(self) -> str:
+        return self._summary().html()
+
+    def _summary(self) -> RunSummary:
+        return summarize(self.run_dir, self.metrics, self.events, self.description, len(self.checkpoints), self.outcome)
 
 
 def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, Reduction] | None = None) -> LoadedRun:

@@ -24,6 +24,7 @@ import cloudpickle
 import ray
 import ray.cloudpickle
 
+from raysgd._util.tracebacks import hide_own_frames
 from raysgd.errors import ConfigError, SerializationError
 
 Reducers = Mapping[type, Callable[[Any], tuple[Any, ...]]]
@@ -267,6 +268,7 @@ class CallFailed(Exception):
 def failed_call(error: BaseException, rank: int, node: str, inside: str) -> CallFailed:
     """Return ``error`` with its rank, node and traceback, without the frames of the file ``inside``."""
     error.__traceback__ = user_part(error.__traceback__, (inside,))
+    hide_own_frames(error)
     return CallFailed(
         {
             "kind": "error",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysgd._util.tracebacks import leaves_raysgd, without_own_frames
+from raysgd._util.tracebacks import hide_own_frames, leaves_raysgd, without_own_frames
 from raysgd.errors import ConfigError, WorkerTraceback
 
 
@@ -95,3 +95,33 @@ def test_ipython_shows_the_frames_of_the_user(
     monkeypatch.setattr(sys, "last_value", kept, raising=False)
     assert hasattr(kept, "_render_traceback_") == is_hidden
     assert not is_hidden or kept._render_traceback_() == ["raised"]
+
+
+def users_callback(error: Exception) -> None:
+    raise error
+
+
+def _calls_back(error: Exception) -> None:
+    users_callback(error)
+
+
+calls_back = own(_calls_back)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "names"),
+    [
+        (calls_back, ValueError("of the user"), ["shown", "users_callback"]),
+        (inner, ConfigError("of raysgd"), ["shown"]),
+        (inner, ValueError("a bug of raysgd"), ["shown", "_inner"]),
+    ],
+)
+def test_worker_shows_frames_of_raysgd_for_its_bugs_only(function: Any, error: Exception, names: list[str]) -> None:
+    def shown() -> None:
+        function(*([None] if function is inner else []), error)
+
+    with pytest.raises(type(error)) as caught:
+        shown()
+    error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ is not None else None  # this test's frame
+    hide_own_frames(caught.value)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == names

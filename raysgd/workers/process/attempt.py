@@ -14,6 +14,7 @@ import psutil
 
 from raysgd._util.imports import imported
 from raysgd._util.redact import redact_text, secret_values
+from raysgd._util.tracebacks import hide_own_frames
 from raysgd.backends.base import Backend, is_collective_error
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
@@ -271,6 +272,7 @@ class Attempt:
         """Describe an exception that left train_func, or kept it from being entered."""
         timestamp, rank = time.time(), self._order.member.rank
         error.__traceback__ = user_part(error.__traceback__, (train_thread.__file__, __file__))
+        hide_own_frames(error)
         text = redact_text("".join(traceback.format_exception(error)), self._secrets)
         raised = _exception_for_driver(error, rank)
         line = last_line(raised)
