@@ -12,6 +12,7 @@
     │   ├── TrainerClosedError              a call after shutdown()
     │   └── SessionError                    a call in a worker outside its attempt
     ├── MetricError (TypeError, ValueError) report() got a value that is not a metric
+    │   └── MissingMetricError (LookupError)  a metric was named that no report, or no checkpoint, has
     ├── CheckpointError (RuntimeError)      save_checkpoint or load_checkpoint was called against its rules
     │   ├── CheckpointCorruptError          its bytes do not match its manifest, or the manifest is not valid
     │   ├── CheckpointNotFoundError (FileNotFoundError)
@@ -46,6 +47,7 @@ __all__ = [
     "DataError",
     "InfeasibleError",
     "MetricError",
+    "MissingMetricError",
     "RaySGDError",
     "ReshardError",
     "RunCancelledError",
@@ -128,6 +130,19 @@ class MetricError(RaySGDError, TypeError, ValueError):
     """
 
     key: str = ""
+
+
+class MissingMetricError(MetricError, LookupError):
+    """A metric was named that no report of the run, or no checkpoint, has.
+
+    A run raises it at its end, when all its results, checkpoints and files are there: nothing of the training is lost.
+
+    Attributes:
+        key: The name of the metric.
+        returned: What ``run`` would have returned, if the run raises the error.
+    """
+
+    returned: Any = None
 
 
 class CheckpointError(RaySGDError, RuntimeError):

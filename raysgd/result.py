@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The description of a run that a callback gets.
+    """The description of a run that a callback gets, also as ``Trainer.run_info`` and ``ResultStream.run_info``.
 
     Attributes:
         name: The run's name, the last part of ``run_dir``.
@@ -73,6 +73,8 @@ class RunInfo:
         num_workers: Number of workers; the minimum for an elastic group.
         backend: Name of the backend.
         resources: A dict per worker: the rows of the resource table.
+        started_s: When the run began, in seconds since the epoch; 0 if that is not known.
+        warnings: The texts of the run's warnings so far; it grows during the run. Empty in workers.
     """
 
     name: str
@@ -81,6 +83,8 @@ class RunInfo:
     num_workers: int
     backend: str
     resources: list[dict[str, Any]] = field(default_factory=list)
+    started_s: float = 0.0
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

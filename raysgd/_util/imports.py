@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,16 +31,6 @@ def imported(name: str) -> Any:
     module = sys.modules.get(name)
     is_being_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)  # set by importlib
     return None if is_being_imported else module
-
-
-def require(package: str, extra: str) -> None:
-    """Check that a package is installed, without importing it.
-
-    Raises:
-        ImportError: It is not installed; the message names the extra of raysgd that installs it.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise _missing(package, extra)
 
 
 def import_optional(module: str, extra: str) -> Any:

@@ -6,10 +6,12 @@ Every process that has callbacks imports this module. `raysgd.callbacks.runner` 
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from raysgd._util.logs import get_logger
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Callback:
     **When.** ``on_run_start`` first; then ``on_result``, ``on_checkpoint`` and ``on_event`` in the order in which things
     happened; ``on_run_end`` exactly once and last if ``on_run_start`` was called, even if that raised an exception. It may
     therefore find an incomplete set-up. The next call, if any, is the ``on_run_start`` of another run, where a callback
-    resets its state. Callbacks of one process are called in the order they were given.
+    resets its state. Callbacks of one process are called in the order they were given, the progress display last.
 
     **After a failure** the results since the newest checkpoint are repeated: they carry the same ``training_iteration`` and a
     higher ``attempt``. A callback must not assume that iterations always increase.
@@ -61,15 +63,22 @@ class Callback:
     ``on_run_start`` that fails once, disables the callback for this run (``on_run_end`` is still called). With
     ``critical = True`` the exception ends the run and is raised to the caller instead.
 
+    **Warnings.** `warn` adds a warning to the run.
+
     Attributes:
         runs_in: The process that calls its hooks.
         critical: Whether an exception of a hook ends the run.
+        packages: The modules that its hooks import, and what ``pip install`` must be given for each. ``run`` refuses a
+            callback of the driver or the controller whose packages are missing.
         rank: World rank of the worker that calls it, set before ``on_run_start``; None in the driver and the controller.
     """
 
     runs_in: ClassVar[RunsIn] = "driver"
     critical: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = {}
     rank: int | None = None
+
+    _add_warning: Callable[[str], None] | None = None  # set during a run by what calls the hooks
 
     def on_run_start(self, info: RunInfo) -> None:
         """Prepare for a run that is about to start: open files, reset the state of an earlier run.
@@ -107,6 +116,10 @@ class Callback:
                 exception that train_func raised.
         """
 
+    def warn(self, message: str) -> None:
+        """Warn the user, from a hook: in the log, in ``RunInfo.warnings``, in the display and in the run's files."""
+        (self._add_warning or get_logger().warning)(message)
+
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
     """Check the ``callbacks=`` argument, and return it as a list; None is an empty list.
@@ -126,6 +139,21 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
                 name = type(callback).__name__
                 raise ConfigError(f"callbacks[{index}] is the same {name} as callbacks[{other}]; give it once.")
     return checked
+
+
+def check_packages(callbacks: Iterable[Callback]) -> None:
+    """Check that the packages of these callbacks are installed in this environment; none is imported.
+
+    Raises:
+        ImportError: One is not; the message says what to install.
+    """
+    for callback in callbacks:
+        for module, requirement in callback.packages.items():
+            if importlib.util.find_spec(module) is None:
+                name = type(callback).__name__
+                raise ImportError(
+                    f"{name} needs {module}, which is not installed here; run: pip install '{requirement}'", name=module
+                )
 
 
 def _check_one(where: str, callback: Any) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from raysgd._util.logs import get_logger
+from raysgd._util.metric_names import find_keys, flatten, listed, nearest, value_at
 from raysgd.callbacks.base import Callback, Stop
-from raysgd.callbacks.values import flatten, is_number, short
+from raysgd.callbacks.values import is_number, plain, short, split_automatic
 from raysgd.config.checks import check_amount, check_choice, check_count
-from raysgd.errors import ConfigError, MetricError
-from raysgd.result import Result, RunInfo
-
-#: Results without the metric after which a warning says so.
-_ABSENT_BEFORE_WARNING = 10
+from raysgd.errors import ConfigError, MetricError, MissingMetricError
+from raysgd.result import Event, Result, RunInfo
 
 
 class EarlyStoppingCallback(Callback):
@@ -21,7 +18,7 @@ class EarlyStoppingCallback(Callback):
 
     Results without the metric do not count, so it may be reported every few iterations only. Iterations that are repeated
     after a failure count once. An infinite value is not an improvement. The callback is critical: the run ends with an error
-    when the metric is nan or not a number.
+    when the metric is nan or not a number, or has never been reported.
 
     Args:
         metric: Name of the metric; a nested one as ``val/loss``.
@@ -38,7 +35,8 @@ class EarlyStoppingCallback(Callback):
     _best_iteration: int
     _waited: int
     _seen: int
-    _absent: int | None
+    _missing: str
+    _may_be_short: bool
 
     def __init__(
         self,
@@ -65,22 +63,40 @@ class EarlyStoppingCallback(Callback):
         iteration: int = result.get("training_iteration", self._seen + 1)
         if iteration <= self._seen:  # repeated after a failure
             return
-        self._seen = iteration
-        values = flatten(result)
-        if self._metric in values:
-            self._judge(values[self._metric], iteration)
-        else:
-            self._miss(list(values))
+        is_first, self._seen = self._seen == 0, iteration
+        keys = find_keys(result, self._metric)
+        if keys is not None:
+            self._missing = ""
+            self._judge(plain(value_at(result, keys)), iteration)
+        elif is_first:
+            self._may_be_short = iteration > 1  # the run resumed from a checkpoint
+            names = flatten(split_automatic(result)[0])
+            self._missing = f"{self._metric!r}{nearest(self._metric, names)}; it has {listed(names)}"
+            self.warn(
+                f"the first result has no metric {self._missing}. Until a result has it, early stopping does nothing; a run "
+                "that ends without it raises a MissingMetricError."
+            )
+
+    def on_event(self, event: Event) -> None:
+        self._may_be_short |= event.kind == "stop"
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        if error is None and self._missing and not self._may_be_short:
+            raise MissingMetricError(
+                f"EarlyStoppingCallback did nothing, because no result had the metric {self._missing}. Training itself has "
+                "succeeded: what train_func returned is this error's attribute `returned`.",
+                key=self._metric,
+            )
 
     def _restart(self) -> None:
         self._best = math.inf
         self._best_iteration = 0
         self._waited = 0
         self._seen = 0
-        self._absent = 0
+        self._missing = ""
+        self._may_be_short = False
 
     def _judge(self, value: object, iteration: int) -> None:
-        self._absent = None
         if not isinstance(value, (int, float)) or not is_number(value):
             raise MetricError(
                 f"{self._metric}={value!r} is not a number; give EarlyStoppingCallback a metric that is one.",
@@ -96,13 +112,3 @@ class EarlyStoppingCallback(Callback):
             best = f"its best was {short(self._sign * self._best)} at iteration {self._best_iteration}"
             best = best if self._best_iteration else "it was never finite"
             raise Stop(f"{self._metric} has not improved for {self._waited} results; {best}, now {iteration}.")
-
-    def _miss(self, present: list[str]) -> None:
-        if self._absent is None:
-            return
-        self._absent += 1
-        if self._absent == _ABSENT_BEFORE_WARNING:
-            message = (
-                f"no result has had {self._metric!r}, so early stopping does nothing; they have {', '.join(present)}."
-            )
-            get_logger().warning(message)

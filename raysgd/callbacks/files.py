@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._util.logs import get_logger
 from raysgd.callbacks.folder import FileCallback, open_folder
 from raysgd.callbacks.values import flatten, split_automatic, strict_json
 from raysgd.config.checks import check_component, check_count
@@ -63,9 +62,10 @@ def _drop_torn_line(path: Path) -> None:
 class JsonLinesCallback(FileCallback):
     """Writes ``{run_dir}/results.jsonl``, for ``pandas.read_json(path, lines=True)``, jq and the like.
 
-    A line has the keys of the result as they are, nested dicts too, in strict JSON: nan is ``null``, infinities are
-    ``1e999`` and ``-1e999``. Results that are repeated after a failure are further lines, with a higher ``attempt``;
-    ``drop_duplicates("training_iteration", keep="last")`` keeps the valid ones. A later attempt appends to the same file.
+    A line has the keys of the result as they are, nested dicts too, in standard JSON: NaN and infinities are ``null``, which
+    `raysgd.load_run` reads from the run's own files as they were. Results that are repeated after a failure are further
+    lines, with a higher ``attempt``; ``drop_duplicates("training_iteration", keep="last")`` keeps the valid ones. A later
+    attempt appends to the same file.
 
     Args:
         filename: Name of the file in the run's folder.
@@ -114,7 +114,7 @@ class CsvCallback(FileCallback):
     def on_run_start(self, info: RunInfo) -> None:
         self._folder = open_folder(info.run_dir)
         self._folder.fetch(self._filename)
-        self._writer = _Table(self._folder.path / self._filename, self._max_columns)
+        self._writer = _Table(self._folder.path / self._filename, self._max_columns, self.warn)
 
     def on_result(self, result: Result) -> None:
         if self._writer is None or self._folder is None:
@@ -128,9 +128,10 @@ class CsvCallback(FileCallback):
 class _Table:
     """A CSV file that rows and columns are added to."""
 
-    def __init__(self, path: Path, max_columns: int) -> None:
+    def __init__(self, path: Path, max_columns: int, warn: Callable[[str], None]) -> None:
         self._path = path
         self._max_columns = max_columns
+        self._warn = warn
         self._warned = False
         self._file = AppendFile(path)
         self._columns: dict[str, None] = dict.fromkeys(_read_header(path))
@@ -147,7 +148,7 @@ class _Table:
         room = self._max_columns - len(self._columns)
         if len(new) > room and not self._warned:
             self._warned = True
-            get_logger().warning(
+            self._warn(
                 f"{self._path.name} has {self._max_columns} columns; further metrics are left out. "
                 "CsvCallback(max_columns=...) sets the limit."
             )

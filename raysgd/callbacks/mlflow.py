@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from raysgd._util.imports import import_optional, require
+from raysgd._util.imports import import_optional
 from raysgd._util.redact import redact_uri
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.folder import parent_of
@@ -37,8 +37,8 @@ class MLflowCallback(Callback):
 
     Characters that MLflow does not accept are replaced (``loss@5`` becomes ``loss_5``). Metrics are sent once a second at most,
     with the next result or event after that. The MLflow run ends as ``FINISHED``, as ``FAILED`` with the error in the tag
-    ``raysgd.error``, or as ``KILLED`` if it was cancelled. If the helper process is started again, it continues the same
-    MLflow run. Results that are repeated after a failure add values at the same step.
+    ``raysgd.error``, or as ``KILLED`` if it was cancelled. It begins and ends when the raysgd run does. If the helper process
+    is started again, it continues the same MLflow run. Results that are repeated after a failure add values at the same step.
 
     Args:
         experiment_name: Experiment; None: the name of the folder that holds the run's folder.
@@ -46,16 +46,15 @@ class MLflowCallback(Callback):
             file next to the run's folder.
         run_name: Name of the MLflow run; None: the run's name.
         tags: Tags of the MLflow run.
-
-    Raises:
-        ImportError: mlflow is not installed.
     """
 
     runs_in = "controller"
+    packages: ClassVar[Mapping[str, str]] = {"mlflow": "raysgd[mlflow]"}
 
     _client: Any
     _run_id: str | None
     _checkpoint: str | None
+    _ended_s: float | None
     _waiting: deque[tuple[str, float, int, int]]
     _next_flush: float
 
@@ -66,7 +65,6 @@ class MLflowCallback(Callback):
         run_name: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        require("mlflow", "mlflow")
         self._experiment_name = experiment_name
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._run_name = run_name
@@ -92,6 +90,8 @@ class MLflowCallback(Callback):
         self._checkpoint = None if checkpoint.path is None else str(checkpoint.path)
 
     def on_event(self, event: Event) -> None:
+        if event.kind == "run_end":
+            self._ended_s = event.timestamp
         self._flush()
 
     def on_run_end(self, error: BaseException | None) -> None:
@@ -104,13 +104,15 @@ class MLflowCallback(Callback):
                 self._set_tag("raysgd.error", one_line(error, _MAX_TAG))
             self._flush(force=True)
         finally:  # otherwise the MLflow run would seem to run forever
-            self._client.set_terminated(self._run_id, _STATUS[end_state(error)])
+            end_ms = None if self._ended_s is None else int(self._ended_s * 1000)
+            self._client.set_terminated(self._run_id, _STATUS[end_state(error)], end_time=end_ms)
             self._clear()
 
     def _clear(self) -> None:
         self._client = None
         self._run_id = None
         self._checkpoint = None
+        self._ended_s = None
         self._waiting = deque(maxlen=_MAX_WAITING)
         self._next_flush = 0.0
 
@@ -125,7 +127,10 @@ class MLflowCallback(Callback):
             self._client.update_run(run_id, status="RUNNING")
             return run_id
         tags = {**self._tags, _RUN_DIR_TAG: run_dir, "raysgd.backend": info.backend}
-        run = self._client.create_run(experiment_id, tags=tags, run_name=self._run_name or info.name)
+        start_ms = int(info.started_s * 1000) or None  # None: now
+        run = self._client.create_run(
+            experiment_id, start_time=start_ms, tags=tags, run_name=self._run_name or info.name
+        )
         return str(run.info.run_id)
 
     def _log_params(self, config: Mapping[str, Any]) -> None:

@@ -31,13 +31,20 @@ class CallbackRunner:
         callbacks: The callbacks of this process.
         on_failure: Called with the text of each failure that is not raised.
         rank: World rank, in a worker.
+        on_warning: Called with the text of each `Callback.warn`. None: ``on_failure`` is.
     """
 
     def __init__(
-        self, callbacks: Sequence[Callback], on_failure: Callable[[str], None], *, rank: int | None = None
+        self,
+        callbacks: Sequence[Callback],
+        on_failure: Callable[[str], None],
+        *,
+        rank: int | None = None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> None:
         self._callbacks = list(callbacks)
         self._on_failure = on_failure
+        self._on_warning = on_warning or on_failure
         self._rank = rank
         self._started: list[Callback] = []
         self._active: list[Callback] = []
@@ -50,7 +57,7 @@ class CallbackRunner:
         self._reported.clear()
         stop: Stop | None = None
         for callback in self._callbacks:
-            callback.rank = self._rank
+            callback.rank, callback._add_warning = self._rank, self._on_warning
             self._started.append(callback)  # from here on on_run_end is called
             self._active.append(callback)
             first = self._call([callback], "on_run_start", info)
@@ -84,6 +91,7 @@ class CallbackRunner:
                     self._report(callback, "on_run_end", failure, ".")
             except BaseException as interrupt:
                 raised = interrupt
+            callback._add_warning = None  # so that it pickles
         if raised is not None:
             raise raised
 

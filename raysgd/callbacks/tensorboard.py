@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from raysgd.callbacks.folder import FileCallback, open_folder
 from raysgd.callbacks.values import numbers, split_automatic, strict_json
@@ -28,6 +28,8 @@ class TensorBoardCallback(FileCallback):
     Args:
         subdir: Folder in the run's folder.
     """
+
+    packages: ClassVar[Mapping[str, str]] = {"tensorboardX": "tensorboardX"}
 
     _writer: _EventFile | None = None
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
 
+from raysgd._util import metric_names
 from raysgd.errors import RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS
 
@@ -44,6 +46,18 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def time_left_s(iteration: int, time_total_s: float, num_iterations: int | None) -> float | None:
+    """Return the seconds of training that are left at the mean pace so far; None if that is not known."""
+    if num_iterations is None or not 0 < iteration < num_iterations or time_total_s <= 0:
+        return None
+    return (num_iterations - iteration) * time_total_s / iteration
+
+
+def age_s(started_s: float) -> float:
+    """Return the seconds since a time in seconds since the epoch; 0 if that is 0, which stands for not known."""
+    return max(0.0, time.time() - started_s) if started_s else 0.0
 
 
 def time_span(seconds: float) -> str:
@@ -103,9 +117,9 @@ def plain(value: Any) -> Any:
     return to_list() if callable(to_list) else value
 
 
-def flatten(metrics: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested dicts: ``{"val": {"loss": 1}}`` becomes ``{"val/loss": 1}``. Lists stay lists."""
-    return dict(_leaves(metrics, "", separator))
+    return {name: plain(value) for name, value in metric_names.flatten(metrics).items()}
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -120,24 +134,14 @@ def split_automatic(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def strict_json(value: Any) -> str:
-    """Encode a value as one line of standard JSON: nan is ``null``, infinities are ``1e999`` and ``-1e999``.
+    """Encode a value as one line of standard JSON. NaN and infinities are ``null``, as in JavaScript and pandas.
 
-    These are numbers by JSON's grammar: pandas, Python and JavaScript read them as infinities, jq as its largest number.
-    ``NaN`` and ``Infinity`` are not JSON.
+    ``NaN`` and ``Infinity`` are not JSON, and strict readers refuse ``1e999``, too.
     """
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_default)
     except (TypeError, ValueError):  # nan or an infinity, or a key that is not a string
         return _encode(value)
-
-
-def _leaves(metrics: Mapping[Any, Any], prefix: str, separator: str) -> Iterator[tuple[str, Any]]:
-    for key, value in metrics.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{name}{separator}", separator)
-        else:
-            yield name, plain(value)
 
 
 def _default(value: Any) -> Any:
@@ -148,7 +152,7 @@ def _default(value: Any) -> Any:
 def _encode(value: Any) -> str:
     value = plain(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return "null" if math.isnan(value) else ("1e999" if value > 0 else "-1e999")
+        return "null"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{json.dumps(str(key))}:{_encode(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from raysgd._util.imports import import_optional, require
+from raysgd._util.imports import import_optional
 from raysgd.callbacks.folder import FileCallback, StoreFolder, open_folder, parent_of
 from raysgd.callbacks.values import flatten, one_line
 from raysgd.result import Result, RunInfo
@@ -30,10 +31,9 @@ class WandbCallback(FileCallback):
         project: W&B project; None: the name of the folder that holds the run's folder.
         mode: ``"online"``, ``"offline"`` or ``"disabled"``. None: the mode of W&B's own settings.
         **init: Further arguments of ``wandb.init``; they override those of raysgd.
-
-    Raises:
-        ImportError: wandb is not installed.
     """
+
+    packages: ClassVar[Mapping[str, str]] = {"wandb": "raysgd[wandb]"}
 
     def __init__(
         self,
@@ -41,7 +41,6 @@ class WandbCallback(FileCallback):
         mode: Literal["online", "offline", "disabled"] | None = None,
         **init: Any,
     ) -> None:
-        require("wandb", "wandb")
         self._project = project
         self._mode = mode
         self._init = init

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from raysgd._util.metric_names import find_metric, flatten, listed, nearest
+
 
 class Record(Protocol):
     """What the policy needs to know about a checkpoint; a `Manifest` satisfies it."""
@@ -26,7 +28,8 @@ R = TypeVar("R", bound=Record)
 class RetentionPolicy:
     """Keep the best ``num_to_keep`` by a metric, and always the newest.
 
-    Training resumes from the newest, so it is kept in addition to ``num_to_keep`` if it is not among the best.
+    Training resumes from the newest, so it is kept in addition to ``num_to_keep`` if it is not among the best. While no
+    checkpoint has the metric, nobody knows which is the best, and none is deleted.
 
     Attributes:
         num_to_keep: Number of best checkpoints to keep; None keeps all.
@@ -47,12 +50,26 @@ class RetentionPolicy:
         ranked = self._ranked(records)
         if self.num_to_keep is None or len(ranked) <= self.num_to_keep:
             return []
+        if not any(self.can_rank(record.metrics) for record in ranked):
+            return []
         newest = max(record.number for record in ranked)
         return sorted(record.number for record in ranked[self.num_to_keep :] if record.number != newest)
 
     def best(self, records: Iterable[R]) -> R | None:
         """Return the best record; None if no record has the metric."""
         return next((record for record in self._ranked(records) if self._rank(record)[0]), None)
+
+    def can_rank(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint with these metrics has the metric, as a number; NaN is one, and the worst."""
+        name = self.score_attribute
+        return name is None or isinstance(find_metric(metrics, name), numbers.Real)
+
+    def explain_unranked(self, metrics: Mapping[str, Any]) -> str:
+        """Return why checkpoints with these metrics cannot be ranked: "has no metric 'acc'; it has loss"."""
+        name, names = str(self.score_attribute), flatten(metrics)
+        if name in names:
+            return f"has {name}={names[name]!r:.50}, which is not a number"
+        return f"has no metric {name!r}{nearest(name, names)}; it has {listed(names)}"
 
     def _ranked(self, records: Iterable[R]) -> list[R]:
         return sorted(records, key=self._rank, reverse=True)
@@ -66,12 +83,8 @@ class RetentionPolicy:
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> float:
-    """Return the metric ``name``, or what ``a/b`` finds in nested metrics; NaN if there is no such number."""
-    found: Any = metrics.get(name)
-    if name not in metrics:
-        found = metrics
-        for part in name.split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
+    """Return the metric ``name``, ``a/b`` for a nested one; NaN if there is no such number."""
+    found = find_metric(metrics, name)
     try:
         return float(found) if isinstance(found, numbers.Real) else math.nan
     except OverflowError:  # an int too large for a float

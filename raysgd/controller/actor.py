@@ -209,9 +209,9 @@ class TrainerActor(Watched):
         """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""
         await (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
 
-    async def warn(self, run_id: str, message: str) -> None:
-        """Add a warning to a run's events."""
-        (await self._announced(run_id)).warn(message)
+    async def warn(self, run_id: str, message: str, source: str | None = None) -> None:
+        """Add a warning to a run's events, also after its end; see `Run.add_warning`."""
+        await (await self._announced(run_id)).add_warning(message, source)
 
     async def values(self, run_id: str, first_only: bool) -> list[Any]:
         """Return what train_func returned on all ranks or the first: pickles, or references to large ones."""

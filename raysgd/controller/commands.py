@@ -73,6 +73,21 @@ class ReportsReceived(Input):
 
 
 @dataclass(frozen=True)
+class MetricsMissing(Input):
+    """No report so far has had these metrics of ``reduce``; sent again when that changes.
+
+    Attributes:
+        names: The metrics; empty if all were reported by now.
+        described: The names, and what was reported, for a message; see `raysgd.controller.rounds.AwaitedMetrics.describe`.
+        is_round_complete: The first round is complete.
+    """
+
+    names: tuple[str, ...]
+    described: str = ""
+    is_round_complete: bool = False
+
+
+@dataclass(frozen=True)
 class StreamEnded(Input):
     """A worker's event stream has ended. ``death`` is the reason if the worker's process died, or None."""
 

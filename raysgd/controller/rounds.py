@@ -1,20 +1,23 @@
 """Merges the reports of all ranks into rounds, and makes a result of each round. Pure; every reader of a run has a merger.
 
 A round is the i-th report of each rank. It is emitted once every rank that is still running has made its i-th report.
+`AwaitedMetrics`, which the TrainerActor has, finds out which metrics of ``reduce`` are never reported.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raysgd._util.json import decode
+from raysgd._util.json import decode_rows
+from raysgd._util.metric_names import find_keys, flatten, listed, nearest, set_at, value_at
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.errors import ConfigError
-from raysgd.result import Result
+from raysgd.result import AUTOMATIC_KEYS, Result
 
 Reduce = Mapping[str, str]
 
@@ -33,7 +36,7 @@ def check_reduce(reduce: Any) -> dict[str, str]:
     """Check and copy the user's ``reduce``.
 
     Raises:
-        ConfigError: It is not a dict of known reductions.
+        ConfigError: It is not a dict of known reductions, or names a key that raysgd sets itself.
     """
     if reduce is None:
         return {}
@@ -44,6 +47,10 @@ def check_reduce(reduce: Any) -> dict[str, str]:
     for key, name in reduce.items():
         if not isinstance(name, str) or name not in REDUCTIONS:
             raise ConfigError(f"reduce[{key!r}]={name!r} is not known: give one of {', '.join(REDUCTIONS)}.")
+        if not isinstance(key, str):
+            raise ConfigError(f"reduce has the key {key!r}, which is not the name of a metric; give a string.")
+        if key in AUTOMATIC_KEYS:
+            raise ConfigError(f"reduce={{{key!r}: ...}}: raysgd sets {key} itself, once for all ranks; leave it out.")
     return dict(reduce)
 
 
@@ -52,15 +59,17 @@ def reduce_metrics(workers: Sequence[Mapping[str, Any]], reduce: Reduce) -> dict
 
     Args:
         workers: Each rank's metrics, in rank order.
-        reduce: Reduction by metric. ``mean``, ``sum``, ``min`` and ``max`` skip values that are not numbers.
+        reduce: Reduction by the name of a metric, ``val/acc`` for a nested one. ``mean``, ``sum``, ``min`` and ``max`` skip
+            values that are not numbers.
     """
     merged = dict(workers[0])
-    for key, name in reduce.items():
-        values = [metrics[key] for metrics in workers if key in metrics]
+    for metric, name in reduce.items():
+        found = [(metrics, keys) for metrics in workers if (keys := find_keys(metrics, metric)) is not None]
+        values = [value_at(metrics, keys) for metrics, keys in found]
         if name not in ("last", "first"):
             values = [value for value in values if isinstance(value, (int, float))]
         if values:
-            merged[key] = _reduced(name, values)
+            set_at(merged, found[0][1], _reduced(name, values))
     return merged
 
 
@@ -68,6 +77,39 @@ def _reduced(name: str, values: Sequence[Any]) -> Any:
     if name in ("min", "max") and any(value != value for value in values):
         return math.nan  # min and max of a list with NaN depend on its order
     return REDUCTIONS[name](values)
+
+
+class AwaitedMetrics:
+    """Finds out which metrics of ``reduce`` no report of a run has had. Pure.
+
+    It decodes all reports while it knows no names, and later only those whose text has the last part of a missing name.
+
+    Attributes:
+        missing: The names that no report has had, in the order of ``reduce``.
+    """
+
+    def __init__(self, reduce: Reduce) -> None:
+        self.missing = tuple(reduce)
+        self._known: dict[str, None] = {}
+
+    def feed(self, rows: bytes) -> None:
+        """Take encoded reports of a rank."""
+        if not self.missing or (self._known and not any(_may_have(rows, name) for name in self.missing)):
+            return
+        for _, _, metrics in decode_rows(rows):
+            self.missing = tuple(name for name in self.missing if find_keys(metrics, name) is None)
+            self._known.update(dict.fromkeys(flatten(metrics)))
+
+    def describe(self) -> str:
+        """Return the missing names and those that were reported, for a message."""
+        names = ", ".join(f"{name!r}{nearest(name, self._known)}" for name in self.missing)
+        return f"{names}, which reduce= names; the reports have {listed(self._known)}"
+
+
+def _may_have(rows: bytes, name: str) -> bool:
+    last = name.rpartition("/")[2]
+    is_written_as_it_is = json.dumps(last) == f'"{last}"'  # other characters may be escaped
+    return not is_written_as_it_is or f'{last}":'.encode() in rows
 
 
 Row = list[Any]  # [timestamp, time_total_s, metrics]
@@ -91,7 +133,7 @@ class RoundMerger:
         """Return the results that ``frame`` completes."""
         if frame.kind == frames.REPORTS:
             if frame.attempt == self._attempt:
-                self._rows[frame.rank].extend(decode(frame.rows))
+                self._rows[frame.rank].extend(decode_rows(frame.rows))
                 yield from self._complete()
         elif frame.kind == frames.ATTEMPT:
             self._begin(frame)

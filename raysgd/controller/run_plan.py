@@ -69,6 +69,7 @@ class PreviousState:
         is_paused: The run was paused.
         requested: How the run must end because that was requested; None otherwise.
         published: How the run has ended; None if it has not.
+        started_s: When the run began, in seconds since the epoch; 0 if its files do not say so.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -84,6 +85,7 @@ class PreviousState:
     is_paused: bool = False
     requested: Outcome | None = None
     published: Outcome | None = None
+    started_s: float = 0.0
 
     @property
     def bound_size(self) -> int | None:
@@ -128,6 +130,11 @@ def build_previous_state(
     cancels = [Outcome("cancelled", message=data["why"]) for name, data in events if name == "cancel"]
     stops = [Outcome("stopped", message=data["why"]) for name, data in events if name == "stop"]
     pauses = [name for name, _ in events if name in ("paused", "resumed")]
+    starts = [
+        frame.data["timestamp"]
+        for frame in frames_read
+        if frame.kind == frames.EVENT and frame.data["kind"] == "run_start"
+    ]
     checkpoints = (frames.CHECKPOINT, frames.CHECKPOINT_SCORED)
     return PreviousState(
         frames=frames_read,
@@ -143,6 +150,7 @@ def build_previous_state(
         is_paused=pauses[-1:] == ["paused"],
         requested=next(reversed(cancels or stops), None),
         published=ends[-1] if ends else None,
+        started_s=next(iter(starts), 0.0),
     )
 
 

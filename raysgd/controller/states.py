@@ -87,6 +87,7 @@ class Outcome:
         message: The text of that error, why the exception was not retried again, or why the run was stopped or cancelled.
         ranks: The ranks where the error began.
         failures: The number of failures of the run, if that ended it.
+        key: The name of the metric that is missing, if that is the error.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Outcome:
     message: str = ""
     ranks: tuple[int, ...] = ()
     failures: int = 0
+    key: str = ""
 
     @property
     def is_success(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd._util.json import encode
+from raysgd._util.json import encode_rows as encode_plain_rows
 from raysgd.errors import MetricError
 from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
 from raysgd.session.metrics import read_deferred
@@ -163,9 +164,9 @@ def _name_unreadable(metrics: dict[str, Any], error: Exception) -> MetricError:
 
 
 def encode_rows(rows: list[Row]) -> bytes:
-    """Encode rows as JSON; NaN and infinities as Python's json module writes them."""
+    """Encode rows as standard JSON, as `raysgd._util.json.encode_rows` does; scalars on a device are read."""
     try:
-        return encode(rows)
+        return encode_plain_rows(rows)
     except TypeError:  # a Deferred among them: looking for one first would cost more than json's error
         plain = [(timestamp, total, read_deferred(metrics)) for timestamp, total, metrics in rows]
-        return encode(plain)
+        return encode_plain_rows(plain)

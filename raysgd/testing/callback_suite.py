@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from raysgd._util.logs import get_logger
 from raysgd.callbacks.base import Callback, check_callbacks
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.checkpoint.checkpoint import Checkpoint
@@ -186,7 +187,7 @@ def running(callback: Callback, run_dir: Path, error: BaseException | None = Non
     """Start a run, yield what calls the callback, and end the run; a problem of the callback is an error."""
     problems: list[str] = []
     run_dir.mkdir(parents=True, exist_ok=True)
-    runner = CallbackRunner([callback], problems.append, rank=0)
+    runner = CallbackRunner([callback], problems.append, rank=0, on_warning=get_logger().warning)
     runner.start(make_info(run_dir))
     try:
         yield runner

@@ -20,15 +20,15 @@ from ray._private.worker import SCRIPT_MODE, global_worker
 from ray.util import get_current_placement_group
 
 from raysgd._util.imports import imported
-from raysgd._util.logs import get_logger
 from raysgd._util.redact import plain, redact, secret_values
-from raysgd.callbacks.base import Callback, check_callbacks
+from raysgd.callbacks.base import Callback, check_callbacks, check_packages
 from raysgd.callbacks.progress.callback import ProgressCallback, default_callbacks
 from raysgd.callbacks.progress.lines import PrintCallback
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import ScalingConfig
 from raysgd.config.run import DEFAULT_STORAGE_PATH
+from raysgd.controller import frames
 from raysgd.controller.journal.callback_reader import CallbackReader
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
@@ -55,6 +55,9 @@ from raysgd.workers.placement.slots import ExistingPlacement
 _INLINE_BYTES = 100 * 1024
 #: How Ray names the resources of a bundle that a process has.
 _OF_BUNDLE = re.compile(r"(?P<name>.+)_group_(?P<index>\d+)_[0-9a-f]+")
+
+#: What adds packages in a runtime environment of Ray.
+_OF_PACKAGES = frozenset({"pip", "uv", "conda", "py_modules", "py_executable", "container", "image_uri"})
 
 
 # -- the cluster and the TrainerActor ----------------------------------------------------------------------------------
@@ -210,6 +213,9 @@ def begin_run(
     by_process = _split_by_process(
         callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=spec.run_config.detached
     )
+    check_packages(by_process["driver"])
+    if not spec.run_config.detached and not _job_adds_packages():
+        check_packages(by_process["controller"])  # the callback host is on this node, with the packages of this process
     request = _make_request(spec, run, runs_uri, by_process)
     info = RunInfo("", "", request.config, spec.scaling.min_workers, spec.backend.name)
 
@@ -225,8 +231,8 @@ def begin_run(
         def error_of(outcome: dict[str, Any]) -> BaseException | None:
             return outcome_error(outcome) if (held := stream_of()) is None else held.error
 
-        runner = CallbackRunner(by_process["driver"], get_logger().warning)
-        return CallbackReader(runner, info, request.reduce, stop, error_of=error_of)
+        runner = CallbackRunner(by_process["driver"], stream.warn)
+        return CallbackReader(runner, info, request.reduce, stop, error_of=error_of, ends_with=frames.RUN_CLOSED)
 
     channel.begin(request)
     return ResultStream(
@@ -236,6 +242,7 @@ def begin_run(
         returns=request.task.returns,
         make_reader=make_reader,
         lease=lease,
+        info=info,
     )
 
 
@@ -281,6 +288,11 @@ def _is_in_trial() -> bool:
     """Return whether this process runs a function of Ray Tune, which has a display of its own."""
     sessions = imported("ray.train._internal.session")
     return sessions is not None and sessions.get_session() is not None
+
+
+def _job_adds_packages() -> bool:
+    """Return whether the job's runtime environment may give other processes packages that this one does not have."""
+    return not _OF_PACKAGES.isdisjoint(ray.get_runtime_context().runtime_env)
 
 
 def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:

@@ -43,6 +43,8 @@ from raysgd.workers.placement.slots import remove_placement_groups
 
 #: Seconds in which an earlier Trainer of the same name must answer whether its run is over.
 _STATUS_TIMEOUT_S = 10.0
+#: Seconds that a warning may take to get into the run's files.
+_WARN_TIMEOUT_S = 10.0
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
 CLUSTER_IS_GONE = "the Ray cluster of this Trainer is gone: ray.shutdown() was called since; make a new Trainer."
@@ -168,6 +170,11 @@ class Channel:
         """Ask a run to end, and again if the actor is restarted; returns at once."""
         self._stops = {run_id: (why, cancel)}
         self._actor.stop.remote(run_id, why, cancel)
+
+    def warn(self, run_id: str, message: str, source: str) -> None:
+        """Add a warning that this process has logged to a run's files; does nothing if the run or the actor is gone."""
+        with contextlib.suppress(RaySGDError, RayError):
+            self.call("warn", run_id, message, source, timeout_s=_WARN_TIMEOUT_S)
 
     def values(self, run_id: str, *, first_only: bool) -> ReturnedValues:
         """Return what train_func returned on all ranks or the first."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from raysgd._util.metric_names import flatten
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
@@ -34,8 +35,8 @@ class LoadedRun:
 
     Attributes:
         run_dir: The folder.
-        metrics: A row per iteration: rank 0's metrics and the automatic keys. For an iteration that was repeated after a
-            failure, the latest.
+        metrics: A row per iteration: what a loop over the run's results saw, with ``reduce`` and the automatic keys. A nested
+            metric is a column such as ``val/acc``. For an iteration that was repeated after a failure, the latest.
         workers: A row per iteration and rank, with each rank's own metrics.
         events: A row per event: ``timestamp``, ``kind``, ``data``.
         samples: A row per sample of a worker: CPU, memory, GPU, pace of reports.
@@ -56,6 +57,11 @@ class LoadedRun:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     outcome: str | None = None
 
+    @property
+    def warnings(self) -> list[str]:
+        """The texts of the run's warnings, oldest first."""
+        return [str(data.get("message", "")) for data in self.events[self.events["kind"] == "warning"]["data"]]
+
     def __repr__(self) -> str:
         return self._summary().text()
 
@@ -71,20 +77,21 @@ def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, Reduction] | Non
 
     Args:
         run_dir: The run's folder, path or URI.
-        reduce: Metrics to compute over all ranks, as in ``Trainer.run``.
+        reduce: Metrics to compute over all ranks, as in ``Trainer.run``. None: as the run itself did; ``{}``: rank 0's.
 
     Raises:
-        CheckpointNotFoundError: The folder is not that of a run.
+        CheckpointNotFoundError: The folder is not that of a run; the text names the runs in it.
+        ConfigError: ``reduce`` cannot work.
     """
     storage = Storage.from_uri(run_dir)
     sequence = stored_frames(storage)
-    results = _results(sequence, check_reduce(reduce))
-    events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
+    results = _results(sequence, check_reduce(description.get("reduce") if reduce is None else reduce))
+    events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     ends = [event.data["kind"] for event in events if event.kind == "run_end"]
     return LoadedRun(
         run_dir=storage.uri,
-        metrics=pd.DataFrame([dict(result) for result in results]),
+        metrics=pd.DataFrame([flatten(result) for result in results]),
         workers=pd.DataFrame(list(_worker_rows(results))),
         events=pd.DataFrame(
             [(e.timestamp, e.kind, e.data) for e in events if e.kind != "sample"], columns=["timestamp", "kind", "data"]
@@ -110,7 +117,7 @@ def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
     for result in results:
         for rank, metrics in zip(result.ranks, result.workers, strict=True):
             automatic = {"training_iteration": result["training_iteration"], "attempt": result["attempt"], "rank": rank}
-            yield {**automatic, **{k: v for k, v in metrics.items() if k not in automatic}}
+            yield {**automatic, **{k: v for k, v in flatten(metrics).items() if k not in automatic}}
 
 
 def _checkpoints(storage: Storage) -> list[Checkpoint]:
@@ -180,7 +187,7 @@ def compare_runs(
         a: The folder of a run.
         b: The folder of another run.
         rel_tol: Relative difference of numbers that counts as equal. 0: equal bits.
-        ignore: Further metrics to leave out. Times are always left out.
+        ignore: Further metrics to leave out, such as ``val/acc``, or ``val`` for all of that group. Times are always left out.
 
     Raises:
         CheckpointNotFoundError: A folder is not that of a run.
@@ -201,10 +208,10 @@ def compare_runs(
 
 def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict[str, Any]]:
     left_out = _CLOCK_KEYS | set(ignore)
+    groups = tuple(f"{name}/" for name in ignore)
+    kept = [str(name) for name in run.workers.columns if name not in left_out and not str(name).startswith(groups)]
     return {
-        (row["training_iteration"], row["rank"]): {
-            str(key): value for key, value in row.items() if key not in left_out and not _is_missing(value)
-        }
+        (row["training_iteration"], row["rank"]): {name: row[name] for name in kept if not _is_missing(row[name])}
         for row in run.workers.to_dict("records")
     }
 

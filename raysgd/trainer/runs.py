@@ -26,8 +26,8 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_choice, check_count
 from raysgd.controller.requests import TrainerSpec
-from raysgd.errors import RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
-from raysgd.result import RunStatus
+from raysgd.errors import MissingMetricError, RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
+from raysgd.result import RunInfo, RunStatus
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import OVER, Channel
@@ -73,6 +73,10 @@ class RunHandle:
             return self.status().run_dir or None
         return None if self.stream is None else self.stream.run_dir
 
+    @property
+    def run_info(self) -> RunInfo | None:
+        return None if self.stream is None else self.stream.run_info
+
     def status(self) -> RunStatus:
         if self.channel is None or self.channel.is_gone:
             return RunStatus()
@@ -82,7 +86,9 @@ class RunHandle:
     def open_stream(self, from_iteration: int = 0) -> ResultStream:
         check_count("stream(from_iteration)", from_iteration, minimum=0)
         channel, latest = self._latest("stream()")
-        stream = ResultStream(channel, **latest, from_iteration=from_iteration, lease=self.lease)
+        stream = ResultStream(
+            channel, **latest, from_iteration=from_iteration, lease=self.lease, logs_warnings=self.stream is None
+        )
         if self.stream is None:
             self.stream = stream
         return stream
@@ -108,7 +114,14 @@ class RunHandle:
         config = self._spec.checkpoint_config
         order = check_choice("mode", mode or config.score_order, ("max", "min"))
         policy = RetentionPolicy(None, metric or config.score_attribute, order)
-        best = policy.best([_Scored(number, found.metrics, found) for number, found in self._checkpoints().items()])
+        scored = [_Scored(number, found.metrics, found) for number, found in self._checkpoints().items()]
+        if scored and not any(policy.can_rank(each.metrics) for each in scored):
+            newest = max(scored, key=lambda each: each.number)
+            raise MissingMetricError(
+                f"no checkpoint of the run can be ranked by this metric; the newest {policy.explain_unranked(newest.metrics)}.",
+                key=str(policy.score_attribute),
+            )
+        best = policy.best(scored)
         return None if best is None else best.checkpoint
 
     def _latest(self, caller: str) -> tuple[Channel, dict[str, Any]]:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,10 +22,10 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, check_known
+from raysgd.controller.journal.journal import suggest_run
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 
-_RUN_FOLDER = re.compile(r"run_[0-9]+")
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
 #: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
 _SCALING = tuple(each.name for each in fields(ScalingConfig))
@@ -156,7 +155,7 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
 def _read_description(folder: Storage) -> dict[str, Any]:
     if not folder.exists("run.json"):
         raise CheckpointNotFoundError(
-            f"{folder.path_of('')} is not the folder of a run: it has no run.json{_suggest(folder)}"
+            f"{folder.path_of('')} is not the folder of a run: it has no run.json{suggest_run(folder)}"
         )
     description: dict[str, Any] = json.loads(folder.read_bytes("run.json"))
     if "scaling" not in description or "failure_config" not in description:
@@ -182,10 +181,3 @@ def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint_config": CheckpointConfig(**description["checkpoint_config"]),
         "run_config": RunConfig(storage_path=run["storage_path"], name=run["name"]),
     }
-
-
-def _suggest(folder: Storage) -> str:
-    runs = [name for name in folder.list_names() if _RUN_FOLDER.fullmatch(name)]
-    if runs:
-        return f"; did you mean {folder.path_of(max(runs))}?"
-    return "" if folder.exists() else ", and does not exist"

@@ -1,13 +1,14 @@
 """The results of a run as they come. Driver side.
 
-A reader thread receives the frames from the TrainerActor, whether or not anybody iterates: it calls the driver's callbacks and
-learns how the run ends. Frames that the user has not iterated over yet wait in a bounded buffer. What does not fit stays in
-the TrainerActor's journal and is fetched when the iteration gets there.
+A reader thread receives the frames from the TrainerActor, whether or not anybody iterates: it calls the driver's callbacks,
+logs the run's warnings and learns how the run ends. Frames that the user has not iterated over yet wait in a bounded buffer.
+What does not fit stays in the TrainerActor's journal and is fetched when the iteration gets there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -16,19 +17,22 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from raysgd._util.logs import get_logger
 from raysgd._util.tracebacks import leaves_raysgd, prepare_for_user
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.callback_reader import CallbackReader
+from raysgd.controller.journal.callback_reader import CallbackReader, describe_started, warning_in
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.rounds import Reduce, RoundMerger
-from raysgd.errors import RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
-from raysgd.result import Result
+from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
+from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
+#: Marks the warnings of a driver's callbacks, which the driver has logged itself.
+_SOURCE = "driver"
 #: What an iteration needs to see.
 _OF_ROUNDS = {
     frames.ATTEMPT,
@@ -45,6 +49,10 @@ class ResultStream:
 
     Leaving the loop does not stop the run; `cancel` does. The iteration raises an exception of the run after the results that
     came before it; `get_returns` raises it too.
+
+    Attributes:
+        run_dir: The run's folder; None before the run has begun.
+        run_info: The description of the run. Its list ``warnings`` grows during the run.
     """
 
     def __init__(
@@ -58,7 +66,22 @@ class ResultStream:
         buffer_bytes: int = BUFFER_BYTES,
         from_iteration: int = 0,
         lease: object = None,
+        info: RunInfo | None = None,
+        logs_warnings: bool = True,
     ) -> None:
+        """Begin to read a run.
+
+        Args:
+            channel: The channel to the TrainerActor.
+            run_id: The run.
+            reduce: As for `raysgd.Trainer.run`.
+            returns: As for `raysgd.Trainer.run`.
+            make_reader: Makes what calls the callbacks of this process, or returns None.
+            buffer_bytes: Size of the frames held for an iteration that is behind.
+            from_iteration: The ``training_iteration`` of the first result.
+            info: What is known of the run before it begins.
+            logs_warnings: Whether to log the run's warnings; one stream of a process does.
+        """
         self._channel = channel
         self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.runs.Lease`
         self._run_id = run_id
@@ -81,8 +104,13 @@ class ResultStream:
         self._values: ReturnedValues | None = None
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
+        self.run_info = RunInfo("", "", {}, 0, "") if info is None else info
+        log = _WarningLog(channel, run_id, self.run_info.warnings, is_logged=logs_warnings)
+        self.warn = log.add
+        reader = make_reader(self)
+        log.has_callbacks = reader is not None
         # It refers to this object weakly: a stream that nobody holds any more does not live on in its thread.
-        arguments = (weakref.ref(self), channel, run_id, make_reader(self))
+        arguments = (weakref.ref(self), channel, run_id, reader, log)
         self._thread = threading.Thread(target=_read, args=arguments, name="raysgd-reader", daemon=True)
         self._thread.start()
 
@@ -149,8 +177,7 @@ class ResultStream:
         if self._values_lost is not None:
             raise self._values_lost
         assert self._values is not None
-        values = self._values.open()
-        return values[0] if self._returns == "first" else values
+        return self._open_values(self._values)
 
     def cancel(self) -> None:
         """Request the end of the run; returns at once. Its checkpoints stay."""
@@ -273,10 +300,25 @@ class ResultStream:
         elif frame.kind == frames.CHECKPOINT_DELETED:
             self._checkpoints.pop(data["number"], None)
         elif frame.kind == frames.EVENT and data["kind"] == "run_start":
-            self.run_dir = data["data"]["run_dir"]
+            self.run_info = describe_started(self.run_info, Event(**data))
+            self.run_dir = self.run_info.run_dir
+
+    def _open_values(self, values: ReturnedValues) -> Any:
+        opened = values.open()
+        return opened[0] if self._returns == "first" else opened
+
+    def _make_error(self, data: dict[str, Any]) -> BaseException | None:
+        """Return a new object of the error that an outcome means, or None."""
+        error = outcome_error(data)
+        if isinstance(error, MissingMetricError):  # training itself has succeeded
+            with contextlib.suppress(Exception):  # the values are lost, or cannot be unpickled here
+                if self._values is None:
+                    self._values = self._channel.values(self._run_id, first_only=self._returns == "first")
+                error.returned = self._open_values(self._values)
+        return error
 
     def _end(self, data: dict[str, Any]) -> None:
-        error = outcome_error(data)
+        error = self._make_error(data)
         with self._changed:
             if self._error is None:
                 self._error, self._is_error_of_outcome = error, error is not None
@@ -327,7 +369,7 @@ class ResultStream:
         assert self._error is not None
         error = self._error
         if self._is_error_of_outcome and self._outcome is not None:
-            self._error = outcome_error(self._outcome)
+            self._error = self._make_error(self._outcome)
         return error
 
     def _catch_up(self) -> None:
@@ -350,14 +392,53 @@ class ResultStream:
         await future
 
 
+class _WarningLog:
+    """The warnings of a run, in one process: each is kept and logged once. It lives as long as the reader thread.
+
+    Args:
+        kept: Where to keep their texts.
+        is_logged: Whether to log them.
+
+    Attributes:
+        has_callbacks: Whether callbacks of the run are called here; their warnings come back from the TrainerActor, too.
+    """
+
+    def __init__(self, channel: Channel, run_id: str, kept: list[str], *, is_logged: bool) -> None:
+        self._channel = channel
+        self._run_id = run_id
+        self._kept = kept
+        self._is_logged = is_logged
+        self.has_callbacks = False
+
+    def add(self, message: str) -> None:
+        """Add a warning of a callback in this process, also to the run's files, and even after the end of the run."""
+        self._keep(message)
+        self._channel.warn(self._run_id, message, _SOURCE)
+
+    def take(self, frame: Frame) -> None:
+        """Take the next frame of the run."""
+        warning = warning_in(frame)
+        if warning is not None and not (self.has_callbacks and frame.data["data"].get("source") == _SOURCE):
+            self._keep(warning)
+
+    def _keep(self, message: str) -> None:
+        self._kept.append(message)
+        if self._is_logged:
+            get_logger().warning(message)
+
+
 def _read(
-    stream_of: Callable[[], ResultStream | None], channel: Channel, run_id: str, reader: CallbackReader | None
+    stream_of: Callable[[], ResultStream | None],
+    channel: Channel,
+    run_id: str,
+    reader: CallbackReader | None,
+    log: _WarningLog,
 ) -> None:
     """Receive the frames of a run, for the callbacks and for its stream, which is None once nobody holds it any more."""
     problem: BaseException | None = None
     try:
         for batch in channel.stream(run_id):
-            _pass_on(batch, stream_of(), reader)
+            _pass_on(batch, stream_of(), reader, log)
     except Exception as error:  # also a bug: the user must not wait for ever
         problem = _explain(error, channel)
     stream = stream_of()
@@ -369,8 +450,9 @@ def _read(
         stream._close()
 
 
-def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackReader | None) -> None:
+def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackReader | None, log: _WarningLog) -> None:
     for frame in batch:
+        log.take(frame)
         if stream is not None:
             stream._update(frame)
         if reader is not None:

@@ -27,7 +27,7 @@ from raysgd.config.checks import check_component
 from raysgd.config.run import BackendName, Reduction, Returns, ScoreOrder
 from raysgd.config.scaling import PlacementStrategy
 from raysgd.errors import SerializationError, TrainerClosedError, UsageError, WorkerError
-from raysgd.result import RunStatus
+from raysgd.result import RunInfo, RunStatus
 from raysgd.session import context
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
@@ -183,11 +183,15 @@ class Trainer:
                 name; or for cross-validation a tuple of these or of (train, validation) pairs.
             callbacks: Callbacks for this run. Live progress is shown without one.
             resume_from: Where to start from: a `Checkpoint`, a path, or any state that `raysgd.save_checkpoint` takes.
-            reduce: Metrics to compute over all ranks, such as ``{"loss": "mean"}``; one of ``mean sum min max last first``.
+            reduce: Metrics to compute over all ranks, such as ``{"loss": "mean", "val/acc": "max"}``; one of ``mean sum min max
+                last first``. A nested metric is named by its keys, with ``/``.
             returns: ``"all"`` returns the list of all ranks' values.
 
         Raises:
             Exception: What train_func raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
+            MissingMetricError: The run has succeeded, but no report had a metric that ``reduce`` names. The error has what
+                train_func returned, and results, checkpoints and files are there.
+            ImportError: The package of a callback is not installed; the text names the extra to install.
             InfeasibleError: The cluster can never hold the workers.
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
             TrainerBusyError: Another run is live.
@@ -278,6 +282,11 @@ class Trainer:
         """The folder of the latest run, or None."""
         return self._latest.run_dir
 
+    @property
+    def run_info(self) -> RunInfo | None:
+        """The description of the latest run that this process started or streamed, with its ``warnings``; None without one."""
+        return self._latest.run_info
+
     @leaves_raysgd
     def status(self) -> RunStatus:
         """Return the state of the latest run.
@@ -341,8 +350,12 @@ class Trainer:
         """Return the best checkpoint on storage of the latest run, or None.
 
         Args:
-            metric: Metric to rank by. None: ``CheckpointConfig.score_attribute``; without that the newest is best.
+            metric: Metric to rank by, ``val/acc`` for a nested one. None: ``CheckpointConfig.score_attribute``; without that
+                the newest is best.
             mode: ``"max"`` or ``"min"``. None: ``CheckpointConfig.score_order``.
+
+        Raises:
+            MissingMetricError: There are checkpoints, and none has the metric.
         """
         return self._latest.best_checkpoint(metric, mode)
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from ray.air.constants import TRAINING_ITERATION
 
+from raysgd.callbacks.values import numbers, split_automatic
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.data.plan import UNNAMED, DatasetPlan
 from raysgd.errors import CheckpointCorruptError, ConfigError
-from raysgd.result import AUTOMATIC_KEYS, Result
+from raysgd.result import Result
 from raysgd.trainer.arguments import resolve_data
 from raysgd.tune_integration.copies import copy_checkpoint
 from raysgd.tune_integration.trial import Trial, newest
@@ -126,12 +127,8 @@ def summary(done: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a fold's last result, which can be averaged."""
-    return {
-        name: float(value)
-        for name, value in result.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in AUTOMATIC_KEYS
-    }
+    """Return the numbers of a fold's last result by name, ``val/acc`` for a nested one. They can be averaged."""
+    return numbers(split_automatic(result)[0])
 
 
 def _plan_of(plan: DatasetPlan, fold: int) -> DatasetPlan:

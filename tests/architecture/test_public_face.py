@@ -46,8 +46,8 @@ PUBLIC = {
     """.split(),
     "raysgd.errors": """
         AttemptEnded CheckpointCorruptError CheckpointError CheckpointNotFoundError CollectiveMismatchError ConfigError
-        DataError InfeasibleError MetricError RaySGDError ReshardError RunCancelledError SerializationError SessionError
-        StartTimeoutError StorageError TrainFuncError TrainerBusyError TrainerClosedError UnknownArgumentError
+        DataError InfeasibleError MetricError MissingMetricError RaySGDError ReshardError RunCancelledError SerializationError
+        SessionError StartTimeoutError StorageError TrainFuncError TrainerBusyError TrainerClosedError UnknownArgumentError
         UnsafeStateError UsageError WorkerDiedError WorkerError WorkerTraceback
     """.split(),
     "raysgd.testing": """

@@ -92,7 +92,7 @@ def saving_loop(config: dict[str, Any]) -> tuple[int, int]:
     state = raysgd.load_checkpoint()
     step = 0 if state is None else state["step"] + 1
     while not raysgd.broadcast(os.path.exists(config["file"])):  # all ranks stop at the same step
-        raysgd.report(step=step)
+        raysgd.report(step=step, **({"first": 1} if step == 0 else {}))
         raysgd.save_checkpoint({"step": step})
         step += 1
         time.sleep(0.01)
@@ -127,7 +127,10 @@ def test_run_resumes_after_controller_death(ray_cluster: Any, tmp_path: Path) ->
         processes = pids(other)
         data = {"x": np.arange(50_000.0)}  # put by the driver into the object store
         callbacks = [*quiet(), Logger(log)]
-        stream = other.run_generator(saving_loop, config, dataset=data, callbacks=callbacks, returns="all")
+        reduce = {"first": "sum"}  # reported before the deaths alone, so it has to be found in the journal
+        stream = other.run_generator(
+            saving_loop, config, dataset=data, callbacks=callbacks, reduce=reduce, returns="all"
+        )
         results = [next(stream) for _ in range(20)]
         kill_controller()
         assert are_gone(processes)

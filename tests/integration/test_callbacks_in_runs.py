@@ -222,6 +222,10 @@ def test_error_of_a_callback_is_reported_and_training_continues(
     logged = caplog.text
     assert "callback Witness failed in on_result" in logged and "a bug in it" in logged
     assert "3 times in a row; it gets no further calls in this run" in logged
+    assert [text.partition(":")[0] for text in latest_run(trainer).warnings] == [
+        "callback Witness failed in on_result"
+    ] * 3
+    assert trainer.run_info is not None and trainer.run_info.warnings == latest_run(trainer).warnings
     assert hooks(tmp_path, "driver") == ["on_run_start", "on_result", "on_result", "on_result", "on_run_end"]
 
 
@@ -233,6 +237,46 @@ def test_error_of_a_remote_callback_is_a_warning_of_the_run(
     assert trainer.run(three_steps, callbacks=[*quiet(), witness]) == "done"
     messages = [event["message"] for event in events_of(trainer, "warning")]
     assert any(f"callback {type(witness).__name__} failed in on_result" in message for message in messages)
+
+
+@pytest.mark.parametrize("is_shown", [False, True], ids=["display off", "lines"])
+def test_warnings_at_the_end_of_a_run_reach_log_result_files_and_last_line(
+    trainer: raysgd.Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_shown: bool
+) -> None:
+    shown = io.StringIO()
+    display = ProgressCallback(mode="lines" if is_shown else "off", file=shown)
+    witnesses = [kind(tmp_path, "on_run_end", Boom("at the end")) for kind in PLACES.values()]
+    assert trainer.run(three_steps, callbacks=[display, *witnesses]) == "done"
+    assert trainer.run_info is not None
+    warnings = list(trainer.run_info.warnings)
+    names = [text.partition(" failed in on_run_end: Boom: at the end.")[0] for text in warnings]
+    assert names == [*["callback InWorker"] * 2, "callback InController", "callback Witness"]
+    assert sorted(latest_run(trainer).warnings) == sorted(warnings)
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text for text in logged if "failed in on_run_end" in text] == warnings
+    if is_shown:
+        assert (
+            shown.getvalue()
+            .splitlines()[-1]
+            .endswith("3 results; 4 warnings, the last: callback Witness failed in on_run_end: Boom: at the end.")
+        )
+
+
+class NeedsNothing(Witness):
+    packages = {"no_such_package": "raysgd[nothing]"}  # noqa: RUF012
+
+
+class NeedsNothingInController(NeedsNothing):
+    runs_in = "controller"
+
+
+@pytest.mark.parametrize("kind", [NeedsNothing, NeedsNothingInController])
+def test_callback_whose_package_is_missing_is_refused_by_run(
+    trainer: raysgd.Trainer, tmp_path: Path, kind: type[NeedsNothing]
+) -> None:
+    with pytest.raises(ImportError, match=rf"{kind.__name__} needs no_such_package, which is not.*'raysgd\[nothing\]'"):
+        trainer.run(three_steps, callbacks=[*quiet(), kind(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("hook", ["on_run_start", "on_result", "on_run_end"])

@@ -18,6 +18,7 @@ from raysgd.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    MissingMetricError,
     ReshardError,
     StorageError,
     UnsafeStateError,
@@ -330,7 +331,8 @@ def test_best_and_newest_checkpoints_are_kept(picky_trainer: raysgd.Trainer, ord
     assert (best.load()["step"], best.metrics["accuracy"]) == (1, 0.9)
     worst = picky_trainer.get_best_checkpoint("accuracy", "min")
     assert worst is not None and worst.load()["step"] == 4
-    assert picky_trainer.get_best_checkpoint("no such metric") is None
+    with pytest.raises(MissingMetricError, match="the newest has no metric 'no such metric'; it has"):
+        picky_trainer.get_best_checkpoint("no such metric")
     assert [event["number"] for event in events_of(picky_trainer, "checkpoint_deleted")] == [1, 3]
     read = {
         checkpoint.load()["step"]: checkpoint.metrics["accuracy"]

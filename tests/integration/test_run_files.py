@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 import raysgd
@@ -36,8 +38,8 @@ def draw(config: dict[str, Any]) -> None:
 
 
 def lines_of(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """Return the JSON lines of the files that match a pattern, in order."""
-    return [json.loads(line) for file in sorted(folder.glob(pattern)) for line in file.read_text().splitlines()]
+    """Return the JSON lines of the files that match a pattern, in order; they are standard JSON."""
+    return [orjson.loads(line) for file in sorted(folder.glob(pattern)) for line in file.read_text().splitlines()]
 
 
 def run_dir(trainer: raysgd.Trainer) -> Path:
@@ -58,10 +60,51 @@ def test_every_report_of_every_rank_is_in_the_metrics_files(trainer: raysgd.Trai
         assert line["first"] == len(found[line["rank"]]) and line["count"] == len(line["rows"])
         found[line["rank"]] += line["rows"]
     for rank, rows in found.items():
-        assert [metrics["step"] for _, _, metrics in rows] == list(range(1000))
-        assert all(metrics["rank"] == rank for _, _, metrics in rows)
-        assert math.isnan(rows[1][2]["odd"]) and rows[0][2]["odd"] == -math.inf
-    assert len(latest_run(trainer).metrics) == 1000
+        assert [row[2]["step"] for row in rows] == list(range(1000))
+        assert all(row[2]["rank"] == rank for row in rows)
+        assert rows[0][2:] == [{"step": 0, "rank": rank, "odd": None}, [[["odd"], "-Infinity"]]]
+        assert rows[1][3] == [[["odd"], "NaN"]]
+    odd = list(latest_run(trainer).metrics["odd"])
+    assert len(odd) == 1000 and odd[::2] == [-math.inf] * 500 and all(map(math.isnan, odd[1::2]))
+
+
+def test_reports_that_cannot_be_written_are_counted_in_a_warning(
+    trainer: raysgd.Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = tmp_path / "gone"
+
+    def train_func(config: dict[str, Any]) -> int:
+        raysgd.report(step=0)
+        assert until(gone.exists, PATIENCE_S)
+        for step in range(1, 201):
+            raysgd.report(step=step)
+        return 200
+
+    class Replaces(raysgd.Callback):
+        """Puts a file in the place of the run's folder."""
+
+        folder = Path()
+
+        def on_run_start(self, info: raysgd.RunInfo) -> None:
+            self.folder = Path(info.run_dir)
+
+        def on_result(self, result: raysgd.Result) -> None:
+            if not gone.exists():
+                assert until((self.folder / "run.json").exists, PATIENCE_S)
+                self.folder.rename(tmp_path / "away")
+                self.folder.touch()
+                gone.touch()
+
+    replaces = Replaces()
+    assert trainer.run(train_func, callbacks=[*quiet(), replaces]) == 200
+    assert trainer.run_info is not None
+    first, last = trainer.run_info.warnings
+    assert first.startswith("the run's files cannot be written, which is tried again: ")
+    assert re.match(
+        r"40[012] of 402 reports and \d+ events could not be written to .*run_\d+, and load_run will not", last
+    )
+    assert last in [record.getMessage() for record in caplog.records]
+    replaces.folder.unlink()
 
 
 def test_long_runs_are_written_in_segments(trainer: raysgd.Trainer) -> None:
@@ -124,6 +167,15 @@ def test_load_run_returns_metrics_and_events(trainer: raysgd.Trainer) -> None:
 def test_load_run_refuses_other_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="is not a run's folder"):
         raysgd.load_run(tmp_path)
+
+
+def test_load_run_names_the_runs_in_a_trainers_folder(trainer: raysgd.Trainer) -> None:
+    trainer.run(draw, callbacks=quiet())
+    newest = run_dir(trainer)
+    with pytest.raises(
+        CheckpointNotFoundError, match=rf"It is a Trainer's folder, with run_001.*did you mean {newest}\?"
+    ):
+        raysgd.load_run(newest.parent)
 
 
 def test_truncated_last_line_is_skipped(trainer: raysgd.Trainer) -> None:

@@ -165,7 +165,7 @@ def test_reduce_combines_a_metric_over_workers(trainer: raysgd.Trainer) -> None:
         rank = raysgd.world_rank()
         raysgd.report(loss=1.0 + rank, seen=10 * (rank + 1), best=rank, first=rank, last=rank, own=rank)
 
-    reduce = {"loss": "mean", "seen": "sum", "best": "max", "first": "first", "last": "last", "absent": "min"}
+    reduce = {"loss": "mean", "seen": "sum", "best": "max", "first": "first", "last": "last"}
     (result,) = trainer.run_generator(train_func, reduce=reduce, callbacks=quiet())
     reported = {key: value for key, value in result.items() if key not in AUTOMATIC_KEYS}
     assert reported == {"loss": 1.5, "seen": 30, "best": 1, "first": 0, "last": 1, "own": 0}

@@ -11,7 +11,8 @@ import pytest
 
 from raysgd.callbacks import EarlyStoppingCallback
 from raysgd.callbacks.runner import CallbackRunner
-from raysgd.errors import ConfigError, MetricError
+from raysgd.errors import ConfigError, MetricError, MissingMetricError
+from raysgd.result import Event
 from raysgd.testing.callback_suite import make_info, make_result
 
 
@@ -81,10 +82,46 @@ def test_results_without_the_metric_do_not_count() -> None:
     assert runner.result(make_result(20, val=1.0)) is not None
 
 
-def test_metric_that_is_never_reported_is_logged_once_with_those_that_are(caplog: pytest.LogCaptureFixture) -> None:
-    stopped_at(EarlyStoppingCallback("los"), [1.0] * 30)
-    (record,) = caplog.records
-    assert "no result has had 'los'" in record.getMessage() and "they have loss, " in record.getMessage()
+def play(
+    metric: str, *rounds: dict[str, Any], first: int = 1, event: str = "sample", error: Exception | None = None
+) -> list[str]:
+    """Play a run whose results have these metrics; return its warnings."""
+    warnings: list[str] = []
+    runner = CallbackRunner([EarlyStoppingCallback(metric)], warnings.append)
+    runner.start(make_info(Path("run")))
+    for iteration, metrics in enumerate(rounds, start=first):
+        runner.result(make_result(iteration, **metrics))
+    runner.event(Event(event, 0.0, {"why": "enough"}))
+    runner.end(error)
+    return warnings
+
+
+def test_metric_that_is_never_reported_is_an_error_at_the_end() -> None:
+    with pytest.raises(MissingMetricError, match=r"no result had the metric 'los' \(did you mean 'loss'\?\)") as caught:
+        play("los", {}, {})
+    assert caught.value.key == "los"
+
+
+def test_metric_that_is_not_in_the_first_result_is_warned_about_once() -> None:
+    (warning,) = play("acc", {}, {}, {"acc": 1.0}, {}, {"acc": 0.5})
+    assert warning.startswith(
+        "the first result has no metric 'acc'; it has loss. Until a result has it, early stopping"
+    )
+
+
+@pytest.mark.parametrize("how", [{"first": 5}, {"event": "stop"}, {"error": ValueError("no")}])
+def test_run_that_may_have_been_too_short_is_no_error(how: dict[str, Any]) -> None:
+    assert len(play("acc", {}, {}, **how)) == 1
+
+
+def test_run_without_results_is_no_error() -> None:
+    assert play("acc") == []
+
+
+def test_flat_metric_counts_where_a_nested_one_has_its_name() -> None:
+    metrics = {"val/acc": math.nan, "val": {"acc": 1.0}}
+    with pytest.raises(FloatingPointError, match="val/acc is nan"):
+        play("val/acc", metrics)
 
 
 def test_second_run_resets_early_stopping() -> None:

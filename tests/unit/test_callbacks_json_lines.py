@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import orjson
 import pandas as pd
 import pytest
 
@@ -30,7 +31,13 @@ def test_pandas_reads_every_result(tmp_path: Path) -> None:
     assert frame["loss"].dtype == float
     assert frame["loss"][0] == 0.5
     assert math.isnan(frame["loss"][1])
-    assert frame["loss"][2] == math.inf
+    assert math.isnan(frame["loss"][2])
+
+
+def test_strict_readers_read_nan_and_infinities_as_null(tmp_path: Path) -> None:
+    path = write(tmp_path, make_result(1, loss=math.nan), make_result(2, loss=math.inf, val={"loss": -math.inf}))
+    first, second = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert first["loss"] is None and second["loss"] is None and second["val"] == {"loss": None}
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_params_metrics_and_status_are_logged(store: str, tmp_path: Path) -> Non
     assert history(store, run, "loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert history(store, run, "val/acc_5") == [(1, 1), (2, 2), (3, 3)]
     assert "text" not in run.data.metrics
+
+
+def test_mlflow_run_begins_and_ends_when_the_run_does(store: str, tmp_path: Path) -> None:
+    callback = MLflowCallback("times", store)
+    callback.on_run_start(replace(make_info(tmp_path / "run"), started_s=1_700_000_000.25))
+    callback.on_event(Event("run_end", 1_700_000_007.5, {"kind": "done", "message": ""}))
+    callback.on_run_end(None)
+    (run,) = runs_of(store, "times")
+    assert (run.info.start_time, run.info.end_time) == (1_700_000_000_250, 1_700_000_007_500)
 
 
 @pytest.mark.parametrize(

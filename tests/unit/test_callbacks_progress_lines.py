@@ -18,10 +18,11 @@ from raysgd.testing.callback_suite import drive, make_info, make_result
 class Played:
     """A display of lines whose clock stands until it is set."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, num_iterations: int | None = None) -> None:
         self.now = 0.0
         self.file = io.StringIO()
-        self.display = LinesDisplay(make_info(tmp_path / "digits"), self.file, clock=lambda: self.now)
+        self.info = make_info(tmp_path / "digits")
+        self.display = LinesDisplay(self.info, self.file, num_iterations, clock=lambda: self.now)
         self.display.start()
 
     def result(self, iteration: int) -> None:
@@ -69,7 +70,7 @@ def test_fast_results_are_shown_once_a_second_and_counted(played: Played) -> Non
     assert len(played.lines()) == 1
     played.now = 1.0
     played.result(101)
-    assert played.lines()[1] == "iteration 101, 1:41  loss=0.009901  (99 results before it not shown)"
+    assert played.lines()[1] == "iteration 101, 0:01 (training 1:41)  loss=0.009901  (99 results before it not shown)"
 
 
 def test_the_last_result_is_always_shown(played: Played) -> None:
@@ -78,7 +79,7 @@ def test_the_last_result_is_always_shown(played: Played) -> None:
     played.now = 0.5
     played.display.end(None)
     shown = played.lines()
-    assert shown[1] == "iteration 10, 0:10  loss=0.1  (8 results before it not shown)"
+    assert shown[1] == "iteration 10, 0:00 (training 0:10)  loss=0.1  (8 results before it not shown)"
     assert shown[2] == "finished after 0:00, 10 results"
 
 
@@ -87,7 +88,10 @@ def test_a_result_that_waits_is_shown_by_the_next_sample(played: Played) -> None
     played.result(2)
     played.now = 1.0
     played.display.event(Event("sample", 0.0, {"rank": 0}))
-    assert played.lines() == ["iteration 1, 0:01  loss=1.0", "iteration 2, 0:02  loss=0.5"]
+    assert played.lines() == [
+        "iteration 1, 0:00 (training 0:01)  loss=1.0",
+        "iteration 2, 0:00 (training 0:02)  loss=0.5",
+    ]
 
 
 def test_failures_and_warnings_are_printed_in_order(played: Played) -> None:
@@ -101,7 +105,7 @@ def test_failures_and_warnings_are_printed_in_order(played: Played) -> None:
     played.display.event(Event("stop", 0.0, {"why": "enough"}))
     played.display.end(ValueError("two\nlines"))
     assert played.lines()[1:] == [
-        "iteration 2, 0:02  loss=0.5",
+        "iteration 2, 0:00 (training 0:02)  loss=0.5",
         "rank 1, 3 failed: process died; re-entering from checkpoint 4",
         "attempt 2 with 4 workers",
         "the group forms again: rank 1 is preempted",
@@ -109,6 +113,49 @@ def test_failures_and_warnings_are_printed_in_order(played: Played) -> None:
         "stopping: enough",
         "failed after 0:00, 2 results: ValueError: two lines",
     ]
+
+
+def test_all_times_count_from_the_start_of_the_run(played: Played) -> None:
+    played.now = 61.0
+    played.result(1)
+    played.now = 62.5
+    played.result(2)
+    played.display.event(Event("run_end", 0.0, {"kind": "done"}))
+    played.now = 100.0  # callbacks and writes follow
+    played.display.end(None)
+    assert played.lines() == [
+        "iteration 1, 1:01 (training 0:01)  loss=1.0",
+        "iteration 2, 1:02 (training 0:02)  loss=0.5",
+        "finished after 1:02, 2 results",
+    ]
+
+
+def test_time_left_is_shown_if_the_number_of_iterations_is_given(tmp_path: Path) -> None:
+    played = Played(tmp_path, num_iterations=600)
+    played.result(10)
+    played.now = 1.0
+    played.result(600)
+    assert [line.partition("  ")[0] for line in played.lines()] == [
+        "iteration 10 of 600, 0:00 (training 0:10, about 9:50 left)",
+        "iteration 600 of 600, 0:01 (training 10:00)",
+    ]
+
+
+def test_last_line_counts_the_warnings_and_names_the_last(played: Played) -> None:
+    played.info.warnings.append("disk nearly full")
+    played.display.end(None)
+    played.info.warnings.append("callback X failed in on_run_end: ValueError: no.\nTraceback: ...")
+    played.display.end(ValueError("no"))
+    assert played.lines() == [
+        "finished after 0:00, 0 results; 1 warning: disk nearly full",
+        "failed after 0:00, 0 results: ValueError: no; 2 warnings, the last: callback X failed in on_run_end: ValueError: no.",
+    ]
+
+
+def test_warnings_are_not_printed_where_the_log_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    display = LinesDisplay(make_info(tmp_path))
+    display.event(Event("warning", 0.0, {"message": "disk nearly full"}))
+    assert capsys.readouterr().out == ""
 
 
 def test_without_a_terminal_progress_is_lines_and_no_escape_codes(

@@ -195,3 +195,27 @@ def test_results_between_two_drawings_are_bounded(run: Run) -> None:
     assert snapshot.iteration == 5000
     assert math.isclose(snapshot.metrics["loss"], 1 / 5000)
     assert len(snapshot.histories["loss"].means()) <= 300
+
+
+def test_head_shows_the_time_that_is_left(tmp_path: Path) -> None:
+    state = ProgressState(make_info(tmp_path), num_iterations=2000, clock=lambda: 0.0)
+    state.event(Event("attempt_start", 0.0, {"attempt": 1, "world_size": 2}))
+    state.result(make_result(100))
+    console = Console(record=True, file=io.StringIO(), width=110, height=40, force_terminal=True)
+    console.print(ProgressView(state.snapshot()))
+    assert "running   0:00   about 31:40 left   iteration 100 of 2,000   2 workers, none" in console.export_text()
+
+
+def test_last_line_counts_the_warnings_of_the_run(run: Run) -> None:
+    warnings = run.state.snapshot().info.warnings
+    for number in range(5):
+        warnings.append(f"warning {number}\nTraceback")
+        run.event("warning", message=warnings[-1])
+    run.event("run_end")
+    assert run.row("ending")[0] == "ending"
+    warnings.append("callback X failed in on_run_end")  # after the last event
+    run.state.end(None)
+    text = run.text()
+    assert "! callback X failed in on_run_end" in text and "! warning 4" in text and "warning 2" not in text
+    last = [line.strip("│╭╰ ") for line in text.splitlines() if line.strip("│╭╰─╯ ")][-1]
+    assert last.startswith("6 warnings")

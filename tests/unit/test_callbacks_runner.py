@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from raysgd.callbacks import Callback, Stop
@@ -278,3 +279,21 @@ def test_rank_is_set_before_on_run_start(rank: int | None, problems: Problems, i
     callback = Ranked()
     CallbackRunner([callback], problems, rank=rank).start(info)
     assert callback.seen == rank
+
+
+def test_callback_warns_through_its_run_and_pickles_afterwards(
+    problems: Problems, info: RunInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Warns(Callback):
+        def on_result(self, result: Result) -> None:
+            self.warn("careful")
+
+    callback = Warns()
+    runner = CallbackRunner([callback], problems)
+    runner.start(info)
+    runner.result(make_result(1))
+    runner.end(None)
+    assert problems.texts == ["careful"] and not caplog.records
+    assert cloudpickle.loads(cloudpickle.dumps(callback)).rank is None
+    callback.warn("outside of a run")
+    assert [record.getMessage() for record in caplog.records] == ["outside of a run"]

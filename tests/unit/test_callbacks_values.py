@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +24,7 @@ def _refuse(literal: str) -> None:
 
 
 def _as_written(value: Any) -> Any:
-    if isinstance(value, float) and math.isnan(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
         return [_as_written(item) for item in value]
@@ -33,10 +34,17 @@ def _as_written(value: Any) -> Any:
 
 
 @given(TREES)
-def test_strict_json_is_one_line_and_loses_only_nan(tree: Any) -> None:
+def test_strict_json_is_one_line_and_loses_only_nan_and_infinities(tree: Any) -> None:
     text = strict_json(tree)
     assert "\n" not in text
     assert json.loads(text, parse_constant=_refuse) == _as_written(tree)
+
+
+def test_strict_readers_read_strict_json() -> None:
+    assert orjson.loads(strict_json({"nan": math.nan, "large": [math.inf, -math.inf]})) == {
+        "nan": None,
+        "large": [None, None],
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_strict_json_is_one_line_and_loses_only_nan(tree: Any) -> None:
         (np.array([1.0, math.nan]), "[1.0,null]"),
         (torch.tensor(2.0, requires_grad=True), "2.0"),
         (torch.tensor([1, 2]), "[1,2]"),
-        ({("a", 1): math.inf, 2: -math.inf}, '{"(\'a\', 1)":1e999,"2":-1e999}'),
+        ({("a", 1): math.inf, 2: -math.inf}, '{"(\'a\', 1)":null,"2":null}'),
         (complex(1, 2), '"(1+2j)"'),
         ((1, 2), "[1,2]"),
     ],
@@ -59,6 +67,11 @@ def test_values_that_json_cannot_hold_are_converted(value: Any, text: str) -> No
 def test_nested_metrics_become_flat_names() -> None:
     metrics = {"loss": 1.0, "val": {"acc": {"top5": 0.9}, "n": 3}, "empty": {}, "list": [1, 2]}
     assert flatten(metrics) == {"loss": 1.0, "val/acc/top5": 0.9, "val/n": 3, "list": [1, 2]}
+
+
+@pytest.mark.parametrize("metrics", [{"val/acc": 1, "val": {"acc": 2}}, {"val": {"acc": 2}, "val/acc": 1}])
+def test_flat_metric_counts_where_a_nested_one_has_its_name(metrics: dict[str, Any]) -> None:
+    assert flatten(metrics) == {"val/acc": 1}
 
 
 def test_numbers_are_values_that_can_be_plotted() -> None:

@@ -34,7 +34,10 @@ def records(*scores: Any) -> list[Record]:
         (2, "max", [math.nan, 1, 2, None, 0.5], [0, 3]),
         (2, "min", [math.nan, 1, 2, None, 0.5], [0, 2, 3]),
         (1, "max", [5, 5, 5, 0], [0, 1]),  # the newer of equal ones
-        (1, "max", [None, None, None], [0, 1]),
+        (1, "max", [None, None, None], []),  # the name may be wrong: nobody knows which is the best
+        (1, "max", [None, None, 3, None], [0, 1]),
+        (1, "max", ["high", "low", "low"], []),
+        (1, "max", [math.nan, math.nan, math.nan], [0, 1]),
         (1, "max", [-math.inf, math.nan, None, None], [1, 2]),
         (3, "max", [1, 2], []),
         (1, "max", [], []),
@@ -79,11 +82,35 @@ def test_kept_checkpoints_are_not_worse_than_deleted_ones(scores: list[Any], num
     found, policy = records(*scores), RetentionPolicy(num_to_keep, "acc", order)
     deleted = policy.to_delete(found)
     kept = [record for record in found if record.number not in deleted]
+    if not any("acc" in record.metrics for record in found):
+        assert deleted == []
+        return
     assert min(len(found), num_to_keep) <= len(kept) <= num_to_keep + 1
     if found:
         assert kept[-1] is found[-1]
         assert policy.best(kept) == policy.best(found)
     assert policy.to_delete(kept) == [] or len(kept) > num_to_keep
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"accuracy": 1.0, "loss": 2.0}, "has no metric 'acc' (did you mean 'accuracy'?); it has accuracy, loss"),
+        ({"val": {"acc": 1.0}}, "has no metric 'acc' (did you mean 'val/acc'?); it has val/acc"),
+        ({"acc": {"top1": 1.0}}, "has no metric 'acc' (did you mean 'acc/top1'?); it has acc/top1"),
+        ({}, "has no metric 'acc'; it has no metrics"),
+        ({"acc": "high"}, "has acc='high', which is not a number"),
+    ],
+)
+def test_checkpoint_that_cannot_be_ranked_is_explained(metrics: dict[str, Any], why: str) -> None:
+    policy = RetentionPolicy(1, "acc")
+    assert not policy.can_rank(metrics)
+    assert policy.explain_unranked(metrics) == why
+
+
+def test_nan_can_be_ranked() -> None:
+    assert RetentionPolicy(1, "acc").can_rank({"acc": math.nan})
+    assert RetentionPolicy(1).can_rank({})
 
 
 @pytest.mark.parametrize(

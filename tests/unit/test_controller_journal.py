@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from pathlib import Path
@@ -275,6 +276,41 @@ def test_lines_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
     flusher.join()
     log.flush()
     assert (tmp_path / "lines").read_bytes().split() == [b"%d" % number for number in range(20_000)]
+
+
+def test_lines_are_standard_json_and_read_back_as_they_were(storage: Storage) -> None:
+    log = Journal(storage)
+    metrics = {"loss": math.nan, "val": {"loss": [1.0, -math.inf]}, "none": None}
+    frame = Frame(1, frames.CHECKPOINT, 1, data={"number": 1, "uri": "x", "iteration": 1, "metrics": metrics})
+    given = [event(0, "checkpoint", number=1, metrics=metrics), frame, event(2)]
+    for each in given:
+        log.append(each)
+    log.flush()
+    written = storage.read_bytes(events_file(storage)).splitlines()
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in written]
+    assert strict[0]["data"]["metrics"] == {"loss": None, "val": {"loss": [1.0, None]}, "none": None}
+    assert repr([event_frame(line) for line in written]) == repr(given)
+    assert "nonfinite" not in strict[2]
+
+
+def test_lines_that_could_not_be_written_are_counted_and_can_be_read(tmp_path: Path, small_segments: None) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = Journal(Storage.from_uri(folder))
+    for seq in range(4):
+        log.append(reports(seq, num_bytes=100))
+    log.flush()
+    shutil.move(folder, tmp_path / "away")
+    for seq in range(4, 10):
+        log.append(reports(seq, num_bytes=100))
+    log.append(event(10))
+    with pytest.raises(OSError, match="run"):
+        log.flush()
+    assert (log.num_reports, log.num_unwritten()) == (10, (6, 1))
+    assert [frame.seq for frame in log.frames_from(5, 9)] == [5, 6, 7, 8]
+    shutil.move(tmp_path / "away", folder)
+    assert [frame.seq for frame in log.frames_from(0, 20)] == list(range(10))
+    assert log.num_unwritten() == (0, 0)
 
 
 # -- reading back ------------------------------------------------------------------------------------------------------

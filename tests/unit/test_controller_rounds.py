@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd._util.json import encode_rows
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.rounds import RoundMerger, check_reduce, reduce_metrics
+from raysgd.controller.rounds import AwaitedMetrics, RoundMerger, check_reduce, reduce_metrics
 from raysgd.errors import ConfigError
 from raysgd.result import Result
 
@@ -249,6 +250,28 @@ def test_unreported_metric_is_not_reduced() -> None:
     assert reduce_metrics([{"a": 1}], {"x": "mean"}) == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    ("workers", "reduce", "expected"),
+    [
+        ([{"val": {"acc": 1, "n": 9}}, {"val": {"acc": 3}}], {"val/acc": "mean"}, {"val": {"acc": 2, "n": 9}}),
+        ([{"val/acc": 1}, {"val": {"acc": 3}}], {"val/acc": "mean"}, {"val/acc": 2}),
+        (
+            [{"val/acc": 1, "val": {"acc": 7}}, {"val/acc": 3}],
+            {"val/acc": "sum"},
+            {"val/acc": 4, "val": {"acc": 7}},
+        ),
+        ([{"a": 1}, {"val": {"acc": 3}}], {"val/acc": "max"}, {"a": 1, "val": {"acc": 3}}),
+        ([{"val": {"acc": 1}}], {"val": "last"}, {"val": {"acc": 1}}),
+    ],
+)
+def test_nested_metric_is_reduced_under_its_name(
+    workers: list[dict[str, Any]], reduce: dict[str, str], expected: dict[str, Any]
+) -> None:
+    before = copy.deepcopy(workers)
+    assert reduce_metrics(workers, reduce) == expected
+    assert workers == before
+
+
 @pytest.mark.parametrize("given", [None, {}])
 def test_missing_reduce_is_an_empty_dict(given: Any) -> None:
     assert check_reduce(given) == {}
@@ -258,3 +281,53 @@ def test_missing_reduce_is_an_empty_dict(given: Any) -> None:
 def test_invalid_reduction_is_refused_with_the_allowed_names(given: Any) -> None:
     with pytest.raises(ConfigError, match="mean, sum, min, max, last, first"):
         check_reduce(given)
+
+
+def test_automatic_key_is_not_reduced() -> None:
+    with pytest.raises(ConfigError, match="raysgd sets time_total_s itself, once for all ranks; leave it out"):
+        check_reduce({"time_total_s": "mean"})
+    with pytest.raises(ConfigError, match="the key 1, which is not the name of a metric"):
+        check_reduce({1: "mean"})
+
+
+# -- names that are never reported -------------------------------------------------------------------------------------
+
+
+def rows(*metrics: dict[str, Any]) -> bytes:
+    return encode_rows([(1.0, 1.0, given) for given in metrics])
+
+
+def test_names_that_no_report_has_are_missing_with_the_nearest_one() -> None:
+    awaited = AwaitedMetrics({"los": "mean", "loss": "mean", "acc": "max"})
+    awaited.feed(rows({"loss": 1.0, "val": {"acc": 0.5}}))
+    assert awaited.missing == ("los", "acc")
+    assert awaited.describe() == (
+        "'los' (did you mean 'loss'?), 'acc' (did you mean 'val/acc'?), which reduce= names; "
+        "the reports have loss, val/acc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("loss", {"loss": None}),
+        ("val/acc", {"val": {"acc": math.nan}}),
+        ("val/acc", {"val/acc": 1}),
+        ("é/ü", {"é": {"ü": 10**400}}),
+        ('a"b', {'a"b': 1}),
+        ("a\\b", {"a\\b": 1}),
+    ],
+)
+def test_name_is_found_in_whichever_report_has_it(name: str, metrics: dict[str, Any]) -> None:
+    awaited = AwaitedMetrics({name: "mean"})
+    for _ in range(9):
+        awaited.feed(rows({"step": 1, "acc": 1}, {"step": 2}))
+    assert awaited.missing == (name,)
+    awaited.feed(rows({"step": 3}, metrics))
+    assert awaited.missing == ()
+
+
+def test_name_of_a_group_is_missing() -> None:
+    awaited = AwaitedMetrics({"val": "last"})
+    awaited.feed(rows({"val": {"acc": 1}}))
+    assert awaited.missing == ("val",) and "did you mean 'val/acc'?" in awaited.describe()

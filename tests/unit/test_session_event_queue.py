@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._util.json import decode
+from raysgd._util.json import decode_rows
 from raysgd.errors import MetricError
 from raysgd.session.event_queue import EventQueue, encode_rows
 from raysgd.session.events import Reports, Scored, Warned, WorkerEvent
@@ -36,7 +36,7 @@ def row(number: int) -> tuple[float, float, dict[str, Any]]:
 def shown(events: list[WorkerEvent]) -> list[Any]:
     """Warnings by their text, reports by the metrics in them."""
     return [
-        [metrics["n"] for _, _, metrics in decode(event.rows)] if isinstance(event, Reports) else event.message  # type: ignore[union-attr]
+        [metrics["n"] for _, _, metrics in decode_rows(event.rows)] if isinstance(event, Reports) else event.message  # type: ignore[union-attr]
         for event in events
     ]
 
@@ -181,14 +181,25 @@ def test_drain_without_an_event_ends_after_its_timeout() -> None:
 def test_encoded_rows_decode_to_the_same_rows() -> None:
     values = {"int": 2**63, "float": 0.1, "text": "é\u2028\n\ud800", "none": None, "list": [True, {"a": 1.5}]}
     rows: Any = [(1.5, 0.5, values), (2.5, 1.5, {})]
-    assert decode(encode_rows(rows)) == [[1.5, 0.5, values], [2.5, 1.5, {}]]
+    assert decode_rows(encode_rows(rows)) == [[1.5, 0.5, values], [2.5, 1.5, {}]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_not_encoded_as_null(value: float) -> None:
-    data = encode_rows([(1.0, 2.0, {"x": value, "y": None})])
-    assert repr(decode(data)) == repr([[1.0, 2.0, {"x": value, "y": None}]])
-    assert repr(json.loads(data)) == repr([[1.0, 2.0, {"x": value, "y": None}]])
+def test_nan_and_infinity_are_standard_json_and_read_back(value: float) -> None:
+    metrics = {"x": value, "y": None, "list": [1, [value]], "val": {"x": value, "a/b": value}, "huge": 10**400}
+    data = encode_rows([(1.0, 2.0, metrics), (2.0, 3.0, {"x": None}), (3.0, 4.0, {"text": 'NaN"]'})])
+    assert repr(decode_rows(data)) == repr(
+        [[1.0, 2.0, metrics], [2.0, 3.0, {"x": None}], [3.0, 4.0, {"text": 'NaN"]'}]]
+    )
+    strict = json.loads(data, parse_constant=pytest.fail)
+    assert strict[0][2] == {"x": None, "y": None, "list": [1, [None]], "val": {"x": None, "a/b": None}, "huge": 10**400}
+    assert strict[0][3][0] == [["x"], json.dumps(value)]
+    assert [len(row) for row in strict] == [4, 3, 3]
+
+
+@pytest.mark.parametrize("data", [b'[[1.0,2.0,{"x":NaN}]]', b'[[1.0,2.0,{"x":Infinity}]]'])
+def test_rows_of_earlier_versions_are_read(data: bytes) -> None:
+    assert repr(decode_rows(data)) == repr(json.loads(data))
 
 
 def test_device_scalars_are_read_when_the_batch_is_encoded() -> None:

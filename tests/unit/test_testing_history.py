@@ -203,15 +203,15 @@ CORRUPTIONS: list[tuple[str, Callable[[], History], Callable[[Frames], None], st
     ("retry without an attempt", give_up, put("failure", 0, action="retry 1"), "the actions were ['retry 1'], and"),
     ("the last exception is not named", give_up, put("failure", 0, raised="other"), "does not name 'other'"),
     ("the failure is not named", give_up, put("failure", 0, error="other"), "does not name 'other'"),
-    ("the exception is not named", user_error, put("run_end", 1, message="rank 1: other"), "does not name 'boom'"),
-    ("the rank is not named", user_error, put("run_end", 1, message="boom"), "does not name 'rank 1'"),
+    ("the exception is not named", user_error, put("run_end", 0, message="rank 1: other"), "does not name 'boom'"),
+    ("the rank is not named", user_error, put("run_end", 0, message="boom"), "does not name 'rank 1'"),
     (
         "no message",
         user_error,
-        put("run_end", 0, summary="", rank=None, followed=[]),
+        put("run_end", 1, summary="", rank=None, followed=[]),
         "the run failed without a message",
     ),
-    ("cause and consequence", user_error, put("run_end", 0, followed=[[1, "x"]]), "is the cause of the error and its"),
+    ("cause and consequence", user_error, put("run_end", 1, followed=[[1, "x"]]), "is the cause of the error and its"),
 ]
 
 
@@ -230,6 +230,15 @@ def test_valid_history_has_no_violations(make: Callable[[], History]) -> None:
     history = make()
     assert find_violations(history) == []
     assert len(history.frames) > 10
+
+
+def test_warning_after_the_end_is_no_violation() -> None:
+    late = {
+        "kind": "warning",
+        "timestamp": 0.0,
+        "data": {"message": "callback X failed in on_run_end", "source": "driver"},
+    }
+    assert find_violations(with_frames(one_retry(), lambda fs: fs.append(Frame(0, f.EVENT, 2, data=late)))) == []
 
 
 @pytest.mark.parametrize(

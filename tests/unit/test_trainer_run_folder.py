@@ -113,6 +113,31 @@ def test_metrics_are_reduced_over_all_ranks(folder: RunFolder) -> None:
         folder.load(reduce={"loss": "median"})
 
 
+def test_metrics_are_reduced_as_the_run_did(folder: RunFolder) -> None:
+    two_ranks(folder, 3.0, 2.0).describe(reduce={"loss": "mean"})
+    assert list(folder.load().metrics["loss"]) == [4.5, 3.0]
+    assert list(folder.load(reduce={}).metrics["loss"]) == [3.0, 2.0]
+    assert list(folder.load(reduce={"loss": "max"}).metrics["loss"]) == [6.0, 4.0]
+    assert list(folder.load().workers["loss"]) == [3.0, 6.0, 2.0, 4.0]
+
+
+def test_nested_metrics_are_columns(folder: RunFolder) -> None:
+    folder.attempt()
+    for rank in (0, 1):
+        folder.reports(rank, 0, {"val": {"acc": rank, "top": {"5": 1}}, "val/acc": 9 * rank})
+    run = folder.load(reduce={"val/acc": "sum"})
+    assert (list(run.metrics["val/acc"]), list(run.metrics["val/top/5"])) == ([9], [1])
+    assert list(run.workers["val/acc"]) == [0, 9]
+    assert "val" not in run.metrics.columns
+
+
+def test_warnings_are_texts(folder: RunFolder) -> None:
+    folder.event("warning", message="careful")
+    folder.event("checkpoint", number=1)
+    folder.event("warning", rank=1, message="very")
+    assert folder.load().warnings == ["careful", "very"]
+
+
 def test_latest_attempt_of_a_repeated_iteration_counts(folder: RunFolder) -> None:
     folder.attempt(1, world_size=1)
     folder.reports(0, 0, {"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0})
@@ -187,8 +212,19 @@ def test_committed_checkpoints_are_listed_oldest_first(folder: RunFolder) -> Non
 def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"not a run's folder: it has no events\.jsonl"):
         load_run(tmp_path)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError, match="and does not exist"):
         load_run(tmp_path / "nothing")
+
+
+def test_runs_in_a_trainers_folder_are_named(tmp_path: Path) -> None:
+    for number in (1, 2, 10, 999, 1000):
+        (tmp_path / f"run_{number:03d}").mkdir()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load_run(tmp_path)
+    assert str(caught.value).endswith(
+        "It is a Trainer's folder, with run_001, run_002, run_010, run_999, run_1000; "
+        f"did you mean {tmp_path / 'run_1000'}?"
+    )
 
 
 def test_run_that_has_just_started_has_no_metrics_and_no_outcome(folder: RunFolder) -> None:
@@ -280,6 +316,15 @@ def test_times_and_ignored_metrics_are_not_compared(pair: Pair) -> None:
         folder.reports(0, 0, {"loss": 1.0, "host": index}, clock=1000.0 * index)
     assert compare_runs(pair[0].path, pair[1].path).metrics == {"host": (0, 1)}
     assert not compare_runs(pair[0].path, pair[1].path, ignore=("host",))
+
+
+def test_groups_of_metrics_can_be_ignored(pair: Pair) -> None:
+    for index, folder in enumerate(pair):
+        folder.attempt(world_size=1)
+        folder.reports(0, 0, {"loss": 1.0, "val": {"acc": index, "n": 1}})
+    assert compare_runs(pair[0].path, pair[1].path).metrics == {"val/acc": (0, 1)}
+    assert not compare_runs(pair[0].path, pair[1].path, ignore=("val",))
+    assert not compare_runs(pair[0].path, pair[1].path, ignore=("val/acc",))
 
 
 def test_runs_of_different_length_differ_at_their_end(pair: Pair) -> None:

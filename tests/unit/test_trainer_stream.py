@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import gc
 import json
+import pickle
 import random
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import cloudpickle
@@ -18,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.errors import WorkerError
+from raysgd.errors import MissingMetricError, WorkerError
 from raysgd.trainer.stream import ResultStream
 from support.poll import until
 
@@ -287,3 +290,71 @@ def test_exception_of_a_run_does_not_keep_what_the_caller_holds(no_collector: No
         return weakref.ref(owner)
 
     assert fails()() is None, "the stream's exception refers to the frames that it passed"
+
+
+class Warns(FakeChannel):
+    """A run with a warning of the controller, and one that a driver's callback has logged already."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        start = {"kind": "run_start", "timestamp": 5.0, "data": {"name": "run_001", "run_dir": "/runs/run_001"}}
+        given: list[dict[str, Any]] = [
+            {"message": "of the controller"},
+            {"message": "of the driver", "source": "driver"},
+        ]
+        events = [start, *({"kind": "warning", "timestamp": 6.0, "data": data} for data in given)]
+        made = [*(Frame(0, frames.EVENT, 0, data=data) for data in events), *self.made]
+        self.made = [replace(frame, seq=seq) for seq, frame in enumerate(made)]
+
+
+class Reader:
+    """What calls the callbacks of a driver."""
+
+    def feed(self, frame: Frame) -> None: ...
+
+    def end(self, error: BaseException | None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("has_callbacks", "logs", "kept", "logged"),
+    [
+        (False, True, ["of the controller", "of the driver"], ["of the controller", "of the driver"]),
+        (False, False, ["of the controller", "of the driver"], []),
+        (True, True, ["of the controller"], ["of the controller"]),
+    ],
+)
+def test_warnings_are_kept_and_logged_once(
+    has_callbacks: bool, logs: bool, kept: list[str], logged: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(stream: ResultStream) -> Any:
+        return Reader() if has_callbacks else None
+
+    stream = ResultStream(cast(Any, Warns()), "run", reduce={}, returns="first", make_reader=make, logs_warnings=logs)
+    assert len(list(stream)) == 1
+    assert stream.run_info.warnings == kept
+    assert [record.getMessage() for record in caplog.records] == logged
+    assert (stream.run_info.name, stream.run_dir, stream.run_info.started_s) == ("run_001", "/runs/run_001", 5.0)
+
+
+class EndsWithMissingMetric(FakeChannel):
+    """A run that has succeeded, but for a metric that no report had."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        data = {"kind": "error", "error_type": "MissingMetricError", "message": "no 'los'", "key": "los"}
+        self.made = [replace(frame, data=data) if frame.kind == frames.RUN_END else frame for frame in self.made]
+
+    def values(self, run_id: str, *, first_only: bool) -> Any:
+        return SimpleNamespace(open=lambda: ["first"] if first_only else ["first", "second"])
+
+
+@pytest.mark.parametrize(("returns", "expected"), [("first", "first"), ("all", ["first", "second"])])
+def test_missing_metric_is_raised_with_what_train_func_returned(returns: str, expected: Any) -> None:
+    stream = ResultStream(cast(Any, EndsWithMissingMetric()), "run", reduce={}, returns=returns)
+    with pytest.raises(MissingMetricError, match="no 'los'") as caught:
+        stream.get_returns()
+    assert (caught.value.key, caught.value.returned) == ("los", expected)
+    assert pickle.loads(pickle.dumps(caught.value)).returned == expected
+    assert [next(stream)["n"] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(MissingMetricError):
+        next(stream)

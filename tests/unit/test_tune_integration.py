@@ -89,7 +89,7 @@ def test_file_system_without_a_uri_is_refused(tmp_path: Path) -> None:
 
 def test_only_numbers_of_the_user_are_averaged() -> None:
     result = {"loss": 1, "ok": True, "name": "a", "training_iteration": 3, "attempt": 1, "deep": {"x": 1.0}}
-    assert numbers_of(result) == {"loss": 1.0}
+    assert numbers_of(result) == {"loss": 1.0, "deep/x": 1.0}
 
 
 def test_further_arguments_of_train_func_are_found_by_name() -> None:

@@ -77,10 +77,13 @@ class TableDisplay:
     Args:
         info: The run.
         screen: Where the table is drawn.
+        num_iterations: The number of results that the run will have, if that is known.
     """
 
-    def __init__(self, info: RunInfo, screen: TerminalScreen | NotebookScreen) -> None:
-        self._state = ProgressState(info)
+    def __init__(
+        self, info: RunInfo, screen: TerminalScreen | NotebookScreen, num_iterations: int | None = None
+    ) -> None:
+        self._state = ProgressState(info, num_iterations)
         self.screen = screen
 
     def start(self) -> None:

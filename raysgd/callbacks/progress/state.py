@@ -13,7 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd.callbacks.values import clip, end_state, flatten, in_one_line, is_finite, one_line, split_automatic
+from raysgd.callbacks.values import (
+    age_s,
+    clip,
+    end_state,
+    flatten,
+    in_one_line,
+    is_finite,
+    one_line,
+    split_automatic,
+    time_left_s,
+)
 from raysgd.result import Event, Result, RunInfo
 
 _MAX_RECENT = 256  # of the results between two drawings, only this many last ones enter the histories
@@ -62,6 +72,8 @@ class Snapshot:
     error: str = ""
     elapsed_s: float = 0.0
     iteration: int = 0
+    num_iterations: int | None = None
+    left_s: float | None = None
     attempt: int = 1
     metrics: dict[str, Any] = field(default_factory=dict)
     histories: dict[str, History] = field(default_factory=dict)
@@ -69,6 +81,7 @@ class Snapshot:
     checkpoint: dict[str, Any] | None = None
     checkpoint_age_s: float = 0.0
     notes: Sequence[str] = ()
+    num_warnings: int = 0
 
 
 class ProgressState:
@@ -76,18 +89,21 @@ class ProgressState:
 
     Args:
         info: The run.
+        num_iterations: The number of results that the run will have, if that is known.
         clock: Returns monotonic seconds.
     """
 
-    def __init__(self, info: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, info: RunInfo, num_iterations: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._start_at = clock()
+        self._start_at = clock() - age_s(info.started_s)
         self._end_at: float | None = None
         self._checkpoint_at = 0.0
         self._lock = threading.Lock()
         self._recent: deque[Result] = deque(maxlen=_MAX_RECENT)
         self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
-        self._now = Snapshot(info, info.num_workers)
+        self._now = Snapshot(info, info.num_workers, num_iterations=num_iterations)
 
     def result(self, result: Result) -> None:
         with self._lock:
@@ -103,16 +119,20 @@ class ProgressState:
             elif event.kind == "attempt_start":
                 self._begin_attempt(data)
             elif event.kind == "warning":
-                self._notes.append(str(data.get("message", "")).partition("\n")[0])
+                self._notes.append(_first_line(str(data.get("message", ""))))
+            elif event.kind == "run_end":  # callbacks and pending writes follow
+                self._end_at, now.state = self._clock(), "ending"
             elif (note := note_text(event)) and (event.kind, now.state) != ("stop", "stopping"):
                 self._notes.append(note)
                 now.state = {"stop": "stopping", "failure": "recovering"}.get(event.kind, now.state)
 
     def end(self, error: BaseException | None) -> None:
         with self._lock:
-            self._end_at = self._clock()
+            self._end_at = self._clock() if self._end_at is None else self._end_at
             self._now.state = end_state(error)
             self._now.error = "" if error is None else one_line(error)
+            late = [_first_line(text) for text in self._now.info.warnings[-_MAX_NOTES:]]
+            self._notes.extend(line for line in late if line not in self._notes)
 
     def snapshot(self) -> Snapshot:
         with self._lock:
@@ -126,6 +146,7 @@ class ProgressState:
                 workers={rank: dict(workers[rank]) for rank in sorted(workers)},
                 checkpoint_age_s=now_s - self._checkpoint_at,
                 notes=list(self._notes),
+                num_warnings=len(self._now.info.warnings),
             )
 
     def _begin_attempt(self, data: dict[str, Any]) -> None:
@@ -140,6 +161,7 @@ class ProgressState:
         while self._recent:
             own, automatic = split_automatic(self._recent.popleft())
             now.iteration = automatic.get("training_iteration", now.iteration)
+            now.left_s = time_left_s(now.iteration, automatic.get("time_total_s") or 0.0, now.num_iterations)
             now.attempt = automatic.get("attempt", now.attempt)
             now.world_size = automatic.get("world_size", now.world_size)
             if now.state == "starting":
@@ -163,3 +185,7 @@ def note_text(event: Event) -> str:
     error = clip(in_one_line(data.get("error", "")), 120)
     action = "giving up" if data.get("action") == "give up" else data.get("action")
     return (f"rank {ranks} failed: {error}" if ranks else error) + (f"; {action}" if action else "")
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

@@ -19,7 +19,14 @@ from raysgd.callbacks.values import clip, duration, is_finite, short, size, time
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH, _NARROW_SPARK_WIDTH, _NARROW = 32, 20, 92
-_STYLES = {"starting": "cyan", "running": "green", "recovering": "yellow", "stopping": "cyan", "finished": "green"}
+_STYLES = {
+    "starting": "cyan",
+    "running": "green",
+    "recovering": "yellow",
+    "stopping": "cyan",
+    "ending": "cyan",
+    "finished": "green",
+}
 _MAX_WIDTH = 116
 _SPARK_FROM_WIDTH = 76
 _MAX_METRICS, _MIN_METRICS, _MIN_WORKERS = 12, 3, 4
@@ -169,7 +176,10 @@ def _rows(snapshot: Snapshot, height: int) -> tuple[int, int]:
 
 def _head(snapshot: Snapshot, style: str) -> Text:
     workers = f"{snapshot.world_size} worker{'s' if snapshot.world_size != 1 else ''}, {snapshot.info.backend}"
-    facts = [duration(snapshot.elapsed_s), f"iteration {snapshot.iteration:,}", workers]
+    planned = "" if snapshot.num_iterations is None else f" of {snapshot.num_iterations:,}"
+    facts = [duration(snapshot.elapsed_s), f"iteration {snapshot.iteration:,}{planned}", workers]
+    if snapshot.left_s is not None and snapshot.state == "running":
+        facts.insert(1, f"about {duration(snapshot.left_s)} left")
     if snapshot.attempt > 1:
         facts.append(f"attempt {snapshot.attempt}")
     return _line((snapshot.state, f"bold {style}"), *(f"   {fact}" for fact in facts))
@@ -184,6 +194,10 @@ def _foot(snapshot: Snapshot) -> list[Text]:
     lines += [_line(("! ", "bold yellow"), note) for note in snapshot.notes]
     if snapshot.error:
         lines.append(_line((snapshot.error, "bold red")))
+    if snapshot.num_warnings > 1:  # older ones are not shown any more
+        lines.append(
+            _line((f"{snapshot.num_warnings} warnings", "bold yellow"), ", all of them in the log and in run_info")
+        )
     return lines
 
 

@@ -96,6 +96,8 @@ class CheckpointCoordinator:
         config = plan.checkpoint
         retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order)
         self._index = CheckpointIndex(plan.start, retention)
+        self._retention = retention
+        self._is_score_checked = retention.score_attribute is None
         self._reduce = plan.reduce
         self._uri_of = uri_of
         self._emit = emit
@@ -172,6 +174,7 @@ class CheckpointCoordinator:
     def restore(self, previous: PreviousState) -> None:
         """Take over the checkpoints of an earlier controller process; readers learn of those they may not know."""
         self._last_number = max(self._last_number, previous.last_number)
+        self._is_score_checked = self._is_score_checked or bool(previous.known)
         for manifest in previous.manifests:
             if manifest.number in previous.known:
                 self._delete(manifest.attempt, self._index.add(manifest)[1])
@@ -314,13 +317,22 @@ class CheckpointCoordinator:
     def on_committed(self, manifest: Manifest) -> None:
         """A manifest is on storage."""
         self._in_flight.pop(manifest.number, None)
+        if self._index.newest is not None:
+            self._check_score(self._index.newest)  # it will get no metrics any more
         shown, to_delete = self._index.add(manifest)
         data = self._describe(shown)
         self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
         self._emit(c.RecordEvent("checkpoint", data))
         if shown is not manifest:  # its score arrived while it was being written
             self._emit(c.CommitCheckpoint(shown, amend=True))
+        if shown.metrics:  # otherwise its round may still be reported
+            self._check_score(shown)
         self._delete(shown.attempt, to_delete)
+
+    def on_run_over(self) -> None:
+        """The run is over, so no checkpoint gets metrics any more."""
+        if self._index.newest is not None:
+            self._check_score(self._index.newest)
 
     def on_commit_failed(self, number: int, error: str) -> str:
         """A checkpoint could not be written; returns the message for the user."""
@@ -350,6 +362,18 @@ class CheckpointCoordinator:
             if scored is not None:
                 self._emit(c.CommitCheckpoint(scored, amend=True))
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
+                self._check_score(scored)
+
+    def _check_score(self, manifest: Manifest) -> None:
+        """Warn if the first checkpoint whose metrics are known cannot be ranked by ``score_attribute``."""
+        is_checked, self._is_score_checked = self._is_score_checked, True
+        if is_checked or self._retention.can_rank(manifest.metrics):
+            return
+        why = self._retention.explain_unranked(manifest.metrics)
+        message = f"CheckpointConfig(score_attribute={self._retention.score_attribute!r}): checkpoint {manifest.number} {why}."
+        if self._retention.num_to_keep is not None:
+            message += " No checkpoint is deleted until one has the metric, so num_to_keep does not bound their number."
+        self._emit(c.warning(message))
 
     def _describe(self, manifest: Manifest) -> dict[str, Any]:
         return {

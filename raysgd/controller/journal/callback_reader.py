@@ -19,9 +19,14 @@ from raysgd.result import Event, RunInfo
 class CallbackReader:
     """Calls the callbacks of one process for one run.
 
+    Callbacks end with an error of the run as soon as it is known, and with a success at the frame ``ends_with``.
+
     Args:
+        info: The description of the run; the name, the folder and the start are added when the run begins.
         stop: Called with a reason when a callback ends the run, and with the error of a critical one.
         error_of: Returns the error that an outcome means. In the driver, it is the object that the user gets.
+        ends_with: ``frames.RUN_END``, or ``frames.RUN_CLOSED`` to see also what happens after the outcome: the warnings of
+            callbacks in other processes.
 
     Attributes:
         critical: The error of a critical callback, or None.
@@ -35,12 +40,14 @@ class CallbackReader:
         stop: Callable[[str, BaseException | None], None],
         *,
         error_of: Callable[[dict[str, Any]], BaseException | None] = outcome_error,
+        ends_with: str = frames.RUN_END,
     ) -> None:
         self._runner = runner
         self._info = info
         self._merger = RoundMerger(reduce)
         self._stop = stop
         self._error_of = error_of
+        self._ends_with = ends_with
         self._checkpoints: set[int] = set()  # numbers; callbacks were called with them
         self._is_started = False
         self._is_ended = False
@@ -73,8 +80,11 @@ class CallbackReader:
                 return None
             self._checkpoints.add(data["number"])
             return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
+        if frame.kind == frames.RUN_END and (error := self._error_of(frame.data)) is not None:
+            self.end(error)
+        if frame.kind == self._ends_with:
+            self.end(None)
         if frame.kind == frames.RUN_END:
-            self.end(self._error_of(frame.data))
             return None
         wanted: Stop | None = None
         for result in self._merger.feed(frame):
@@ -83,7 +93,18 @@ class CallbackReader:
 
     def _event(self, event: Event) -> Stop | None:
         if event.kind == "run_start":
-            self._info = replace(self._info, run_dir=event.data["run_dir"], name=event.data["name"])
+            self._info = describe_started(self._info, event)
             self._is_started = True
             return self._runner.start(self._info)
         return self._runner.event(event) if self._is_started else None
+
+
+def describe_started(info: RunInfo, event: Event) -> RunInfo:
+    """Return the description of a run with what its event ``run_start`` says. The list of warnings is the same object."""
+    return replace(info, run_dir=event.data["run_dir"], name=event.data["name"], started_s=event.timestamp)
+
+
+def warning_in(frame: Frame) -> str | None:
+    """Return the text of the warning that a frame holds, or None."""
+    is_warning = frame.kind == frames.EVENT and frame.data["kind"] == "warning"
+    return str(frame.data["data"].get("message", "")) if is_warning else None

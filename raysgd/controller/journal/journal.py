@@ -7,6 +7,16 @@ is also the buffer between training and slow readers: `frames_from` reads back w
 A line of a metrics file is one batch of one rank, as its worker encoded it::
 
     {"seq": 12, "attempt": 1, "rank": 0, "first": 10, "count": 2, "rows": [[timestamp, time_total_s, {metrics}], ...]}
+
+All lines are standard JSON, which has no NaN and no infinities: these are null. A row with such metrics has a fourth element,
+a line of an events file the key ``nonfinite``, which says where they were, by keys and indices, and which::
+
+    [
+        timestamp,
+        time_total_s,
+        {"loss": null, "val": {"loss": null}},
+        [[["loss"], "NaN"], [["val", "loss"], "-Infinity"]],
+    ]
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
+from raysgd._util.json import put_nonfinite, take_nonfinite
 from raysgd._util.redact import redact, redact_texts
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
@@ -38,6 +49,8 @@ _SEQ = re.compile(rb'\{"seq":(\d+),')
 _SEQ_BYTES = 32
 _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
 _METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
+_RUN_FOLDER = re.compile(r"run_[0-9]+")
+_MAX_NAMED = 6
 
 
 class LogFile:
@@ -54,6 +67,11 @@ class LogFile:
     def append(self, line: bytes) -> None:
         self._pending.append(line)
         self.size_bytes += len(line)
+
+    @property
+    def unwritten(self) -> list[bytes]:
+        """The lines that are not on storage yet."""
+        return [*self._unwritten, *self._pending]
 
     def flush(self) -> None:
         """Write the appended lines. Blocks; called by one thread at a time. After an error, the next flush writes them."""
@@ -128,6 +146,11 @@ class SegmentedLog:
         if self._open is not None:
             self._open.flush()
 
+    def unwritten(self) -> dict[str, list[bytes]]:
+        """Return the lines that are not on storage yet, by the name of their file."""
+        files = [*self._closed, *([] if self._open is None else [self._open])]
+        return {file.name: file.unwritten for file in files}
+
     def _next_file(self, seq: int) -> LogFile:
         if self._open is not None:
             self._closed.append(self._open)
@@ -145,11 +168,15 @@ class Journal:
 
     Args:
         secrets: Texts to remove wherever they occur. Values under secret names, and credentials in URIs, are removed anyway.
+
+    Attributes:
+        num_reports: Number of reports that were recorded by this object.
     """
 
     def __init__(self, storage: Storage, secrets: Set[str] = frozenset()) -> None:
         self._storage = storage
         self._secrets = secrets
+        self.num_reports = 0
         self._lock = threading.Lock()
         self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
         self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
@@ -177,6 +204,7 @@ class Journal:
     def append(self, frame: Frame) -> None:
         """Record a frame; it is on storage after the next `flush`."""
         if frame.kind == frames.REPORTS:
+            self.num_reports += frame.data["count"]
             self._append_reports(frame)
         else:
             self._events.append(frame.seq, _event_line(frame, self._secrets))
@@ -187,18 +215,34 @@ class Journal:
             self._metrics.flush()
             self._events.flush()
 
+    def num_unwritten(self) -> tuple[int, int]:
+        """Return the number of reports and of other frames that are not on storage."""
+        with self._lock:
+            reports = [report_frame(line) for lines in self._metrics.unwritten().values() for line in lines]
+            return sum(frame.data["count"] for frame in reports), sum(map(len, self._events.unwritten().values()))
+
     def frames_from(self, seq: int, before: int) -> Iterator[Frame]:
-        """Yield the report frames numbered ``seq`` to ``before - 1``, from storage. Blocks."""
-        self.flush()
+        """Yield the report frames numbered ``seq`` to ``before - 1``, from storage. Blocks.
+
+        What cannot be written, because the disk is full, comes from memory: a slow reader loses nothing by that.
+        """
+        unwritten: dict[str, list[bytes]] = {}
+        try:
+            self.flush()
+        except OSError:
+            with self._lock:  # a flush moves lines
+                unwritten = self._metrics.unwritten()
         segments = list(self._metrics.segments)  # the event loop adds to it meanwhile
         for index, (first, name) in enumerate(segments):
             is_last = index + 1 == len(segments)
             if first >= before or (not is_last and segments[index + 1][0] <= seq):
                 continue
-            data = self._storage.read_bytes(name)
-            for line in _whole_lines(data):  # a flush may be writing the last one
+            data = b"" if unwritten.get(name) and not self._storage.exists(name) else self._storage.read_bytes(name)
+            # A flush may be writing the last line of the file, or may have written those in memory by now.
+            for line in [*_whole_lines(data), *unwritten.get(name, [])]:
                 frame = report_frame(line)
                 if seq <= frame.seq < before:
+                    seq = frame.seq + 1
                     yield frame
 
     def _append_reports(self, frame: Frame) -> None:
@@ -218,6 +262,7 @@ def report_frame(line: bytes) -> Frame:
 def event_frame(line: bytes) -> Frame:
     """Return the frame of a line of an events file."""
     fields = json.loads(line)
+    put_nonfinite(fields, fields.pop("nonfinite", []))
     if "timestamp" not in fields:  # only events have it; some kinds of events and of other frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])
     data = {key: fields[key] for key in ("kind", "timestamp", "data")}
@@ -232,12 +277,23 @@ def stored_frames(storage: Storage) -> list[Frame]:
     """
     names = storage.list_names()
     if not any(_EVENTS_FILE.fullmatch(name) for name in names):
-        raise CheckpointNotFoundError(f"{storage.path_of('')} is not a run's folder: it has no events.jsonl.")
+        raise CheckpointNotFoundError(
+            f"{storage.path_of('')} is not a run's folder: it has no events.jsonl{suggest_run(storage)}"
+        )
     found: list[Frame] = []
     for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
         for name in filter(pattern.fullmatch, names):
             found += map(to_frame, _whole_lines(storage.read_bytes(name)))
     return sorted(found, key=lambda frame: frame.seq)
+
+
+def suggest_run(folder: Storage) -> str:
+    """Return the end of a sentence about a folder that is not a run's: the runs in it, if it is a Trainer's folder."""
+    runs = sorted((name for name in folder.list_names() if _RUN_FOLDER.fullmatch(name)), key=lambda name: int(name[4:]))
+    if not runs:
+        return "." if folder.exists() else ", and does not exist."
+    shown = ", ".join(runs if len(runs) <= _MAX_NAMED else [*runs[:2], "...", *runs[-2:]])
+    return f". It is a Trainer's folder, with {shown}; did you mean {folder.path_of(runs[-1])}?"
 
 
 def _last_seq(data: bytes, first: int) -> int:
@@ -265,5 +321,6 @@ def _event_line(frame: Frame, secrets: Set[str]) -> bytes:
     else:
         data = {key: value for key, value in frame.data.items() if not isinstance(value, bytes)}
         fields = {"seq": frame.seq, "attempt": frame.attempt, "kind": frame.kind, "rank": frame.rank, "data": data}
-    fields = redact_texts(fields, secrets, untouched=("kind",))
+    fields, nonfinite = take_nonfinite(redact_texts(fields, secrets, untouched=("kind",)))
+    fields |= {"nonfinite": nonfinite} if nonfinite else {}
     return json.dumps(fields, separators=(",", ":"), default=str).encode() + b"\n"

@@ -21,6 +21,8 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "node": outcome.node,
         "followed": [list(item) for item in outcome.followed],
     }
+    if outcome.key:
+        data["key"] = outcome.key
     if failed is not None:
         data |= {"type_name": failed.type_name, "summary": failed.summary, "traceback": failed.traceback}
         data["exception"] = failed.exception
@@ -35,6 +37,8 @@ def outcome_error(data: dict[str, Any]) -> BaseException | None:
         return None
     if "summary" not in data:
         kind = getattr(errors, data["error_type"] or "", errors.WorkerError)
+        if "key" in data:
+            return kind(data["message"], key=data["key"])
         return kind(data["message"], ranks=tuple(data["ranks"]), failures=data["failures"])
     followed = tuple((rank, line) for rank, line in data["followed"])
     cause = errors.WorkerTraceback(data["traceback"], data["rank"], data["node"], followed)

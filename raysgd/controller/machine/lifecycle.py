@@ -65,6 +65,8 @@ class RunLifecycle:
         self._clock = clock
         self._emit = emit
         self._is_published = False
+        self._missing = c.MetricsMissing(())
+        self._warned_of_missing = False
 
     @property
     def is_stopping(self) -> bool:
@@ -79,6 +81,37 @@ class RunLifecycle:
         """Return the current attempt if all ranks train: none has left, and no stop was requested."""
         is_undisturbed = isinstance(self.state, Running) and self.state.has_all_ranks and not self.is_stopping
         return running_of(self.state) if is_undisturbed else None
+
+    # -- metrics that are never reported ------------------------------------------------------------------------------
+
+    def on_metrics_missing(self, given: c.MetricsMissing) -> None:
+        """Warn after the first round: a name may be wrong, or be reported in some rounds only."""
+        self._missing = given
+        if given.names and given.is_round_complete and not self._warned_of_missing:
+            self._warned_of_missing = True
+            self._emit(
+                c.warning(
+                    f"the reports of the first round have no {given.described}. A later round may have it; a run that ends "
+                    "without it raises a MissingMetricError."
+                )
+            )
+
+    def _check_reduced(self, outcome: Outcome) -> Outcome:
+        """Return the outcome, or a `MissingMetricError` instead of a success without a metric that ``reduce`` names.
+
+        A run that was stopped, or that resumed from a checkpoint, may have been too short for the metric.
+        """
+        if not self._missing.names or not outcome.is_success:
+            return outcome
+        message = f"no report of the run had {self._missing.described}."
+        if outcome.kind != "done" or self._plan.start.iteration > 0:
+            self._emit(c.warning(message))
+            return outcome
+        message += (
+            " Training itself has succeeded: what train_func returned is this error's attribute `returned`, and "
+            f"raysgd.load_run(run_dir, reduce={{...}}) reduces what was reported. {self.checkpoints.last_checkpoint}"
+        )
+        return Outcome("error", error_type="MissingMetricError", message=message, key=self._missing.names[0])
 
     # -- Preparing ----------------------------------------------------------------------------------------------------
 
@@ -286,9 +319,11 @@ class RunLifecycle:
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
             if self.checkpoints.store_held():  # not before: a worker might still have written it
                 return
-            self._publish(self.state.outcome)
+            self.checkpoints.on_run_over()
+            outcome = self._check_reduced(self.state.outcome)
+            self._publish(outcome)
             self.preemption.kill_preempted()
-            self.state = Closed(self.state.outcome)
+            self.state = Closed(outcome)
             self._emit(c.CloseRun())
 
     def _leave_at_save_point(self, running: Running) -> None:

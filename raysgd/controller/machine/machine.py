@@ -93,6 +93,8 @@ class RunMachine:
             case c.ReportsReceived():
                 if self.accepts(given.attempt):
                     self.checkpoints.on_reports(given.rank, given.num_reports)
+            case c.MetricsMissing():
+                self._lifecycle.on_metrics_missing(given)
             case c.StreamEnded():
                 self._on_stream_ended(given)
             case c.GroupReady():

@@ -18,7 +18,7 @@ import cloudpickle
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller import frames
-from raysgd.controller.journal.callback_reader import CallbackReader
+from raysgd.controller.journal.callback_reader import CallbackReader, warning_in
 from raysgd.controller.journal.frame_streams import follow_frames
 from raysgd.controller.watchdog import ask, end_with
 from raysgd.result import RunInfo
@@ -71,6 +71,8 @@ class CallbackHost(Watched):
         reader = CallbackReader(runner, info, reduce, stop)
         for batch in follow_frames(self._controller, run_id, last=frames.RUN_END, send_again=lambda: True):
             for frame in batch:
+                if (warning := warning_in(frame)) is not None:
+                    info.warnings.append(warning)
                 reader.feed(frame)
         reader.end(None)
         return None if reader.critical is None else _failed(reader.critical)

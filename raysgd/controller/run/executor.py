@@ -23,6 +23,7 @@ from raysgd.controller.journal.frame_log import FrameLog, stream_interval_s
 from raysgd.controller.journal.outcome import outcome_data
 from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.requests import RunRequest
+from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run.watch import Watch
@@ -68,7 +69,6 @@ class Run:
         begins: Callable[[AttemptRecord], None] = lambda attempt: None,
     ) -> None:
         self._request = request
-        self._info = info
         self._group = group
         self._share = share
         self._checkpoint = checkpoint
@@ -76,6 +76,7 @@ class Run:
         self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
         self._begins = begins
         self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
+        self._info = dataclasses.replace(info, started_s=previous.started_s or time.time())
         if previous.bound_size is not None:
             group.expect(previous.bound_size)
         self.log = FrameLog(
@@ -84,6 +85,11 @@ class Run:
             earlier=previous.frames,
             next_seq=previous.next_seq,
         )
+        self._awaited = AwaitedMetrics(request.reduce)
+        self._missing = c.MetricsMissing(())  # as the state machine knows it
+        if is_resumed and request.reduce:
+            for frame in self._files.journal.frames_from(0, previous.next_seq):
+                self._awaited.feed(frame.rows)
         plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous if is_resumed else None)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
@@ -136,6 +142,8 @@ class Run:
         if may_have_leftovers or not has_succeeded(self._machine.state):
             await self._files.sweep()
         await self._files.flush()  # readers of the last frame can read all files
+        if (lost := self._files.describe_lost()) is not None:
+            self.warn(lost)
         self._emit_frame(c.EmitFrame(frames.RUN_CLOSED, self._attempt))
         await self._files.flush()
         self._files.close()
@@ -154,6 +162,19 @@ class Run:
 
     def warn(self, message: str) -> None:
         self._record_event(c.warning(message))
+
+    async def add_warning(self, message: str, source: str | None) -> None:
+        """Add a warning of another process, also to a run that is closed; returns when it is on storage.
+
+        Args:
+            message: For the user.
+            source: Which process has shown it to the user already; None: none has.
+        """
+        event = c.warning(message)
+        self._record_event(
+            event if source is None else dataclasses.replace(event, data={**event.data, "source": source})
+        )
+        await self._files.flush()
 
     def pause(self) -> None:
         """Pause at the next checkpoint. A paused run holds no workers."""
@@ -176,6 +197,7 @@ class Run:
             "run_id": self._request.run_id,
             "reduce": dict(self._request.reduce),
             "returns": self._request.task.returns,
+            "info": self._info,
         }
 
     def status(self) -> dict[str, Any]:
@@ -284,10 +306,11 @@ class Run:
                 if self._reads.can_delete(command.number):
                     self._files.delete([command.number])
             case c.PublishOutcome():
-                self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
+                # The event first: callbacks get it, and with it the time of the end, before their own end.
                 self._record_event(
                     c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": command.outcome.describe()})
                 )
+                self._emit_frame(c.EmitFrame(frames.RUN_END, self._attempt, data=outcome_data(command.outcome)))
                 self._files.flush_if_local()  # readers that get the outcome may read the files next
             case c.CloseRun():
                 self._files.delete(self._reads.end())
@@ -409,6 +432,16 @@ class Run:
             data = {"first": reports.first, "count": reports.count}
             self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
             self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count))
+            if self._awaited.missing:
+                self._awaited.feed(reports.rows)
+                self._update_missing()
+
+    def _update_missing(self) -> None:
+        """Send the state machine the metrics of ``reduce`` that no report has had, if that has changed."""
+        is_round_complete = self.log.iteration > self._request.start.iteration
+        if (self._awaited.missing, is_round_complete) != (self._missing.names, self._missing.is_round_complete):
+            self._missing = c.MetricsMissing(self._awaited.missing, self._awaited.describe(), is_round_complete)
+            self._feed(self._missing)
 
     async def _store_held(self, manifest: Manifest) -> None:
         try:
@@ -462,4 +495,6 @@ def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict
     """Return the content of ``run.json``, secrets included."""
     found = [group.info(rank) for rank in range(group.size)]
     workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]
-    return {**request.description, **dataclasses.asdict(info), "workers": workers, "started": time.time()}
+    shown = {name: value for name, value in dataclasses.asdict(info).items() if name not in ("started_s", "warnings")}
+    more = {"reduce": dict(request.reduce), "workers": workers, "started": info.started_s}
+    return {**request.description, **shown, **more}

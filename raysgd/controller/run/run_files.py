@@ -37,7 +37,8 @@ class RunFiles:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._flusher: asyncio.Task[None] | None = None
         self._deleting: set[asyncio.Task[None]] = set()
-        self._is_journal_broken = False
+        self._journal_error: OSError | None = None
+        self._is_closed = False
 
     def uri_of(self, number: int) -> str:
         """Return the URI of a checkpoint's folder."""
@@ -93,7 +94,17 @@ class RunFiles:
 
     async def flush(self) -> None:
         """Write all frames so far to storage, after the writes that were requested before."""
-        await self._flush(self._writer)
+        await self._flush(None if self._is_closed else self._writer)
+
+    def describe_lost(self) -> str | None:
+        """Return how much of the journal could not be written, after the last flush; None: all is written."""
+        num_reports, num_others = self.journal.num_unwritten()
+        if not num_reports and not num_others:
+            return None
+        return (
+            f"{num_reports:,} of {self.journal.num_reports:,} reports and {num_others} events could not be written to "
+            f"{self.storage.uri}, and load_run will not have them: {self._journal_error}"
+        )
 
     def flush_if_local(self) -> None:
         """Write all frames now, if that takes only a millisecond."""
@@ -105,7 +116,8 @@ class RunFiles:
             self._journal_broke(error)
 
     def close(self) -> None:
-        """Stop the writing thread."""
+        """Stop the writing thread. A later `flush` writes from another one."""
+        self._is_closed = True
         self._writer.shutdown(wait=False)
 
     async def _flush_regularly(self) -> None:
@@ -121,9 +133,9 @@ class RunFiles:
             self._journal_broke(error)
 
     def _journal_broke(self, error: OSError) -> None:
-        if not self._is_journal_broken:
-            self._is_journal_broken = True
-            self._warn(f"the run's files cannot be written: {error}")
+        is_first, self._journal_error = self._journal_error is None, error
+        if is_first:
+            self._warn(f"the run's files cannot be written, which is tried again: {error}")
 
     async def _in_writer(self, function: Callable[..., Any], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)

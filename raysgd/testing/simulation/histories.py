@@ -51,8 +51,8 @@ def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a
             case c.PublishOutcome():
                 outcome = command.outcome
                 data = {key: value for key, value in outcome_data(outcome).items() if not isinstance(value, bytes)}
-                yield Frame(0, frames.RUN_END, attempt, data=data)
                 yield _event("run_end", attempt, {"kind": outcome.kind, "message": outcome.describe()})
+                yield Frame(0, frames.RUN_END, attempt, data=data)
             case c.CloseRun():
                 yield Frame(0, frames.RUN_CLOSED, attempt)
 
