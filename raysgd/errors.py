@@ -1,7 +1,5 @@
 """The tree of errors. Every error that raysgd itself raises is one of these. All can be pickled and have structured fields.
 
-::
-
     RaySGDError
     ├── ConfigError (ValueError)            a setting that cannot work; the text says what is allowed
     │   ├── UnknownArgumentError (TypeError)  an argument that does not exist; the text names the right one

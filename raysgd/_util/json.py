@@ -61,17 +61,19 @@ def encode_rows(rows: Sequence[tuple[float, float, dict[str, Any]]]) -> bytes:
     Raises:
         TypeError: They contain an object that JSON cannot hold.
     """
-    try:
-        data = orjson.dumps(rows)
-    except TypeError:
-        data = b"null"
-    if b"null" not in data:
+    data = _encode_fast(rows)
+    if data is not None and b"null" not in data:
         return data
     strict = [_strict_row(*row) for row in rows]
+    return _encode_fast(strict) or _encode_any(strict)
+
+
+def _encode_fast(value: Any) -> bytes | None:
+    """Encode with orjson; None if it is missing or refuses the value."""
     try:
-        return orjson.dumps(strict)
+        return None if _orjson is None else bytes(_orjson.dumps(value))
     except TypeError:
-        return _encode_any(strict)
+        return None
 
 
 def decode_rows(data: bytes) -> list[list[Any]]:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from raysgd._util.imports import imported
 from raysgd.backends import torch_scripts
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_collectives
@@ -227,6 +228,7 @@ class TorchBackend(Backend):
         if self._rendezvous is None or self._rendezvous.address != member.rendezvous:
             self._rendezvous = Rendezvous(member.rendezvous)
         _set_environment(member)
+        _reset_accelerate()
         self._store = join_store(self._rendezvous, member, self._config.init_timeout_s)
         self._began_ns = time.time_ns()
         before = list_listeners() if backend == "gloo" else set()
@@ -375,7 +377,7 @@ def _check_available(backend: str) -> None:
 
 
 def _set_environment(member: Member) -> None:
-    """Set the variables that torchrun sets, because libraries read them, and the network interface of gloo's sockets."""
+    """Set the variables that torchrun and ``accelerate launch`` set, because libraries read them, and gloo's interface."""
     os.environ.update(
         RANK=str(member.rank),
         WORLD_SIZE=str(member.world_size),
@@ -384,9 +386,21 @@ def _set_environment(member: Member) -> None:
         NODE_RANK=str(member.node_rank),
         GROUP_RANK=str(member.node_rank),
     )
+    # Accelerate, on which transformers.Trainer is built, would not use a group on CPUs, and choose a GPU by the local rank.
+    if index := os.environ.get("RAYSGD_DEVICE_INDEX"):
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"cuda:{index}")
+    else:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     interface = find_interface(member.node_ip)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _reset_accelerate() -> None:
+    """Reset what Accelerate keeps for the life of a process: the ranks, world size and loaders of its first group."""
+    if (state := imported("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _identity(obj: Any) -> Any:

@@ -21,8 +21,6 @@ from raysgd.session import api, context
 class KerasCallback:
     """Reports each epoch of ``fit``, saves checkpoints, stops when the run should stop, and resumes from a checkpoint.
 
-    ::
-
         callback = raysgd.tensorflow.KerasCallback()
         model.fit(data, epochs=10, initial_epoch=callback.restore(model), callbacks=[callback])
 

@@ -38,8 +38,6 @@ class Fired:
 class FaultPlan:
     """Faults that happen in a run, each once, at planned places.
 
-    ::
-
         plan = FaultPlan([Kill(rank=1, step=3), BitFlip(checkpoint=2)])
         trainer.run(plan.wrap(train_func), config)
         plan.assert_all_fired()

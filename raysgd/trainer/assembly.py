@@ -20,6 +20,7 @@ from ray._private.worker import SCRIPT_MODE, global_worker
 from ray.util import get_current_placement_group
 
 from raysgd._util.imports import imported
+from raysgd._util.logs import get_logger
 from raysgd._util.redact import plain, redact, secret_values
 from raysgd.callbacks.base import Callback, check_callbacks, check_packages
 from raysgd.callbacks.progress.callback import ProgressCallback, default_callbacks

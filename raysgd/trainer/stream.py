@@ -79,6 +79,7 @@ class ResultStream:
             make_reader: Makes what calls the callbacks of this process, or returns None.
             buffer_bytes: Size of the frames held for an iteration that is behind.
             from_iteration: The ``training_iteration`` of the first result.
+            lease: Held as long as this stream: the workers are not released meanwhile.
             info: What is known of the run before it begins.
             logs_warnings: Whether to log the run's warnings; one stream of a process does.
         """

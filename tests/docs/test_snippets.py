@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from support.project import name_of
+from support.project import ROOT, name_of
 from support.snippets import documents, run_snippets, snippets
 
-WITH_PYTHON = [path for path in documents() if snippets(path, "python")]
+#: tests/docs/test_coming_from.py runs these.
+ELSEWHERE = ROOT / "doc" / "coming-from"
+WITH_PYTHON = [path for path in documents() if snippets(path, "python") and ELSEWHERE not in path.parents]
 
 
 @pytest.mark.timeout(300)

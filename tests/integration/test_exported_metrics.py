@@ -11,6 +11,7 @@ from typing import Any
 
 import raysgd
 from support.poll import until
+from support.project import ROOT
 from support.runs import PATIENCE_S, latest_run, make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
@@ -25,15 +26,20 @@ PORT = _free_port()
 RAY_INIT = {"_metrics_export_port": PORT, "_system_config": {"metrics_report_interval_ms": 500}}
 
 
-def exported(name: str) -> dict[tuple[str, str], float]:
-    """Return the current values of a gauge in the node's exporter, by run and rank."""
+def metrics_page() -> str:
+    """Return what Prometheus reads from the node's exporter."""
     import ray
 
     host = ray.util.get_node_ip_address()
     try:
-        text = urllib.request.urlopen(f"http://{host}:{PORT}/metrics", timeout=10).read().decode()
+        return str(urllib.request.urlopen(f"http://{host}:{PORT}/metrics", timeout=10).read().decode())
     except OSError:
-        return {}
+        return ""
+
+
+def exported(name: str) -> dict[tuple[str, str], float]:
+    """Return the current values of a gauge in the node's exporter, by run and rank."""
+    text = metrics_page()
     found = {}
     for labels, value in re.findall(rf"^ray_{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
         tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
@@ -59,6 +65,9 @@ def test_worker_metrics_are_exported_during_training(ray_cluster: Any, tmp_path:
         assert set(exported("raysgd_worker_cpu_percent")) == set(memory)
         times = exported("raysgd_worker_time_per_report_s")
         assert set(times) == set(memory) and all(0.04 < value < 0.2 for value in times.values())
+        names = set(re.findall(r"^ray_raysgd_worker_\w+", metrics_page(), re.MULTILINE))
+        documented = set(re.findall(r"ray_raysgd_worker_\w+", (ROOT / "doc/guides/monitoring.md").read_text()))
+        assert names == {name for name in documented if "_gpu_" not in name}, "doc/guides/monitoring.md lists others"
         stream.cancel()
         samples = latest_run(trainer).samples
     assert set(samples["rank"]) == {0, 1}

@@ -23,6 +23,7 @@ LIBRARIES_SET = (
     "MPL",
     "PYTEST_",
     "PYTHONBREAKPOINT",  # Ray, when it starts
+    "PYTORCH_NVML_",  # Lightning
     "RAY_",
     "TF_",
     "TF2_",
