@@ -46,7 +46,7 @@ def given_group(group: None, installed: None) -> Any:
         {"backend": "cpu:gloo", "init_method": "tcp://127.0.0.1:29500", "rank": 0, "world_size": 1},
         {"store": dist.HashStore(), "rank": 0, "world_size": 1},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_group_that_is_there_can_be_asked_for(given_group: Any, asked: dict[str, Any]) -> None:
     dist.init_process_group(**asked)
