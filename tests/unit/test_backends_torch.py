@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
 import raysgd
-from raysgd.backends.torch import Rendezvous, remove_store_file
+from raysgd.backends.base import Member
+from raysgd.backends.torch import Rendezvous, _set_environment, remove_store_file
 from raysgd.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -79,3 +81,33 @@ def test_each_group_meets_in_a_file_of_its_own(tmp_path: Path) -> None:
     for rendezvous in [*groups, *groups]:
         remove_store_file(rendezvous)
     assert not paths[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"RAYSGD_DEVICE_INDEX": "1"}, "ACCELERATE_TORCH_DEVICE", "cuda:1"),
+        ({}, "ACCELERATE_USE_CPU", "true"),
+        ({"ACCELERATE_USE_CPU": "false"}, "ACCELERATE_USE_CPU", "false"),
+    ],
+)
+def test_accelerate_trains_on_the_device_of_the_worker(
+    given: dict[str, str], name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    _set_environment(
+        Member(
+            rank=3,
+            world_size=4,
+            local_rank=1,
+            local_world_size=2,
+            node_rank=1,
+            rendezvous="",
+            node_ip=HOST,
+            has_gpu=False,
+        )
+    )
+    set_names = [key for key in environment if key.startswith("ACCELERATE_")]
+    assert set_names == [name] and environment[name] == value
+    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", "1")
