@@ -68,10 +68,7 @@ class Channel:
         self._actor = actor
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
         self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
-        # Without this, a TrainerActor that does not run would stop everything without a word: no result, no error, no end.
-        self._watch = watch = ProcessWatch(settings.spec.failure_config.heartbeat_timeout_s)
-        watch.add(CONTROLLER, lambda: actor, on_kill=_report_kill)
-        weakref.finalize(self, watch.close)
+        self._watch = _ControllerWatch(actor, settings.spec.failure_config.heartbeat_timeout_s)
         self._is_idle = threading.Event()  # the run that this process has begun is closed
         self._is_idle.set()
         self._has_outcome = True  # of that run
@@ -147,14 +144,14 @@ class Channel:
             RayActorError: The TrainerActor is gone.
         """
         try:
-            for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
-                self._watch.on_message(CONTROLLER)
-                if self._is_request(run_id):
-                    self._update_progress({frame.kind for frame in batch})
-                yield batch
+            with self._watch.waiting():
+                for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
+                    self._watch.on_message()
+                    if self._is_request(run_id):
+                        self._update_progress({frame.kind for frame in batch})
+                    yield batch
         except RayActorError:
             self.is_gone = True
-            self._watch.close()
             self._tidy_up()
             raise
         finally:
@@ -200,13 +197,14 @@ class Channel:
         self.check_cluster()
         while True:
             try:
-                return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
+                with self._watch.waiting():
+                    return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
             except RayTaskError as error:
                 if not isinstance(error.cause, RunNotGiven) or not self._send_again():
                     raise_cause(error)
                 time.sleep(ASK_AGAIN_S)
             except RayActorError as error:
-                if may_repeat and comes_back(self._actor):
+                if may_repeat and self._comes_back():
                     self._send_again()
                     continue
                 self.close()
@@ -246,13 +244,14 @@ class Channel:
         """End the TrainerActor and all its workers."""
         if self.has_lost_cluster:
             return  # they are gone, and this process may be connected to another cluster
-        try:
+        with contextlib.suppress(Exception), self._watch.waiting():
             ray.get(self._actor.shutdown.remote(), timeout=timeout_s)
-        except Exception:
-            pass
-        self._watch.close()
         ray.kill(self._actor)
         self._tidy_up()
+
+    def _comes_back(self) -> bool:
+        with self._watch.waiting():
+            return comes_back(self._actor)
 
     def _tidy_up(self) -> None:
         """Remove what the dead TrainerActor left: its placement groups would exist as long as the driver."""
@@ -297,12 +296,49 @@ class Channel:
         return replace(request, task=replace(task, datasets=kept.datasets, initial_state=kept.initial_state))
 
 
-def _report_kill(why: str) -> None:
-    get_logger().warning(
-        "%s %s. It is killed and starts again; its workers end with it, and a live run resumes from its newest checkpoint.",
-        CONTROLLER,
-        why,
-    )
+class _ControllerWatch:
+    """Watches the TrainerActor while this process waits for it, so that one that does not run stops nothing without a word.
+
+    Args:
+        actor: Its handle.
+        timeout_s: See `ProcessWatch`.
+    """
+
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        self._find = lambda: actor
+        self._watch = ProcessWatch(timeout_s)
+        weakref.finalize(self, self._watch.close)  # also before Ray shuts down at the end of the program
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._pid: int | None = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Watch in this block, in which the TrainerActor must answer."""
+        with self._lock:
+            self._num_waiting += 1
+            if self._num_waiting == 1:
+                self._watch.add(CONTROLLER, self._find, pid=self._pid, on_kill=self._report)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._pid = self._watch.remove(CONTROLLER)
+
+    def on_message(self) -> None:
+        """The TrainerActor has sent something."""
+        self._watch.on_message(CONTROLLER)
+
+    @staticmethod
+    def _report(why: str) -> None:
+        get_logger().warning(
+            "%s %s. It is killed and starts again; its workers end with it, and a live run resumes from its newest "
+            "checkpoint.",
+            CONTROLLER,
+            why,
+        )
 
 
 class ReturnedValues:

@@ -27,7 +27,7 @@ from raysgd.session import context
 from raysgd.testing import check_history
 from support.runs import PATIENCE_S, actor_pids, events_of, quiet, travels_by_value
 
-FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 45))
+FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 25))
 SEED = int(os.environ.get("RAYSGD_FUZZ_SEED", random.randrange(10**6)))
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(FUZZ_S + 240)]
@@ -59,7 +59,9 @@ def train_epochs(config: dict[str, Any]) -> int:
     session = context.installed()
     shard = raysgd.get_dataset().get_split()
     with open(Path(config["folder"], f"{session.attempt}-{first}-{raysgd.world_rank()}"), "a") as log:
-        while not raysgd.broadcast(os.path.exists(config["file"])):
+        is_whole = first == 0  # no epoch is to be completed
+        while not (is_whole and raysgd.broadcast(os.path.exists(config["file"]))):
+            is_whole = True
             for batch in shard.iter_batches(batch_size=4, shuffle="full"):
                 step += 1
                 log.writelines(f"{step} {shard.epoch} {row}\n" for row in batch["x"].tolist())
@@ -139,7 +141,7 @@ def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tm
     for before, after in itertools.pairwise(results):
         follows = after["training_iteration"] == before["training_iteration"] + 1
         assert follows or after["attempt"] > before["attempt"]
-    assert results[-1]["training_iteration"] == num_steps
+    assert {result["training_iteration"] for result in results} >= set(range(1, num_steps + 1))
     seen = rows_that_count(folder)
     num_epochs = 1 + max(epoch for epoch, _ in seen)
     assert seen == Counter({(epoch, row): 1 for epoch in range(num_epochs) for row in range(NUM_ROWS)})

@@ -163,14 +163,15 @@ class ProcessWatch:
         with self._lock:
             now = time.monotonic()
             self._watched[name] = _Watched(find, Silence(now), pid, on_kill, on_gone, asked_at=now)
-            if self._thread is None and not self._closing.is_set():
+            if self._thread is None and not self._closing.is_set():  # it ends when there is nothing to watch
                 self._thread = threading.Thread(target=self._run, name="raysgd-watch", daemon=True)
                 self._thread.start()
 
-    def remove(self, name: str) -> None:
-        """Stop watching an actor."""
+    def remove(self, name: str) -> int | None:
+        """Stop watching an actor; return the id of its process if it has answered."""
         with self._lock:
-            self._watched.pop(name, None)
+            watched = self._watched.pop(name, None)
+        return None if watched is None else watched.pid
 
     def on_message(self, name: str) -> None:
         """The process has sent something, which is a sign of life as well."""
@@ -179,10 +180,13 @@ class ProcessWatch:
                 watched.silence = Silence(time.monotonic())
 
     def close(self) -> None:
-        """Stop watching, for good; returns at once."""
+        """Stop watching, for good; waits for a moment until the thread has ended."""
         self._closing.set()
         with self._lock:
             self._watched.clear()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._tick_s)
 
     def step(self, now: float, gap_s: float = 0.0) -> None:
         """Ask, examine and kill what is due; called by the thread.
@@ -204,9 +208,10 @@ class ProcessWatch:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set() and ray.is_initialized():  # otherwise a call would start Ray again
+            while ray.is_initialized():  # otherwise a call would start Ray again
                 begun = time.monotonic()
-                if self._closing.wait(self._tick_s):
+                self._closing.wait(self._tick_s)
+                if self._is_over():
                     return
                 now = time.monotonic()
                 try:
@@ -217,6 +222,14 @@ class ProcessWatch:
         finally:
             if self._processes is not None:
                 self._processes.close()
+
+    def _is_over(self) -> bool:
+        """Return whether there is nothing to watch, so that the thread ends; `add` starts another one."""
+        with self._lock:
+            is_over = not self._watched
+            if is_over:
+                self._thread = None
+        return is_over
 
     def _is_due(self, watched: _Watched, now: float) -> bool:
         """Return whether the process must be asked: it is silent, or its process id is unknown."""
