@@ -53,6 +53,7 @@ EXTRAS = {
         "moto[server]>=5",  # an S3 server
         "tensorboard>=2.18",
         "optuna>=4",
+        "basedpyright>=1.30",  # pyright with its own Node.js: what editors say of raysgd
         # notebooks, and the pictures of the benchmarks
         "matplotlib>=3.9",
         "ipykernel>=6.29",
@@ -85,6 +86,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    # So an editable install adds this folder to the path, where editors and type checkers find the package. Without it,
+    # setuptools installs a hook for imports, which they do not run.
+    package_dir={"": "."},
     packages=find_packages(include=["raysgd", "raysgd.*"]),
     package_data={"raysgd": ["py.typed"]},
     install_requires=CORE,
