@@ -55,6 +55,7 @@ EXTRAS = {
         "flask-cors>=5",
         "tensorboard>=2.18",
         "optuna>=4",
+        "basedpyright>=1.30",  # pyright with its own Node.js: what editors say of raysgd
         # notebooks, and the pictures of the benchmarks
         "matplotlib>=3.9",
         "ipykernel>=6.29",
@@ -87,6 +88,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    # So an editable install adds this folder to the path, where editors and type checkers find the package. Without it,
+    # setuptools installs a hook for imports, which they do not run.
+    package_dir={"": "."},
     packages=find_packages(include=["raysgd", "raysgd.*"]),
     package_data={"raysgd": ["py.typed"]},
     install_requires=CORE,

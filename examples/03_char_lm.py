@@ -143,12 +143,16 @@ def main() -> None:
     args = parser.parse_args()
 
     config = {"steps": args.steps, "batch_size": 32 // args.workers, "lr": 4e-3, "report_every": 20}
-    reduce = {"loss": "mean", "unseen_loss": "mean", "letters_per_s": "sum"}
     keep = raysgd.CheckpointConfig(num_to_keep=2)
     with raysgd.Trainer(num_workers=args.workers, backend="torch", seed=0, checkpoint_config=keep) as trainer:
         print(trainer)
         try:
-            model = trainer.run(train_func, config, resume_from=args.resume, reduce=reduce)
+            model = trainer.run(
+                train_func,
+                config,
+                resume_from=args.resume,
+                reduce={"loss": "mean", "unseen_loss": "mean", "letters_per_s": "sum"},
+            )
         finally:
             if last := trainer.get_last_checkpoint():
                 print(f"to resume from here: --resume {last.path}")

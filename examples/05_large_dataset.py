@@ -102,8 +102,12 @@ def train(folder: Path, gigabytes: float, workers: int) -> None:
 
     ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     with raysgd.Trainer(workers, "torch", seed=0) as trainer:
-        reduce = {"memory_mb": "max", "data_wait_fraction": "max", "accuracy": "mean"}
-        stream = trainer.run_generator(train_func, {"batch_size": 1024}, dataset=folder, reduce=reduce)
+        stream = trainer.run_generator(
+            train_func,
+            {"batch_size": 1024},
+            dataset=folder,
+            reduce={"memory_mb": "max", "data_wait_fraction": "max", "accuracy": "mean"},
+        )
         results = list(stream)
         stream.get_returns()
         run_dir = trainer.run_dir

@@ -13,6 +13,7 @@ import argparse
 import numpy as np
 import torch
 from ray import tune
+from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -35,7 +36,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     x_train, x_val, y_train, y_val = parts
 
-    def columns(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    def columns(x, y) -> dict[str, np.ndarray]:
         return {"image": x.astype(np.float32).reshape(-1, 1, 8, 8) / 16, "label": y}
 
     return {"train": columns(x_train, y_train), "validation": columns(x_val, y_val)}
@@ -87,7 +88,7 @@ def main() -> None:
             mode="max",
             num_samples=args.trials,
             search_alg=BasicVariantGenerator(random_state=0),  # the same trials each time
-            scheduler=tune.schedulers.ASHAScheduler(max_t=args.epochs, grace_period=2),
+            scheduler=ASHAScheduler(max_t=args.epochs, grace_period=2),
             reuse_actors=True,  # a trial starts in the processes of one that has ended
         ),
     )

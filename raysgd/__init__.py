@@ -3,12 +3,9 @@
 The public names are resolved on first use, so importing raysgd loads neither Ray nor a framework.
 """
 
-from __future__ import annotations
+import typing as _typing  # editors complete what has no underscore
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from raysgd import backends, callbacks, data, errors, jax, tensorflow, torch, tune_integration
     from raysgd.backends.base import Backend, BackendConfig, Coordinator
     from raysgd.backends.horovod import HorovodConfig
@@ -83,15 +80,19 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    elif name in _PACKAGES:
-        value = importlib.import_module(f"raysgd.{name}")
-    else:
-        raise AttributeError(f"module 'raysgd' has no attribute {name!r}{_advice(name)}")
-    globals()[name] = value
-    return value
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for a public one
+
+    def __getattr__(name: str) -> _typing.Any:
+        import importlib
+
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        elif name in _PACKAGES:
+            value = importlib.import_module(f"raysgd.{name}")
+        else:
+            raise AttributeError(f"module 'raysgd' has no attribute {name!r}{_advice(name)}")
+        globals()[name] = value
+        return value
 
 
 #: What to write for names that other libraries have.

@@ -22,7 +22,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     x_train, x_val, y_train, y_val = parts
 
-    def columns(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    def columns(x, y) -> dict[str, np.ndarray]:
         return {"image": x.astype(np.float32) / 16, "label": y}
 
     return {"train": columns(x_train, y_train), "validation": columns(x_val, y_val)}
@@ -32,7 +32,7 @@ def train_func(config: dict) -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf  # imported here: the driver does not need it
 
-    model = tf.keras.Sequential([tf.keras.layers.Dense(256, "relu", input_shape=(64,)), tf.keras.layers.Dense(10)])
+    model = tf.keras.Sequential([tf.keras.Input((64,)), tf.keras.layers.Dense(256, "relu"), tf.keras.layers.Dense(10)])
     optimizer = tf.keras.optimizers.Adam(config["lr"])
     optimizer.build(model.trainable_variables)
     start = 0

@@ -17,10 +17,10 @@ from sklearn.model_selection import train_test_split
 import raysgd
 
 
-def make_data() -> dict[str, dict[str, np.ndarray]]:
+def make_data() -> dict:
     """1,797 scans of 8 x 8 pixels, a fifth of them for validation."""
     images, labels = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    images = np.asarray(images, np.float32).reshape(-1, 8, 8, 1) / 16
     x_train, x_val, y_train, y_val = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     return {"train": {"image": x_train, "label": y_train}, "validation": {"image": x_val, "label": y_val}}
 

@@ -24,7 +24,7 @@ def make_data() -> dict[str, dict[str, np.ndarray]]:
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     x_train, x_val, y_train, y_val = parts
 
-    def columns(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    def columns(x, y) -> dict[str, np.ndarray]:
         return {"image": x.astype(np.float32) / 16, "label": y}
 
     return {"train": columns(x_train, y_train), "validation": columns(x_val, y_val)}

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import psutil
 
@@ -58,7 +58,7 @@ class HorovodConfig(BackendConfig):
     name: ClassVar[str] = "horovod"
     shows_node_gpus: ClassVar[bool] = True
     has_coordinator: ClassVar[bool] = True
-    framework: str = "torch"
+    framework: Literal["torch", "tensorflow"] = "torch"
     timeout_s: float = 10
     nics: Sequence[str] | None = None
     legacy_keras: bool = True

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
@@ -46,8 +46,8 @@ class JaxConfig(BackendConfig):
     name: ClassVar[str] = "jax"
     has_coordinator: ClassVar[bool] = True
     devices_per_worker: int = 1
-    collectives: str = "gloo"
-    platform: str | None = None
+    collectives: Literal["gloo", "mpi"] = "gloo"
+    platform: Literal["cpu", "cuda", "rocm", "tpu"] | None = None
     init_timeout_s: float = 30
     timeout_s: float = 100
 

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
@@ -169,7 +169,7 @@ class TorchConfig(BackendConfig):
 
     name: ClassVar[str] = "torch"
     shows_node_gpus: ClassVar[bool] = True
-    backend: str | None = None
+    backend: Literal["gloo", "nccl"] | None = None
     init_method: str | None = None
     init_timeout_s: float = 10
     timeout_s: float = 1800

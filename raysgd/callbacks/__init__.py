@@ -4,12 +4,9 @@ Names are resolved on first use, so importing this package imports neither rich 
 imports the modules themselves: `raysgd.callbacks.base` has the contract, `raysgd.callbacks.runner` calls the hooks.
 """
 
-from __future__ import annotations
+import typing as _typing
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from raysgd.callbacks.base import Callback, Stop
     from raysgd.callbacks.early_stopping import EarlyStoppingCallback
     from raysgd.callbacks.files import CsvCallback, JsonLinesCallback
@@ -49,12 +46,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for a public one
+
+    def __getattr__(name: str) -> _typing.Any:
+        import importlib
+
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

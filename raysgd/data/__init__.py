@@ -15,12 +15,9 @@ No module here imports Ray: blocks are stored and fetched through callables. Pub
 importing raysgd does not load NumPy.
 """
 
-from __future__ import annotations
+import typing as _typing
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from raysgd.data.batches.batches import Batches, Rows
     from raysgd.data.cross_validation import to_cv
     from raysgd.data.dataset import WorkerDataset
@@ -39,7 +36,11 @@ _MODULE_OF = {
 __all__ = ["Batches", "DatasetShard", "DatasetSubset", "Rows", "WorkerDataset", "to_cv"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for a public one
+
+    def __getattr__(name: str) -> _typing.Any:
+        import importlib
+
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

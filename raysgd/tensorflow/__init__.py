@@ -9,21 +9,21 @@ All of them also work outside a worker, as a world of one. TensorFlow is importe
 does not need it, since Keras 3 may run on another backend.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from raysgd.tensorflow.keras_callback import KerasCallback
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
 
 __all__ = ["KerasCallback", "MultiWorkerMirroredStrategy"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "MultiWorkerMirroredStrategy":
-        raise AttributeError(f"module 'raysgd.tensorflow' has no attribute {name!r}")
-    from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for a public one
 
-    return MultiWorkerMirroredStrategy
+    def __getattr__(name: str) -> _typing.Any:
+        if name != "MultiWorkerMirroredStrategy":
+            raise AttributeError(f"module 'raysgd.tensorflow' has no attribute {name!r}")
+        from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
+
+        return MultiWorkerMirroredStrategy

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, get_args
 
 import psutil
 
@@ -32,8 +32,9 @@ from raysgd.testing.faulty_files import FaultyStore
 #: The local and the remote address of a connection.
 Connection: TypeAlias = tuple[Any, Any]
 
+Phase = Literal["start", "report", "collective", "save", "write", "half_written", "written", "committed", "load"]
 #: The phases in which a fault can happen; see `Fault`.
-PHASES = ("start", "report", "collective", "save", "write", "half_written", "written", "committed", "load")
+PHASES = get_args(Phase)
 #: The phases of the thread that writes checkpoints.
 WRITER_PHASES = frozenset({"write", "half_written", "written"})
 #: The phases that belong to one checkpoint.
@@ -108,7 +109,7 @@ class Fault:
 
     rank: int = 0
     step: int = 0
-    phase: str | None = None
+    phase: Phase | None = None
     checkpoint: int = 0
 
     default_phase: ClassVar[str] = "report"
@@ -400,8 +401,11 @@ def _change_file(context: FaultContext, change: Callable[[bytes], bytes]) -> Non
 # -- faults of other processes -----------------------------------------------------------------------------------------
 
 
+ProcessName = Literal[
+    "TrainerActor", "callback host", "coordinator", "data holder", "node agent", "placement guard", "stream actor"
+]
 #: raysgd's own processes, and the classes of their Ray actors.
-PROCESSES = {
+PROCESSES: dict[ProcessName, str] = {
     "TrainerActor": "TrainerActor",
     "callback host": "CallbackHost",
     "coordinator": "CoordinatorActor",
@@ -421,7 +425,7 @@ class KillProcess(Fault):
             ``"placement guard"`` or ``"stream actor"``. If the Trainer has several of that kind, the plan's seed chooses one.
     """
 
-    process: str = "TrainerActor"
+    process: ProcessName = "TrainerActor"
 
     signal_number: ClassVar[int] = signal.SIGKILL
 
@@ -448,7 +452,7 @@ class KillTrainerActor(Fault):
         _send_signal(context, "TrainerActor", signal.SIGKILL)
 
 
-def _send_signal(context: FaultContext, process: str, number: int) -> None:
+def _send_signal(context: FaultContext, process: ProcessName, number: int) -> None:
     """Send a signal to a process of this run's Trainer, on whichever node it is.
 
     Raises:

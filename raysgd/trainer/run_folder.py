@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import stored_frames
 from raysgd.controller.rounds import RoundMerger, check_reduce
+from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import DATA_WAIT_FRACTION, Event, Result
 from raysgd.trainer.run_summary import RunSummary, summarize
 
@@ -72,17 +73,19 @@ class LoadedRun:
         return summarize(self.run_dir, self.metrics, self.events, self.description, len(self.checkpoints), self.outcome)
 
 
-def load_run(run_dir: str | os.PathLike[str], reduce: dict[str, Reduction] | None = None) -> LoadedRun:
+def load_run(run_dir: str | os.PathLike[str] | None, reduce: Mapping[str, Reduction] | None = None) -> LoadedRun:
     """Read the files of a run.
 
     Args:
-        run_dir: The run's folder, path or URI.
+        run_dir: The run's folder, path or URI; so may be ``trainer.run_dir``, which is None before its first run.
         reduce: Metrics to compute over all ranks, as in ``Trainer.run``. None: as the run itself did; ``{}``: rank 0's.
 
     Raises:
         CheckpointNotFoundError: The folder is not that of a run; the text names the runs in it.
         ConfigError: ``reduce`` cannot work.
     """
+    if run_dir is None:
+        raise CheckpointNotFoundError("load_run(None): this Trainer has had no run; give the folder of a run.")
     storage = Storage.from_uri(run_dir)
     sequence = stored_frames(storage)
     description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
