@@ -193,17 +193,18 @@ def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
     return Storage.from_uri(spec.run_config.storage_path or DEFAULT_STORAGE_PATH).child(name).uri
 
 
-def check_run(run: RunArguments) -> None:
-    """Check the arguments of a run that need no cluster, before one is started for it.
+def check_run(run: RunArguments) -> RunArguments:
+    """Check the arguments of a run that need no cluster, before one is started for it; return them, callbacks as a list.
 
     Raises:
         ConfigError: An argument cannot work.
     """
-    check_callbacks(run.callbacks)
+    run = replace(run, callbacks=check_callbacks(run.callbacks))  # once: an iterator has them only once
     check_train_func(run.train_func)
     check_config(run.config)
     check_reduce(run.reduce)
     check_returns(run.returns)
+    return run
 
 
 def begin_run(

@@ -238,7 +238,7 @@ class RunManager:
     def begin(self, run: RunArguments) -> ResultStream:
         """Start a run; the errors are those of `raysgd.Trainer.run`."""
         self.check_idle()
-        assembly.check_run(run)
+        run = assembly.check_run(run)
         channel = self.connect()
         runs_uri = self._runs_uri or assembly.runs_folder(self.spec, run.train_func)
         if run.resume_from is None:
