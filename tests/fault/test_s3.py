@@ -67,10 +67,19 @@ def one_epoch(config: dict[str, Any]) -> list[int]:
 
 
 def test_run_on_s3_trains_on_each_row_once_through_a_worker_death(ray_cluster: Any, s3: S3Server, rows: str) -> None:
-    """The server also refuses some writes of parts, manifests and journal, as S3 does when it is overloaded."""
+    """The server also refuses some requests, as S3 does when it is overloaded, and answers others late."""
     with trainer_on(s3, "death", checkpoint_config=KEEP_TWO) as trainer:
-        for what in ("rank_00000", "manifest.json", "events"):
-            s3.cause("PUT", f"death/t/run_001/{'' if what == 'events' else 'checkpoints/'}", times=3, status=503)
+        for method, path in [
+            ("PUT", "death/t/run_001/checkpoints/checkpoint_000001/"),
+            ("PUT", "manifest.json"),
+            ("PUT", "metrics-"),
+            ("PUT", "events-"),
+            ("GET", "rows/part-"),
+            ("GET", "manifest.json"),
+        ]:
+            s3.cause(method, path, times=2, status=503)
+        s3.cause("GET", "safetensors", times=1, delay_s=3)
+        s3.cause("GET", "rows/part-", times=2, delay_s=3)
         seen = trainer.run(one_epoch, {"dies": True}, dataset=rows, callbacks=quiet(), returns="all")
         assert sorted(row for of_rank in seen for row in of_rank) == list(range(NUM_ROWS))
         (failure,) = events_of(trainer, "failure")
@@ -78,10 +87,14 @@ def test_run_on_s3_trains_on_each_row_once_through_a_worker_death(ray_cluster: A
         loaded = latest_run(trainer)
         assert list(loaded.metrics["step"]) == list(range(1, 13))
         assert [checkpoint.load(rank=1)["step"] for checkpoint in loaded.checkpoints] == [11, 12]
-        assert " 503" in str(s3.requests())
+        refused = " ".join(line for line in s3.requests() if line.endswith(" 503"))
+        assert all(
+            name in refused for name in ("checkpoint_000001/", "manifest.json", "metrics-", "events-", "rows/part-")
+        )
 
         last = loaded.checkpoints[-1]
-        resumed = trainer.run(one_epoch, {"dies": False}, dataset=rows, resume_from=last, callbacks=quiet())
+        pattern = s3.uri("rows/part-*.parquet")
+        resumed = trainer.run(one_epoch, {"dies": False}, dataset=pattern, resume_from=last, callbacks=quiet())
         assert resumed == seen[0], "the last checkpoint is at the end of the epoch, and has no rows left"
 
 

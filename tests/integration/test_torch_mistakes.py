@@ -59,7 +59,40 @@ def with_an_average_of_the_loss() -> None:
     train(lambda model: model, steps=12, exchange=lambda model, loss: dist.all_reduce(loss.detach()))
 
 
-@pytest.mark.parametrize("train_func", [without_prepare_model, with_its_result_unused, with_an_average_of_the_loss])
+def with_lightning_on_one_device() -> None:
+    import pytorch_lightning as pl
+    import torch
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 4)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quietly = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=3, **quietly)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(6, 8), batch_size=2))
+
+
+@pytest.mark.parametrize(
+    "train_func",
+    [
+        without_prepare_model,
+        with_its_result_unused,
+        with_an_average_of_the_loss,
+        pytest.param(with_lightning_on_one_device, marks=pytest.mark.timeout(300)),  # its import takes a while
+    ],
+)
 def test_models_of_their_own_are_one_warning(torch_trainer: raysgd.Trainer, train_func: Callable[[], None]) -> None:
     torch_trainer.run(train_func, callbacks=quiet())
     (warning,) = events_of(torch_trainer, "warning")
