@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class Channel:
         self._is_idle.set()
         self._has_outcome = True  # of that run
         self._session = current_session()
-        self._returned: weakref.ref[ReturnedValues] | None = None  # of the latest run
+        self._returned: weakref.WeakSet[ReturnedValues] = weakref.WeakSet()  # they may still be asked for
 
     @classmethod
     def start(cls, settings: TrainerSettings) -> Channel:
@@ -175,8 +176,8 @@ class Channel:
 
     def values(self, run_id: str, *, first_only: bool) -> ReturnedValues:
         """Return what train_func returned on all ranks or the first."""
-        returned = ReturnedValues(self.call("values", run_id, first_only))
-        self._returned = weakref.ref(returned)
+        returned = ReturnedValues(self.call("values", run_id, first_only), self.check_cluster)
+        self._returned.add(returned)
         return returned
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, may_repeat: bool = True) -> Any:
@@ -236,8 +237,8 @@ class Channel:
         return is_live
 
     def fetch_returned(self) -> None:
-        """Fetch what the latest run returned, if it may still be asked for: large values end with the TrainerActor."""
-        if self._returned is not None and (returned := self._returned()) is not None:
+        """Fetch what runs returned, if it may still be asked for: large values end with the TrainerActor."""
+        for returned in list(self._returned):
             returned.fetch()
 
     def close(self, timeout_s: float = 10) -> None:
@@ -296,6 +297,16 @@ class Channel:
         return replace(request, task=replace(task, datasets=kept.datasets, initial_state=kept.initial_state))
 
 
+#: Those that may have a thread, which would start Ray again after its end.
+_watches: weakref.WeakSet[ProcessWatch] = weakref.WeakSet()
+
+
+@atexit.register  # after Ray's own function, so it is called before that
+def _close_watches() -> None:
+    for watch in list(_watches):
+        watch.close()
+
+
 class _ControllerWatch:
     """Watches the TrainerActor while this process waits for it, so that one that does not run stops nothing without a word.
 
@@ -307,7 +318,8 @@ class _ControllerWatch:
     def __init__(self, actor: Any, timeout_s: float) -> None:
         self._find = lambda: actor
         self._watch = ProcessWatch(timeout_s)
-        weakref.finalize(self, self._watch.close)  # also before Ray shuts down at the end of the program
+        _watches.add(self._watch)
+        weakref.finalize(self, self._watch.abandon).atexit = False
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._pid: int | None = None
@@ -344,8 +356,9 @@ class _ControllerWatch:
 class ReturnedValues:
     """The values that train_func returned, by rank: pickles, or references to large ones, which end with the TrainerActor."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], check_cluster: Callable[[], None]) -> None:
         self._values = list(values)
+        self._check_cluster = check_cluster
 
     def fetch(self) -> None:
         """Replace the references by copies of what they refer to."""
@@ -355,6 +368,7 @@ class ReturnedValues:
         """Unpickle the values.
 
         Raises:
+            TrainerClosedError: The Ray cluster is gone, and a large one with it.
             WorkerError: A large one is gone.
         """
         try:
@@ -366,6 +380,8 @@ class ReturnedValues:
         return [None if value is None else loads(value) for value in values]
 
     def _fetched(self) -> list[Any]:
+        if any(isinstance(value, ray.ObjectRef) for value in self._values):
+            self._check_cluster()  # without a cluster, Ray would start one
         return [memoryview(ray.get(value)) if isinstance(value, ray.ObjectRef) else value for value in self._values]
 
 

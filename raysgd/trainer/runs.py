@@ -358,6 +358,8 @@ def _release_in_thread(channel: Channel, pid: int) -> None:
 def _release_dropped(channel: Channel, lock: _thread.LockType) -> None:
     """End the TrainerActor of a Trainer that nobody can use any more."""
     try:
+        if channel.has_lost_cluster:  # calls would start Ray again
+            return
         with contextlib.suppress(Exception):  # there is nobody to raise it to
             why = "its Trainer and its results were dropped"
             if channel.cancel_live_run(why, INTERRUPT_PATIENCE_S):

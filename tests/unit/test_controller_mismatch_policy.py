@@ -122,6 +122,19 @@ def test_run_is_not_ended_while_a_rank_computes_although_others_wait_without_hop
     assert watched.watch(10)[-1].is_over
 
 
+def test_rank_that_is_stuck_outside_of_collectives_is_left_to_the_hang_policy() -> None:
+    """The run will not end for the ranks that wait without hope, so the stuck one may be killed."""
+    stuck = Watched(computes(done(12)), waits(last(13)), computes(done(12)), returned=(0,))
+    stuck.watch(90)
+    assert not stuck.policy.will_end(stuck.now)
+    all_wait = Watched(computes(done(12)), waits(last(13)), returned=(0,))
+    all_wait.watch(40)
+    assert all_wait.policy.will_end(all_wait.now)
+    never_ended = Watched(computes(done(12)), waits(last(13)), returned=(0,), timeout_s=None)
+    never_ended.watch(90)
+    assert not never_ended.policy.will_end(never_ended.now)
+
+
 def test_slow_collective_of_all_ranks_is_no_mismatch() -> None:
     assert Watched(*[waits(last(5))] * 3).watch(3600) == []
 

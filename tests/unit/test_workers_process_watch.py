@@ -124,6 +124,49 @@ def test_process_that_uses_no_cpu_is_killed(watching: Watching) -> None:
     assert "it does not run" in watching.why[0]
 
 
+def test_process_that_the_watch_was_too_late_to_ask_is_not_killed(watching: Watching) -> None:
+    """A node that does not answer holds up the watch for longer than the timeout."""
+    watching.run(4)
+    for _ in range(4):
+        watching.processes.now += 2 * TIMEOUT_S
+        watching.watch.step(watching.processes.now)
+        watching.processes.answer()
+    assert watching.processes.killed == []
+
+
+def test_process_whose_cpu_use_was_seen_only_once_is_not_killed(watching: Watching) -> None:
+    watching.run(4)
+    watching.processes.answers, watching.processes.cpu_share = False, 1.0
+    watching.run(TIMEOUT_S / 2 - 1)
+    watching.processes.now += TIMEOUT_S
+    watching.watch.step(watching.processes.now)
+    assert watching.processes.killed == []
+
+
+def test_error_about_one_process_does_not_keep_the_others_unwatched(watching: Watching) -> None:
+    def find() -> Any:
+        raise RuntimeError("Ray's global control service is away")
+
+    watching.watch._watched = {}
+    watching.watch.add("another", find)
+    watching.watch.add("it", lambda: "actor", on_kill=watching.why.append)
+    watching.run(4)
+    watching.processes.answers = False
+    watching.run(1.5 * TIMEOUT_S)
+    assert watching.processes.killed == [HERE]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_process_that_may_import_modules_is_killed_only_if_it_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    watching = Watching(monkeypatch, is_starting=True)
+    watching.run(4)
+    watching.processes.answers, watching.processes.is_stopped = False, is_stopped
+    watching.run(1.3 * TIMEOUT_S)
+    assert watching.processes.killed == [HERE] * is_stopped
+
+
 @pytest.mark.parametrize("share", ["cpu_share", "waited_share"])
 def test_process_that_uses_a_cpu_or_waits_for_one_is_not_killed(watching: Watching, share: str) -> None:
     watching.run(4)

@@ -118,11 +118,11 @@ class MismatchPolicy:
             why += f". The run fails after {self._timeout_s:g} s of waiting (FailureConfig(mismatch_timeout_s=...))"
         return Mismatch(tuple(sorted(concerned)), why)
 
-    def is_hopeless(self, now: float) -> bool:
-        """Return True if ranks wait for others that will never come."""
-        return bool(
-            self._find_hopeless({rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)})
-        )
+    def will_end(self, now: float) -> bool:
+        """Return True if the run will end for a mismatch: all ranks inside wait for others that will never come."""
+        waiting = {rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)}
+        hopeless = self._find_hopeless(waiting)
+        return self._timeout_s is not None and bool(hopeless) and len(hopeless) == self._num_inside()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,8 @@ class Run:
         self._missing = c.MetricsMissing(())  # as the state machine knows it
         if is_resumed and request.reduce:
             for frame in self._files.journal.frames_from(0, previous.next_seq):
+                if not self._awaited.missing:  # the first rounds have them as a rule, and a journal may have gigabytes
+                    break
                 self._awaited.feed(frame.rows)
         plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous if is_resumed else None)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
@@ -137,7 +139,12 @@ class Run:
         task = dataclasses.replace(self._request.task, datasets=NO_DATASETS)
         self._request = dataclasses.replace(self._request, task=task)
         if self.before_close is not None:
-            self._publish_late_error(await self.before_close())
+            try:
+                self._publish_late_error(await self.before_close())
+            except Exception as error:  # readers would wait for the end for ever
+                self.warn(
+                    f"the end of the controller's callbacks could not be awaited: {type(error).__name__}: {error}"
+                )
         may_have_leftovers = self._attempt > 1 or self._checkpoint.on_write_error == "warn"
         if may_have_leftovers or not has_succeeded(self._machine.state):
             await self._files.sweep()

@@ -103,7 +103,7 @@ class RunFiles:
             return None
         return (
             f"{num_reports:,} of {self.journal.num_reports:,} reports and {num_others} events could not be written to "
-            f"{self.storage.uri}, and load_run will not have them: {self._journal_error}"
+            f"{self.storage.path_of('')}, and load_run will not have them: {self._journal_error}"
         )
 
     def flush_if_local(self) -> None:

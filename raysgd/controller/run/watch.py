@@ -107,8 +107,8 @@ class Watch:
     def _find_hangs(self) -> list[Hang]:
         now = self._loop.time()
         hangs = self._policy.find_hangs(now)
-        # Ranks that leave the attempt make no progress, but are not stuck. Ranks that wait without hope would do so again.
-        if self._has_reported or self._mismatches.is_hopeless(now):
+        # Ranks that leave the attempt make no progress, but are not stuck. Ranks that all wait without hope would do so again.
+        if self._has_reported or self._mismatches.will_end(now):
             hangs = [hang for hang in hangs if hang.kind != "stuck"]
         return hangs
 

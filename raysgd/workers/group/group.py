@@ -268,7 +268,7 @@ class WorkerGroup:
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
-            with self.watching(workers):
+            with self.watching(workers, is_starting=True):
                 return list(await asyncio.gather(*answers))
         except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
@@ -281,16 +281,17 @@ class WorkerGroup:
             raise WorkerError(f"a worker could not start: {first_line(error)}") from error
 
     @contextlib.contextmanager
-    def watching(self, workers: Sequence[Worker] | None = None) -> Iterator[None]:
+    def watching(self, workers: Sequence[Worker] | None = None, *, is_starting: bool = False) -> Iterator[None]:
         """Kill members that do not run, while they are called outside of an attempt, in which `Watch` does that.
 
         Args:
             workers: The workers that are called; None: all members.
+            is_starting: They may load a framework: see `ProcessWatch.add`.
         """
         called = set(self._workers() if workers is None else workers)
         watched = {f"the worker process {w.handle._actor_id.hex()[:8]} on {w.node}": w for w in called}
         for name, worker in watched.items():
-            self.watch.add(name, partial(getattr, worker, "handle"))
+            self.watch.add(name, partial(getattr, worker, "handle"), is_starting=is_starting)
         try:
             yield
         finally:

@@ -109,6 +109,7 @@ class _Watched:
     find: Callable[[], Any]
     silence: Silence
     pid: int | None  # of the process that answered last
+    is_starting: bool
     on_kill: Callable[[str], None] | None
     on_gone: Callable[[], None]
     asked_at: float
@@ -139,6 +140,7 @@ class ProcessWatch:
         self._watched: dict[str, _Watched] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._is_abandoned = False
         self._thread: threading.Thread | None = None
         self.report: Callable[[str], None] = get_logger().warning
 
@@ -148,6 +150,7 @@ class ProcessWatch:
         find: Callable[[], Any],
         *,
         pid: int | None = None,
+        is_starting: bool = False,
         on_kill: Callable[[str], None] | None = None,
         on_gone: Callable[[], None] = lambda: None,
     ) -> None:
@@ -157,12 +160,13 @@ class ProcessWatch:
             name: What messages call the process.
             find: Returns the actor's handle; called when the actor is first asked.
             pid: Its process id, if it is known to run.
+            is_starting: It may import modules from a slow disk, which stops all its threads: it is only killed if it was stopped.
             on_kill: Called before its process is killed, with the reason, instead of `report`; in the thread.
             on_gone: Called when Ray says that the actor is dead and will not come back; it is watched no longer. In the thread.
         """
         with self._lock:
             now = time.monotonic()
-            self._watched[name] = _Watched(find, Silence(now), pid, on_kill, on_gone, asked_at=now)
+            self._watched[name] = _Watched(find, Silence(now), pid, is_starting, on_kill, on_gone, asked_at=now)
             if self._thread is None and not self._closing.is_set():  # it ends when there is nothing to watch
                 self._thread = threading.Thread(target=self._run, name="raysgd-watch", daemon=True)
                 self._thread.start()
@@ -188,6 +192,10 @@ class ProcessWatch:
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._tick_s)
 
+    def abandon(self) -> None:
+        """Stop watching soon; for the garbage collector, which may interrupt a thread that holds a lock, also of this object."""
+        self._is_abandoned = True
+
     def step(self, now: float, gap_s: float = 0.0) -> None:
         """Ask, examine and kill what is due; called by the thread.
 
@@ -198,13 +206,19 @@ class ProcessWatch:
         with self._lock:
             watched = list(self._watched.items())
         for name, each in watched:
-            if gap_s > self._timeout_s / _ASKS:
-                each.silence.skip(gap_s)
-            self._collect(name, each, now)
-            if self._is_due(each, now):
-                self._ask(each, now)
-            if now - each.silence.answered_at > self._timeout_s / 2:
-                self._examine(name, each, now)
+            try:
+                self._step_one(name, each, now, gap_s)
+            except Exception:  # Ray's global control service may be away; the next step tries again
+                get_logger().debug("the state of %s could not be read", name, exc_info=True)
+
+    def _step_one(self, name: str, watched: _Watched, now: float, gap_s: float) -> None:
+        if gap_s > self._timeout_s / _ASKS:
+            watched.silence.skip(gap_s)
+        self._collect(name, watched, now)
+        if self._is_due(watched, now):
+            self._ask(watched, now)
+        if now - watched.silence.answered_at > self._timeout_s / 2:
+            self._examine(name, watched, now)
 
     def _run(self) -> None:
         try:
@@ -214,11 +228,8 @@ class ProcessWatch:
                 if self._is_over():
                     return
                 now = time.monotonic()
-                try:
-                    self._processes = self._processes or Processes()
-                    self.step(now, now - begun - self._tick_s)
-                except Exception:  # Ray's global control service may be away; the next step tries again
-                    get_logger().debug("the state of raysgd's processes could not be read", exc_info=True)
+                self._processes = self._processes or Processes()
+                self.step(now, now - begun - self._tick_s)
         finally:
             if self._processes is not None:
                 self._processes.close()
@@ -226,7 +237,7 @@ class ProcessWatch:
     def _is_over(self) -> bool:
         """Return whether there is nothing to watch, so that the thread ends; `add` starts another one."""
         with self._lock:
-            is_over = not self._watched
+            is_over = not self._watched or self._is_abandoned
             if is_over:
                 self._thread = None
         return is_over
@@ -281,8 +292,13 @@ class ProcessWatch:
             return
         silence = watched.silence
         silence.add_check(status.cpu_s, status.waited_s, status.is_stopped, now, self._timeout_s)
-        may_be_starting = place.pid != watched.pid and not status.is_stopped
-        if may_be_starting or not silence.is_over_limit(now, self._timeout_s) or self._watched.get(name) is not watched:
+        if not silence.is_over_limit(now, self._timeout_s) or self._watched.get(name) is not watched:
+            return
+        # A process must have had time to answer: what kept this thread, such as a lost node, has kept the question as well.
+        has_been_asked = watched.asked is not None and now - watched.asked_at >= self._timeout_s / 2
+        may_be_busy = len(silence.cpu_times) < 2
+        may_be_starting = place.pid != watched.pid or watched.is_starting
+        if not has_been_asked or (not status.is_stopped and (may_be_busy or may_be_starting)):
             return
         why = silence.describe(now)
         watched.silence, watched.pid = Silence(now), None
