@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -126,12 +127,14 @@ def test_detached_run_continues_when_its_trainer_and_its_stream_are_dropped(
 
 
 def test_waiting_run_says_what_it_waits_for_and_who_holds_it(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, 1) as holder, make_trainer(tmp_path, 2) as waiting:
+    with contextlib.ExitStack() as stack:
+        holder = stack.enter_context(make_trainer(tmp_path, 1))
         pids(holder)
         run = "/".join(str(holder.run_dir).split("/")[-2:])
         others = ray.util.placement_group([{"CPU": 1}], name="mine")
         ray.get(others.ready(), timeout=PATIENCE_S)
         try:
+            waiting = stack.enter_context(make_trainer(tmp_path, 2))  # not before: it starts its workers at once
             stream = waiting.run_generator(os.getpid, callbacks=[Warnings(tmp_path / "warned")])
             assert until((tmp_path / "warned").exists, PATIENCE_S)
         finally:
