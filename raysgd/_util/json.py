@@ -68,14 +68,6 @@ def encode_rows(rows: Sequence[tuple[float, float, dict[str, Any]]]) -> bytes:
     return _encode_fast(strict) or _encode_any(strict)
 
 
-def _encode_fast(value: Any) -> bytes | None:
-    """Encode with orjson; None if it is missing or refuses the value."""
-    try:
-        return None if _orjson is None else bytes(_orjson.dumps(value))
-    except TypeError:
-        return None
-
-
 def decode_rows(data: bytes) -> list[list[Any]]:
     """Decode the output of `encode_rows`."""
     rows: list[list[Any]] = decode(data)
@@ -99,6 +91,14 @@ def put_nonfinite(value: Any, found: Nonfinite) -> None:
         for key in keys[:-1]:
             inner = inner[key]
         inner[keys[-1]] = float(name)
+
+
+def _encode_fast(value: Any) -> bytes | None:
+    """Encode with orjson; None if it is missing or refuses the value."""
+    try:
+        return None if _orjson is None else bytes(_orjson.dumps(value))
+    except TypeError:
+        return None
 
 
 def _strict_row(timestamp: float, time_total_s: float, metrics: dict[str, Any]) -> list[Any]:

@@ -293,7 +293,9 @@ class TorchBackend(Backend):
     def find_unsynchronized_training(self) -> str | None:
         names = ("_dump_nccl_trace", "_dump_fr_trace")
         watch = self._exchange
-        if watch is None or not watch.has_trained_alone(lambda: map(pickle.loads, _dump_traces(names))):
+        if watch is None or not watch.has_trained_alone(
+            lambda: map(pickle.loads, _dump_traces(names)), self.count_collectives
+        ):
             return None
         return (
             f"each of the {self._world_size} ranks trains a model of its own: optimizers have made steps on every rank, and no "
@@ -321,14 +323,16 @@ class TorchBackend(Backend):
 
 
 def _list_groups() -> dict[str, tuple[list[int], int]]:
-    """Return for each process group of this process its ranks, and how many collectives this rank has begun there."""
+    """Return for each process group of this process its ranks, and how many operations this rank has begun there.
+
+    For nccl these are collectives; for gloo also sends and receives.
+    """
     import torch.distributed as dist
 
     found = {}
     for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-        with contextlib.suppress(
-            RuntimeError, AttributeError
-        ):  # its library does not count, or it was destroyed just now
+        # Its library may not count, and it may have been destroyed just now.
+        with contextlib.suppress(RuntimeError, AttributeError):
             number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
             found[display_name(group.group_name, group.group_desc)] = sorted(ranks), number
     return found

@@ -2,7 +2,7 @@
 
 Two signs decide: an optimizer has made a step, and PyTorch's flight recorder has no collective that could have carried
 gradients or parameters. The recorder keeps the last 2,000 collectives with their sizes, so nothing is counted while
-training runs.
+training runs. For gloo it has no sends and receives, as between the stages of a pipeline; a group's number counts them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from raysgd.backends.flight_recorder import last_collectives
 
 #: Variables that set how many collectives the recorder keeps; the first one that is set counts.
 _BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -33,20 +35,27 @@ class ExchangeWatch:
         """Stop watching."""
         self._hook.remove()
 
-    def has_trained_alone(self, read_records: Callable[[], Iterable[Mapping[str, Any]]]) -> bool:
+    def has_trained_alone(
+        self, read_records: Callable[[], Iterable[Mapping[str, Any]]], count_operations: Callable[[], Mapping[str, int]]
+    ) -> bool:
         """Return True if an optimizer has made a step, and gradients or parameters were never exchanged so far.
 
         Args:
             read_records: Returns what the flight recorders of this process have now; nothing if torch has none.
+            count_operations: Returns how many operations this rank has begun in each group, by `display_name`.
         """
         if not self._first_step_ns or self._has_exchanged or not _is_recording():
             return False
+        numbers = count_operations()  # first: what begins meanwhile must be in the records
         records = list(read_records())
-        self._has_exchanged = not records or any(
+        recorded = {one.group: one.number for record in records for one in last_collectives(record, self._began_ns)}
+        has_sent = any(number > recorded.get(group, 0) for group, number in numbers.items())
+        has_carried = any(
             entry["time_created_ns"] >= self._began_ns and may_carry_model(entry, self._largest, self._first_step_ns)
             for record in records
             for entry in record.get("entries", ())
         )
+        self._has_exchanged = not records or has_sent or has_carried
         return not self._has_exchanged
 
     def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -66,7 +75,7 @@ def may_carry_model(entry: Mapping[str, Any], largest: int, first_step_ns: int) 
         first_step_ns: When the optimizer made its first step. A broadcast before it makes the ranks begin with the same
             weights, as DDP's constructor does, and shares nothing afterwards.
     """
-    if entry["is_p2p"]:  # stages of a pipeline
+    if entry["is_p2p"]:  # nccl records them
         return True
     if "broadcast" in entry["profiling_name"] and entry["time_created_ns"] < first_step_ns:
         return False

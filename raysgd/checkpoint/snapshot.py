@@ -357,8 +357,6 @@ def _pin(memory: ByteArray, gpu: Any) -> None:
 
 
 def _unpin(device: Any, runtime: Any, address: int) -> None:
-    with (
-        contextlib.suppress(Exception),
-        device,
-    ):  # at interpreter exit the CUDA runtime may end before the memory is freed
+    # At interpreter exit the CUDA runtime may end before the memory is freed.
+    with contextlib.suppress(Exception), device:
         runtime.cudaHostUnregister(address)

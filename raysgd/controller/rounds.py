@@ -82,7 +82,7 @@ def _reduced(name: str, values: Sequence[Any]) -> Any:
 class AwaitedMetrics:
     """Finds out which metrics of ``reduce`` no report of a run has had. Pure.
 
-    It decodes all reports while it knows no names, and later only those whose text has the last part of a missing name.
+    It decodes all reports while it knows no names, and later only those whose text has the begin and the end of a missing name.
 
     Attributes:
         missing: The names that no report has had, in the order of ``reduce``.
@@ -107,9 +107,9 @@ class AwaitedMetrics:
 
 
 def _may_have(rows: bytes, name: str) -> bool:
-    last = name.rpartition("/")[2]
-    is_written_as_it_is = json.dumps(last) == f'"{last}"'  # other characters may be escaped
-    return not is_written_as_it_is or f'{last}":'.encode() in rows
+    is_written_as_it_is = json.dumps(name) == f'"{name}"'  # other characters may be escaped
+    first, last = name.partition("/")[0], name.rpartition("/")[2]
+    return not is_written_as_it_is or (f'"{first}'.encode() in rows and f'{last}":'.encode() in rows)
 
 
 Row = list[Any]  # [timestamp, time_total_s, metrics]

@@ -221,9 +221,8 @@ class DistributedModel(DistributedDataParallel):
     def _is_own_name(self, name: str) -> bool:
         if name in self.__dict__ or name in self._modules or hasattr(type(self), name):
             return True
-        return name.startswith("_") and not hasattr(
-            self.module, name
-        )  # DDP makes some private names after its constructor
+        # DDP makes some private names after its constructor.
+        return name.startswith("_") and not hasattr(self.module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

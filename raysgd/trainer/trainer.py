@@ -429,9 +429,8 @@ class Trainer:
         is_connected = ray.is_initialized()
         channel = self._latest.channel
         if is_connected and channel is not None and not channel.is_gone:
-            with contextlib.suppress(
-                GetTimeoutError, TrainerClosedError, WorkerError
-            ):  # the controller is still starting, or has just died, or its cluster is gone
+            # The controller is still starting, or has just died, or its cluster is gone.
+            with contextlib.suppress(GetTimeoutError, TrainerClosedError, WorkerError):
                 infos = channel.call("workers", timeout_s=10)
                 nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
         return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)

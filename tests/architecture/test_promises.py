@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raysgd.testing.faults import PROCESSES
 from support.project import ROOT
 from support.promises import promises
 
@@ -37,3 +38,12 @@ def test_promise_has_tests_that_exist(promise: str) -> None:
         plain = separator + name.partition("[")[0]
         is_inherited = plain.rpartition("::")[0] in known and "conformance" in file
         assert plain in known or is_inherited, f"{file} has no test {name}"
+
+
+def test_every_process_that_a_plan_can_stop_is_watched_by_a_process_that_is_watched() -> None:
+    section = (ROOT / "doc" / "protocol.md").read_text(encoding="utf-8").partition("## Who watches whom")[2]
+    rows = [line.split("|")[1:3] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    by_process = {process.partition(" (")[0].removesuffix(" of a lazy dataset ").strip(): by for process, by in rows}
+    assert {"worker", "driver", *PROCESSES} <= by_process.keys()
+    for process, by in by_process.items():
+        assert any(name in by for name in (*by_process, "Ray") if name != process), f"nobody watches {process}"

@@ -23,6 +23,7 @@ from support.cluster import ClusterState
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
+    HostLog,
     actor_pids,
     are_gone,
     controller_pid,
@@ -38,19 +39,6 @@ pytestmark = pytest.mark.fault
 travels_by_value(__name__)
 
 
-class Logger(raysgd.Callback):
-    """Writes a line per result, in the callback host."""
-
-    runs_in = "controller"
-
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
-
-    def on_result(self, result: raysgd.Result) -> None:
-        with open(self.file, "a") as file:
-            file.write(json.dumps([result["step"], os.getpid()]) + "\n")
-
-
 def run_until_file_exists(config: dict[str, Any]) -> str:
     step = 0
     while not os.path.exists(config["file"]):
@@ -64,7 +52,7 @@ def test_training_continues_after_callback_host_death(ray_cluster: Any, tmp_path
     with make_trainer(tmp_path / "runs") as trainer:
         log = tmp_path / "log"
         config = {"file": str(tmp_path / "go")}
-        stream = trainer.run_generator(run_until_file_exists, config, callbacks=[*quiet(), Logger(log)])
+        stream = trainer.run_generator(run_until_file_exists, config, callbacks=[*quiet(), HostLog(log)])
         assert until(lambda: log.exists() and log.read_text().endswith("]\n"), PATIENCE_S)
         killed = json.loads(log.read_text().splitlines()[0])[1]
         os.kill(killed, signal.SIGKILL)
@@ -76,10 +64,10 @@ def test_training_continues_after_callback_host_death(ray_cluster: Any, tmp_path
 
         log.unlink()
         assert (
-            trainer.run(run_until_file_exists, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), Logger(log)])
+            trainer.run(run_until_file_exists, {"file": str(tmp_path / "go")}, callbacks=[*quiet(), HostLog(log)])
             == "went"
         )
-        assert trainer.run(report_once, callbacks=[*quiet(), Logger(log)]) is None
+        assert trainer.run(report_once, callbacks=[*quiet(), HostLog(log)]) is None
         assert json.loads(log.read_text().splitlines()[-1])[1] != killed
 
 
@@ -126,7 +114,7 @@ def test_run_resumes_after_controller_death(ray_cluster: Any, tmp_path: Path) ->
     with make_trainer(tmp_path / "runs", failure_config=raysgd.FailureConfig(max_failures=2)) as other:
         processes = pids(other)
         data = {"x": np.arange(50_000.0)}  # put by the driver into the object store
-        callbacks = [*quiet(), Logger(log)]
+        callbacks = [*quiet(), HostLog(log)]
         reduce = {"first": "sum"}  # reported before the deaths alone, so it has to be found in the journal
         stream = other.run_generator(
             saving_loop, config, dataset=data, callbacks=callbacks, reduce=reduce, returns="all"

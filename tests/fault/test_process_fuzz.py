@@ -25,7 +25,7 @@ import pytest
 import raysgd
 from raysgd.session import context
 from raysgd.testing import check_history
-from support.runs import PATIENCE_S, actor_pids, events_of, quiet, travels_by_value
+from support.runs import PATIENCE_S, HostLog, actor_pids, events_of, quiet, travels_by_value
 
 FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 25))
 SEED = int(os.environ.get("RAYSGD_FUZZ_SEED", random.randrange(10**6)))
@@ -37,19 +37,6 @@ HEARTBEAT_S = 2.0
 NUM_ROWS = 101
 #: The classes of the processes, and how often each is chosen.
 KINDS = {"WorkerActor": 3, "TrainerActor": 1, "CallbackHost": 1}
-
-
-class Logger(raysgd.Callback):
-    """Writes a line per result, in the callback host."""
-
-    runs_in = "controller"
-
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
-
-    def on_result(self, result: raysgd.Result) -> None:
-        with open(self.file, "a") as file:
-            file.write(json.dumps([result["training_iteration"], os.getpid()]) + "\n")
 
 
 def train_epochs(config: dict[str, Any]) -> int:
@@ -123,7 +110,10 @@ def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tm
     with raysgd.Trainer((1, 3), "none", seed=5, run_config=run, failure_config=failure) as trainer:
         config = {"folder": str(folder), "file": str(tmp_path / "go")}
         stream = trainer.run_generator(
-            train_epochs, config, dataset={"x": np.arange(NUM_ROWS)}, callbacks=[*quiet(), Logger(log)]
+            train_epochs,
+            config,
+            dataset={"x": np.arange(NUM_ROWS)},
+            callbacks=[*quiet(), HostLog(log, "training_iteration")],
         )
         results: list[raysgd.Result] = []
         reader = threading.Thread(target=read, args=(stream, results), name="test-reader")

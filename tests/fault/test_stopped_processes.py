@@ -19,6 +19,7 @@ from support.drivers import leave_detached_run
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
+    HostLog,
     actor_pids,
     are_gone,
     controller_pid,
@@ -36,20 +37,7 @@ HEARTBEAT_S = 3.0
 FAILURE = raysgd.FailureConfig(heartbeat_timeout_s=HEARTBEAT_S, callback_timeout_s=4 * HEARTBEAT_S, max_failures=3)
 
 
-class Logger(raysgd.Callback):
-    """Writes a line per result, in the callback host."""
-
-    runs_in = "controller"
-
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
-
-    def on_result(self, result: raysgd.Result) -> None:
-        with open(self.file, "a") as file:
-            file.write(json.dumps([result["step"], os.getpid()]) + "\n")
-
-
-class SlowThenHangs(Logger):
+class SlowThenHangs(HostLog):
     """Is slow at one result, for longer than a heartbeat may take, and never returns from the end of the run."""
 
     def on_result(self, result: raysgd.Result) -> None:
@@ -92,7 +80,7 @@ def test_stopped_callback_host_is_replaced_and_its_callbacks_get_the_whole_run(
 ) -> None:
     with make_trainer(tmp_path / "runs", failure_config=FAILURE) as trainer:
         log, config = tmp_path / "log", {"file": str(tmp_path / "go")}
-        stream = trainer.run_generator(saving_loop, config, callbacks=[*quiet(), Logger(log)])
+        stream = trainer.run_generator(saving_loop, config, callbacks=[*quiet(), HostLog(log)])
         assert until(lambda: len(lines(log)) > 3, PATIENCE_S)
         stopped = lines(log)[0][1]
         os.kill(stopped, signal.SIGSTOP)
@@ -125,7 +113,7 @@ def test_callback_that_does_not_end_is_named_and_the_run_ends(ray_cluster: Any, 
         assert "callback_timeout_s" in message
         assert are_gone([lines(log)[0][1]])
         check_history(str(trainer.run_dir))
-        assert trainer.run(saving_loop, config, callbacks=[*quiet(), Logger(log)]) == 10
+        assert trainer.run(saving_loop, config, callbacks=[*quiet(), HostLog(log)]) == 10
 
 
 def test_stopped_controller_is_killed_and_the_run_resumes(
@@ -135,7 +123,7 @@ def test_stopped_controller_is_killed_and_the_run_resumes(
         config = {"file": str(tmp_path / "go")}
         data = {"x": np.arange(100)}
         stream = trainer.run_generator(
-            saving_loop, config, dataset=data, callbacks=[*quiet(), Logger(tmp_path / "log")]
+            saving_loop, config, dataset=data, callbacks=[*quiet(), HostLog(tmp_path / "log")]
         )
         results = [next(stream) for _ in range(20)]
         stopped = controller_pid()
@@ -214,12 +202,41 @@ def test_workers_that_are_stopped_between_runs_are_replaced(ray_cluster: Any, tm
         assert "died while it was starting" in failure["error"]
 
 
+def trains_on_all_rows(config: dict[str, Any]) -> int:
+    """Read the rows, then save and report until a file exists; return the sum of the rows."""
+    total = sum(
+        int(batch["x"].sum()) for batch in raysgd.get_dataset().get_split(whole=True).iter_batches(batch_size=8)
+    )
+    saving_loop({**config, "steps": 5})
+    return total
+
+
+def test_stopped_data_holder_is_killed_and_rows_that_were_read_are_not_missed(ray_cluster: Any, tmp_path: Path) -> None:
+    run = raysgd.RunConfig(storage_path=tmp_path / "runs", name="held", detached=True)
+    plan = FaultPlan([StopProcess(process="data holder", step=2)])
+    trainer = raysgd.Trainer(2, "none", run_config=run, failure_config=FAILURE)
+    try:
+        config, data = {"file": str(tmp_path / "go")}, {"x": np.arange(64)}
+        stream = trainer.run_generator(plan.wrap(trains_on_all_rows), config, dataset=data, callbacks=quiet())
+        assert next(stream)["step"] == 0
+        (holder,) = actor_pids("DataHolder")
+        assert are_gone([holder], PATIENCE_S), "nobody watches it"
+        (tmp_path / "go").touch()
+        assert stream.get_returns() == sum(range(64))
+        plan.assert_all_fired()
+        (warning,) = [text for text in messages(trainer) if "the process that holds the run's data" in text]
+        assert "it was stopped (SIGSTOP). It is killed" in warning
+        assert events_of(trainer, "failure") == []
+    finally:
+        trainer.shutdown()
+
+
 def test_plan_stops_the_callback_host_and_the_controller(ray_cluster: Any, tmp_path: Path) -> None:
     plan = FaultPlan([StopProcess(process="callback host", step=3), StopProcess(rank=1, step=20)])
     with make_trainer(tmp_path / "runs", failure_config=FAILURE) as trainer:
         (tmp_path / "go").touch()
         config = {"file": str(tmp_path / "go"), "steps": 30}
-        assert trainer.run(plan.wrap(saving_loop), config, callbacks=[*quiet(), Logger(tmp_path / "log")]) == 30
+        assert trainer.run(plan.wrap(saving_loop), config, callbacks=[*quiet(), HostLog(tmp_path / "log")]) == 30
         plan.assert_all_fired()
         assert len(events_of(trainer, "failure")) == 1
         check_history(str(trainer.run_dir))

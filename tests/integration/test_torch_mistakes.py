@@ -140,6 +140,22 @@ def with_sharded_weights() -> None:
     train(fully_shard, steps=12)
 
 
+def send_to_the_next_stage() -> None:
+    """Send a tensor from rank 0 to rank 1."""
+    import torch
+    import torch.distributed as dist
+
+    activations = torch.ones(8)
+    if raysgd.world_rank() == 0:
+        dist.send(activations, 1)
+    else:
+        dist.recv(activations, 0)
+
+
+def with_stages_of_a_pipeline() -> None:
+    train(lambda model: model, steps=12, exchange=lambda model, loss: send_to_the_next_stage())
+
+
 def with_training_on_rank_0_only() -> None:
     if raysgd.world_rank() == 0:
         train(lambda model: model, steps=12)
@@ -158,6 +174,7 @@ def with_inference_only() -> None:
         with_prepare_model,
         with_gradients_averaged_one_by_one,
         with_sharded_weights,
+        with_stages_of_a_pipeline,
         with_training_on_rank_0_only,
         with_inference_only,
     ],
@@ -182,6 +199,12 @@ def with_uneven_steps() -> None:
     train(raysgd.torch.prepare_model, steps=5 + raysgd.world_rank())
 
 
+def with_uneven_steps_after_sends() -> None:
+    for _ in range(4):
+        send_to_the_next_stage()
+    with_uneven_steps()
+
+
 def with_barriers_of_two_kinds() -> None:
     import torch.distributed as dist
 
@@ -191,15 +214,17 @@ def with_barriers_of_two_kinds() -> None:
         dist.barrier()
 
 
+UNEVEN = (
+    r"rank 1 waits in collective \d+ of default_pg \(gloo:\w+\) for \d+ s; "
+    r"rank 0 has returned from train_func\. Make the same number of steps on every rank"
+)
+
+
 @pytest.mark.parametrize(
     ("train_func", "says", "ranks"),
     [
-        (
-            with_uneven_steps,
-            r"rank 1 waits in collective \d+ of default_pg \(gloo:\w+\) for \d+ s; "
-            r"rank 0 has returned from train_func\. Make the same number of steps on every rank",
-            (1,),
-        ),
+        (with_uneven_steps, UNEVEN, (1,)),
+        (with_uneven_steps_after_sends, UNEVEN, (1,)),
         (
             with_barriers_of_two_kinds,
             r"rank 0 waits in call 1 of raysgd.barrier\(\), rank 1 waits in collective 1 of default_pg \(gloo:barrier\)",

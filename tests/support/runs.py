@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,20 @@ def travels_by_value(module: str) -> None:
 def quiet() -> list[raysgd.Callback]:
     """Return the callbacks of a run that prints nothing."""
     return [ProgressCallback(mode="off")]
+
+
+class HostLog(raysgd.Callback):
+    """Writes a line per result, in the callback host: a metric of the result, and the host's process id."""
+
+    runs_in = "controller"
+
+    def __init__(self, file: Path, metric: str = "step") -> None:
+        self.file = str(file)
+        self.metric = metric
+
+    def on_result(self, result: raysgd.Result) -> None:
+        with open(self.file, "a") as file:
+            file.write(json.dumps([result[self.metric], os.getpid()]) + "\n")
 
 
 def make_trainer(

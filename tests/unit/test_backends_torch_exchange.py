@@ -17,6 +17,9 @@ def entry(*sizes: list[int], name: str = "gloo:all_reduce", at_ns: int = STEP_NS
     return {
         "input_sizes": list(sizes),
         "profiling_name": name,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": 1,
+        "retired": True,
         "is_p2p": False,
         "time_created_ns": at_ns,
         **changes,
@@ -49,12 +52,21 @@ def test_collective_of_one_number_carries_the_smallest_model_only() -> None:
     assert may_carry_model(entry([2, 1]), 2, STEP_NS)
 
 
+LATE_NS = 2**62
+
+
 class Recorder:
     """A flight recorder whose entries the test gives."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.num_read = 0
+        self.num_sent = 0
+
+    def count(self) -> dict[str, int]:
+        """Return the number of the group, which counts sends as well."""
+        late = [each for each in self.entries if each["time_created_ns"] == LATE_NS]
+        return {"default_pg": len(late) + self.num_sent}
 
     def read(self) -> list[dict[str, Any]]:
         self.num_read += 1
@@ -75,31 +87,38 @@ def step() -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
-LATE_NS = 2**62
-
-
 def test_step_without_collective_is_training_alone(watch: ExchangeWatch) -> None:
     recorder = Recorder()
     step()
-    assert watch.has_trained_alone(recorder.read)
+    assert watch.has_trained_alone(recorder.read, recorder.count)
     recorder.entries.append(entry([64], at_ns=1))  # of an earlier attempt
     recorder.entries.append(entry([1], at_ns=LATE_NS))
-    assert watch.has_trained_alone(recorder.read)
+    assert watch.has_trained_alone(recorder.read, recorder.count)
 
 
 def test_exchange_is_remembered_when_the_recorder_has_forgotten_it(watch: ExchangeWatch) -> None:
     recorder = Recorder()
     recorder.entries.append(entry([72], at_ns=LATE_NS))
     step()
-    assert not watch.has_trained_alone(recorder.read)
+    assert not watch.has_trained_alone(recorder.read, recorder.count)
     recorder.entries.clear()
-    assert not watch.has_trained_alone(recorder.read) and recorder.num_read == 1
+    assert not watch.has_trained_alone(recorder.read, recorder.count) and recorder.num_read == 1
+
+
+def test_sends_that_are_not_recorded_may_carry_a_model(watch: ExchangeWatch) -> None:
+    """As gloo's, between the stages of a pipeline."""
+    recorder = Recorder()
+    step()
+    recorder.entries.append(entry([1], at_ns=LATE_NS))
+    assert watch.has_trained_alone(recorder.read, recorder.count)
+    recorder.num_sent = 2
+    assert not watch.has_trained_alone(recorder.read, recorder.count)
 
 
 def test_inference_is_not_training(watch: ExchangeWatch) -> None:
     torch.nn.Linear(8, 8)(torch.ones(1, 8))
     recorder = Recorder()
-    assert not watch.has_trained_alone(recorder.read) and recorder.num_read == 0
+    assert not watch.has_trained_alone(recorder.read, recorder.count) and recorder.num_read == 0
 
 
 @pytest.mark.parametrize("variable", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
@@ -107,13 +126,13 @@ def test_without_a_recorder_nothing_is_known(
     watch: ExchangeWatch, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     step()
-    assert not watch.has_trained_alone(list)  # an older torch
+    assert not watch.has_trained_alone(list, dict)  # an older torch
     monkeypatch.setenv(variable, "0")
-    assert not watch.has_trained_alone(Recorder().read)
+    assert not watch.has_trained_alone(Recorder().read, dict)
 
 
 def test_closed_watch_does_not_see_steps() -> None:
     watch = ExchangeWatch()
     watch.close()
     step()
-    assert not watch.has_trained_alone(Recorder().read)
+    assert not watch.has_trained_alone(Recorder().read, dict)

@@ -70,13 +70,20 @@ def test_thread_that_stays_in_a_call_without_computing_is_blocked() -> None:
     assert rank.look_after(5).blocked_s == 10
 
 
-def test_collectives_of_groups_that_are_not_recorded_have_their_numbers() -> None:
+def test_numbers_count_only_where_the_record_is_not_read() -> None:
+    """The numbers of gloo's groups count sends and receives, which the record does not have."""
     rank = Rank()
+    assert [(one.group, one.number) for one in rank.look_after(0).collectives] == [("default_pg", 5), ("rows (1)", 7)]
+    rank.backend.numbers["default_pg"] = 9
     rank.look_after(0)
-    assert [(one.group, one.number, one.is_done) for one in rank.look_after(5).collectives] == [
-        ("default_pg", 5, False),
-        ("rows (1)", 7, True),
-    ]
+    assert list(rank.look_after(5).collectives) == [PENDING]
+
+
+def test_collectives_of_a_rank_that_has_returned_are_those_of_the_record() -> None:
+    rank = Rank()
+    rank.backend.numbers["default_pg"] = 9
+    rank.thread.at = Place()
+    assert list(rank.finder.find().collectives) == [PENDING]
 
 
 @pytest.mark.parametrize("change", ["cpu", "spot", "collective"])

@@ -195,10 +195,12 @@ class NodeAgents:
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, list[int]] = {}  # the workers of each node with an agent
         self._num_started = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     def watch_workers(self, workers: Iterable[WorkerInfo]) -> None:
         """Start an agent on each node of these workers, and watch their memory; returns at once."""
+        self._loop = asyncio.get_running_loop()
         pids_by_node: dict[str, list[int]] = {}
         for info in workers:
             pids_by_node.setdefault(info.node_id, []).append(info.pid)
@@ -226,11 +228,16 @@ class NodeAgents:
         )
         actor.watch_memory.remote(self._pids[node_id])
         self._actors[node_id] = actor
-        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id))
+        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id, actor))
 
-    def _replace(self, node_id: str) -> None:
+    def _replace(self, node_id: str, dead: Any) -> None:
         """Start another agent on the node of one that has died, unless the node is gone. Called in the thread of the watch."""
-        if node_id in self._actors and is_node_reachable(node_id):
+        assert self._loop is not None
+        if is_node_reachable(node_id):  # blocks for a moment, in which the agents may be closed
+            self._loop.call_soon_threadsafe(self._start_instead, node_id, dead)
+
+    def _start_instead(self, node_id: str, dead: Any) -> None:
+        if self._actors.get(node_id) is dead:
             self._start(node_id)
 
     async def check_processes(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessStatus | None]:

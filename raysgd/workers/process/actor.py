@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig, Member
-from raysgd.backends.flight_recorder import Collective, numbers_only
+from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
@@ -301,7 +301,9 @@ class WorkerActor(Watched):
         """Return where train_func is; if it does not run, only what it has communicated."""
         if (current := self._current.get()) is not None:
             return current.position()
-        return Position(numbers_only(self._backend.count_collectives()))
+        from raysgd.workers.process.position import find_collectives  # not for a cold start
+
+        return Position(find_collectives(self._backend))
 
     def flight_record(self, folder: str) -> tuple[Collective, ...]:
         """Return the last collectives of this rank, and write its whole flight record into ``folder``."""

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from raysgd._util.imports import imported
+from raysgd._util.logs import get_logger
 from raysgd._util.redact import redact_text, secret_values
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.backends.base import Backend, is_collective_error
@@ -340,6 +341,7 @@ class TrainingCheck:
             try:
                 message = self._backend.find_unsynchronized_training()
             except Exception:  # a run must not fail because it is examined
+                get_logger().debug("the backend could not say whether ranks train alone", exc_info=True)
                 return None
             self._is_found = message is not None and (is_over or num_reports >= SYNCHRONIZED_BY_REPORT)
             return message if self._is_found else None

@@ -16,6 +16,15 @@ from raysgd.workers.process.train_thread import Place
 BUSY_SHARE = 0.05
 
 
+def find_collectives(backend: Backend) -> tuple[Collective, ...]:
+    """Return the last collective of each group from the backend's record, or by its number if there is no record.
+
+    Gloo's numbers count sends and receives, too, by which a rank would seem to have come further than it has.
+    """
+    record = backend.dump_flight_record()
+    return numbers_only(backend.count_collectives()) if record is None else record.last
+
+
 class Thread(Protocol):
     """The training thread."""
 
@@ -26,7 +35,7 @@ class PositionFinder:
     """Finds the position of one attempt at each call of `find`, which are some seconds apart.
 
     Reading the backend's record of collectives may hold the interpreter's lock for 20 ms. So that is done only for a thread
-    that has stayed where it was since the last call.
+    that has stayed where it was since the last call, or does not run train_func.
 
     Args:
         has_gpu: The rank has a GPU, for which it may wait by using its CPU.
@@ -58,10 +67,8 @@ class PositionFinder:
             self._at, self._since, self._first_cpu_s = at, now, place.cpu_s
         barriers = self._barriers()
         blocked_s = now - self._since
-        record = self._backend.dump_flight_record() if blocked_s and place.spot else None
-        recorded = record.last if record is not None else ()  # not those of groups that were used long ago
-        others = {group: number for group, number in numbers.items() if group not in {one.group for one in recorded}}
-        collectives = (*recorded, *numbers_only(others), *barriers)
+        may_read = blocked_s > 0 or not place.spot  # it delays nothing
+        collectives = (*(find_collectives(self._backend) if may_read else numbers_only(numbers)), *barriers)
         waited_ns = max((time.time_ns() - one.began_ns for one in collectives if not one.is_done), default=0)
         return Position(collectives, waited_ns / 1e9, blocked_s, place.line)
 
