@@ -45,7 +45,9 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def two_nodes(_no_process_is_left: None, hidden: Path) -> Iterator[None]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"disk": 2}})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "resources": {"disk": 2}}
+    )
     start = str(Path(sys.executable).parent / "ray")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     node = subprocess.Popen(

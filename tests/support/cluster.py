@@ -58,7 +58,10 @@ def cluster_of(*num_cpus: int) -> Iterator[Any]:
         "health_check_period_ms": 1000,
         "health_check_failure_threshold": 3,
     }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus[0], "_system_config": health})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": num_cpus[0], "include_dashboard": False, "_system_config": health},
+    )
     for count in num_cpus[1:]:
         cluster.add_node(num_cpus=count)
     ray.init(address=cluster.address, namespace="tests")
