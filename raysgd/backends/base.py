@@ -149,7 +149,7 @@ class Backend(ABC):
     def count_collectives(self) -> Mapping[str, int]:
         """Return how many collectives this process has begun in each process group, as `dump_flight_record` numbers them.
 
-        The number may be too high, if sends and receives cannot be told from collectives.
+        The number may be too high, if sends and receives cannot be distinguished from collectives.
 
         Called now and then in another thread while ranks make no session calls. It must take no more than a millisecond,
         because whatever delays one rank delays all.
