@@ -23,6 +23,8 @@ import psutil
 import pytest
 
 import raysgd
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller.journal.journal import stored_frames
 from raysgd.session import context
 from raysgd.testing import check_history
 from support.runs import PATIENCE_S, HostLog, actor_pids, events_of, quiet, travels_by_value
@@ -99,6 +101,12 @@ def read(stream: raysgd.ResultStream, results: list[raysgd.Result]) -> None:
             results.append(result)
 
 
+def frames_around(run_dir: Any) -> str:
+    """Return the frames of a run that are not reports, to find out what a reader may have missed."""
+    found = [frame for frame in stored_frames(Storage.from_uri(str(run_dir))) if frame.kind != "reports"]
+    return "\n".join(f"{frame.seq} {frame.kind} {frame.attempt} {str(frame.data)[:200]}" for frame in found)
+
+
 @pytest.mark.parametrize("detached", [False, True], ids=["attached", "detached"])
 def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tmp_path: Path, detached: bool) -> None:
     print(f"RAYSGD_FUZZ_SEED={SEED}")
@@ -131,11 +139,13 @@ def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tm
     for before, after in itertools.pairwise(results):
         follows = after["training_iteration"] == before["training_iteration"] + 1
         assert follows or after["attempt"] > before["attempt"]
-    assert {result["training_iteration"] for result in results} >= set(range(1, num_steps + 1))
+    lost = set(range(1, num_steps + 1)) - {result["training_iteration"] for result in results}
+    assert not lost, f"of {num_steps} rounds, the iteration lacks {sorted(lost)}\n{frames_around(trainer.run_dir)}"
     seen = rows_that_count(folder)
     num_epochs = 1 + max(epoch for epoch, _ in seen)
     assert seen == Counter({(epoch, row): 1 for epoch in range(num_epochs) for row in range(NUM_ROWS)})
     if not any("gets no further calls" in warning or "was killed, because" in warning for warning in warnings):
         logged = {json.loads(line)[0] for line in log.read_text().splitlines() if line.endswith("]")}
-        assert logged == set(range(1, num_steps + 1))
+        lost = set(range(1, num_steps + 1)) - logged
+        assert not lost, f"of {num_steps} rounds, the callback lacks {sorted(lost)}\n{frames_around(trainer.run_dir)}"
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
