@@ -1,0 +1,1 @@
+"""The engine: speed-ups and large models for torch, in five lines."""

@@ -1,0 +1,112 @@
+"""What the engine does to a model: a frozen dataclass, made from arguments, a file or the command line.
+
+Plain data: the driver and the command check it without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from raysgd.config.argument_names import refuse_unknown_fields
+from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
+ActivationCheckpointing = Literal["full", "selective"]
+Compile = Literal["model", "blocks"]
+PlanMode = Literal["auto"]
+
+
+@refuse_unknown_fields()
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The strategies that the engine applies. Each field is an argument of `raysgd.Engine` and a flag ``--engine.<name>``.
+
+    Attributes:
+        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: autocast, fp16 with a dynamic loss scale; ``"bf16-true"``: parameters
+            in bf16, with fp32 master weights in the optimizer.
+        zero_stage: What each data-parallel rank holds only a part of. 0: nothing (DDP); 1: the optimizer's state; 2: also
+            gradients; 3: also parameters (FSDP2).
+        cpu_offload: Whether parameters, gradients and optimizer state wait in host memory. Needs ``zero_stage=3``.
+        tensor_parallel: Ranks that share each layer.
+        sequence_parallel: Whether tensor-parallel ranks also share the activations between layers, along the sequence.
+        pipeline_parallel: Ranks that hold one stage of the layers each.
+        micro_batches: Parts that a pipeline cuts each batch into. None: four for each stage.
+        accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
+        activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: all but its
+            matrix products and attention. None: activations are kept.
+        clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
+        compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
+        fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
+        weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
+            micro-batches have different numbers of them.
+        plan: ``"auto"``: fields that are not given are chosen by `raysgd.engine.plan`. None: they have their defaults.
+    """
+
+    precision: Precision = "fp32"
+    zero_stage: int = 0
+    cpu_offload: bool = False
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    micro_batches: int | None = None
+    accumulation_steps: int = 1
+    activation_checkpointing: ActivationCheckpointing | None = None
+    clip_grad_norm: float | None = None
+    compile: Compile | None = None
+    fused_optimizer: bool = False
+    weighted_gradients: bool = False
+    plan: PlanMode | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, get_args(Precision))
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero_stage={self.zero_stage!r} is not known; give 0, 1, 2 or 3.")
+        for name in ("tensor_parallel", "pipeline_parallel", "accumulation_steps"):
+            check_count(name, getattr(self, name), minimum=1)
+        if self.micro_batches is not None:
+            check_count("micro_batches", self.micro_batches, minimum=1)
+        for name, kind in (
+            ("activation_checkpointing", ActivationCheckpointing),
+            ("compile", Compile),
+            ("plan", PlanMode),
+        ):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), get_args(kind))
+        if self.clip_grad_norm is not None:
+            check_amount("clip_grad_norm", self.clip_grad_norm, positive=True)
+        for name in ("cpu_offload", "sequence_parallel", "fused_optimizer", "weighted_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; give True or False.")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.cpu_offload and self.zero_stage != 3:
+            raise ConfigError(f"cpu_offload=True needs zero_stage=3, and zero_stage is {self.zero_stage}.")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError("sequence_parallel=True needs tensor_parallel=2 or more: its ranks share the sequence.")
+        if self.micro_batches is not None and self.pipeline_parallel == 1:
+            raise ConfigError(
+                "micro_batches cuts the batches of a pipeline, and pipeline_parallel is 1; accumulation_steps= collects the "
+                "gradients of several batches."
+            )
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Make a config of names and values, as a file has them; ``-`` in a name counts as ``_``.
+
+        Raises:
+            ConfigError: A name is not known, or a value is not allowed.
+        """
+        return cls(**{name.replace("-", "_"): value for name, value in values.items()})
