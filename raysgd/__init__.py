@@ -21,6 +21,8 @@ if _typing.TYPE_CHECKING:
     from raysgd.session.api import (
         barrier,
         broadcast,
+        data_parallel_rank,
+        data_parallel_size,
         get_dataset,
         get_datasets,
         in_worker,
@@ -54,9 +56,9 @@ _NAMES_OF = {
     "raysgd.config": ("CheckpointConfig", "FailureConfig", "RunConfig"),
     "raysgd.result": ("Event", "Result", "RunInfo", "RunStatus"),
     "raysgd.session.api": (
-        "barrier", "broadcast", "get_dataset", "get_datasets", "in_worker", "list_checkpoints", "load_checkpoint",
-        "local", "local_rank", "local_world_size", "node_rank", "report", "save_checkpoint", "should_stop", "world_rank",
-        "world_size",
+        "barrier", "broadcast", "data_parallel_rank", "data_parallel_size", "get_dataset", "get_datasets", "in_worker",
+        "list_checkpoints", "load_checkpoint", "local", "local_rank", "local_world_size", "node_rank", "report",
+        "save_checkpoint", "should_stop", "world_rank", "world_size",
     ),
     "raysgd.torch.devices": ("device",),
     "raysgd.trainer.run_folder": ("compare_runs", "load_run"),
@@ -74,7 +76,8 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "Callback", "Stop",
     "report", "save_checkpoint", "load_checkpoint", "list_checkpoints", "SavedArray", "get_dataset", "get_datasets",
     "should_stop", "barrier", "broadcast", "device",
-    "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "in_worker", "local",
+    "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
+    "in_worker", "local",
     "load_run", "compare_runs",
     "backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration",
 ]  # fmt: skip

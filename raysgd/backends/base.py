@@ -39,6 +39,7 @@ class Member:
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
+        workers_per_replica: Ranks that hold one copy of the model between them; they are consecutive.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Member:
     node_ip: str
     has_gpu: bool
     shares_gpu: bool = False
+    workers_per_replica: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ gloo does not expose its sockets, so members exchange which sockets appeared whi
 - The gloo of 2021 inside Horovod opens a listener per connection and closes it afterwards. A connection whose two ends
   both appeared while the group formed belongs to gloo (`GlooConnections`).
 
-Groups that train_func creates itself are not covered.
+Groups that Horovod programs create themselves are not covered; those of torch are, see `raysgd.backends.torch_groups`.
 """
 
 from __future__ import annotations

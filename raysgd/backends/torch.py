@@ -22,10 +22,9 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
-from raysgd.backends import torch_scripts
+from raysgd.backends import torch_groups, torch_scripts
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_collectives
-from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch_exchange import ExchangeWatch
 from raysgd.config.argument_names import refuse_unknown_fields
@@ -193,7 +192,6 @@ class TorchBackend(Backend):
         self._config = config
         self._rendezvous: Rendezvous | None = None
         self._store: Any = None
-        self._gloo = GlooListeners()
         self._exchange: ExchangeWatch | None = None
         self._world_size = 1
         self._began_ns = 0
@@ -204,6 +202,7 @@ class TorchBackend(Backend):
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
         torch_scripts.install()
+        torch_groups.install()
 
     def warm_up(self) -> None:
         import_torch_compiler()
@@ -231,7 +230,6 @@ class TorchBackend(Backend):
         _reset_accelerate()
         self._store = join_store(self._rendezvous, member, self._config.init_timeout_s)
         self._began_ns = time.time_ns()
-        before = list_listeners() if backend == "gloo" else set()
         dist.init_process_group(
             backend,
             store=self._store,
@@ -240,8 +238,6 @@ class TorchBackend(Backend):
             timeout=timedelta(seconds=self._config.timeout_s),
         )
         torch_scripts.give(torch_scripts.GivenGroup(backend, member.rank, member.world_size))
-        if backend == "gloo":
-            self._gloo = _exchange_listeners(self._store, member, list_listeners() - before)
         self._watch_exchange(member.world_size)
         # nccl's ranks meet in the store at their first collective, which some may reach much later than others.
         self._store.set_timeout(timedelta(seconds=self._config.timeout_s))
@@ -251,7 +247,7 @@ class TorchBackend(Backend):
 
         torch_scripts.take_back()
         self._watch_exchange(1)
-        self._gloo = GlooListeners()
+        torch_groups.leave_all()  # whatever still refers to a group: its peers must see that this rank has left
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # the group may be broken already
@@ -266,8 +262,7 @@ class TorchBackend(Backend):
     def abort_process_group(self) -> None:
         import torch.distributed as dist
 
-        with contextlib.suppress(OSError):  # the attempt must end in any case
-            self._gloo.shut_down()
+        torch_groups.cut_all()
         if self._is_nccl():
             dist.distributed_c10d._abort_process_group()
 
@@ -359,12 +354,6 @@ def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
     import torch
 
     return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor}
-
-
-def _exchange_listeners(store: Any, member: Member, own: set[Address]) -> GlooListeners:
-    keys = [f"raysgd/gloo/{rank}" for rank in range(member.world_size)]
-    store.set(keys[member.rank], json.dumps(sorted(own)))
-    return GlooListeners.from_exchange(own, [json.loads(value) for value in store.multi_get(keys)])
 
 
 def _check_available(backend: str) -> None:

@@ -8,6 +8,7 @@ Runs in workers and drivers.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,12 +46,13 @@ class StoredShard:
 class SavedArray:
     """An array that was saved in shards. It holds no data in memory: reading it, or a slice of it, makes a NumPy array.
 
-    ``saved[2:4, :8]`` reads these elements, ``np.asarray(saved)`` reads all. `raysgd.jax.restore` makes `jax.Array`s.
+    ``saved[2:4, :8]`` reads these elements, ``np.asarray(saved)`` reads all. `raysgd.jax.restore` makes `jax.Array`s. What was
+    saved from a torch DTensor has a torch dtype, is read as torch tensors, and `raysgd.torch.restore` makes DTensors of it.
     Read it before the next ``save_checkpoint``, which may delete the checkpoint that holds it.
 
     Attributes:
         shape: Of the whole array.
-        dtype: A NumPy dtype.
+        dtype: A NumPy dtype; a torch dtype for what was saved from torch.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class SavedArray:
         on_unusable: Callable[[Exception], None],
     ) -> None:
         self.shape = shape
-        self.dtype: np.dtype[Any] = dtype
+        self.dtype: Any = dtype
+        self._is_tensor = not isinstance(dtype, np.dtype)
         self._place = place
         self._shards = shards
         self._on_unusable = on_unusable
@@ -73,19 +76,23 @@ class SavedArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
-    def __getitem__(self, key: Any) -> NDArray[Any]:
-        """Read the elements of slices without steps, one for each of the first dims, as a new array."""
+    def __getitem__(self, key: Any) -> Any:
+        """Read the elements of slices without steps, one for each of the first dims, as a new array or tensor."""
         slices = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, slice) for part in slices):
             raise TypeError(f"{self!r} is read by slices, such as saved[2:4, :8]; np.asarray(...) reads all of it.")
         return self._read(index_from_slices(slices, self.shape))
 
+    def read(self) -> Any:
+        """Read all of it, as a NumPy array or a torch tensor."""
+        return self._read(full_index(self.shape))
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError(f"{self!r} is not in memory, so it cannot become an array without a copy.")
-        array = self._read(full_index(self.shape))
+        array = np.asarray(self.read())
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __raysgd_unwrap__(self) -> Any:
@@ -95,13 +102,14 @@ class SavedArray:
             CheckpointError: Always.
         """
         raise CheckpointError(
-            f"{self!r} was loaded but not restored: save what raysgd.jax.restore makes of it, or np.asarray(...)."
+            f"{self!r} was loaded but not restored: save what raysgd.{'torch' if self._is_tensor else 'jax'}.restore makes of "
+            "it, or its read()."
         )
 
     def __repr__(self) -> str:
         return f"SavedArray(state{self._place}, shape={self.shape}, dtype={self.dtype})"
 
-    def _read(self, index: ShardIndex) -> NDArray[Any]:
+    def _read(self, index: ShardIndex) -> Any:
         memory = aligned_empty(index.size * self.dtype.itemsize)
         try:
             for shard in self._shards:
@@ -110,6 +118,8 @@ class SavedArray:
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             self._on_unusable(error)
             raise
+        if self._is_tensor:
+            return _torch_codec().tensor_from_bytes(memory, self.dtype, index.shape)
         return np.ndarray(index.shape, self.dtype, memory)
 
     def _copy(self, shard: StoredShard, common: ShardIndex, index: ShardIndex, memory: ByteArray) -> None:
@@ -119,14 +129,17 @@ class SavedArray:
             begin = _rows(common, index, self.dtype.itemsize)[0] * row_bytes
             shard.part.read(shard.name, first * row_bytes, memory[begin : begin + num_rows * row_bytes])
             return
-        target = np.ndarray(index.shape, self.dtype, memory)[common.slices(index.begin)]
+        dtype = (
+            np.dtype(f"V{self.dtype.itemsize}") if self._is_tensor else self.dtype
+        )  # NumPy lacks some types of torch
+        target = np.ndarray(index.shape, dtype, memory)[common.slices(index.begin)]
         columns = (slice(None), *common.slices(shard.index.begin)[1:])
         step = max(1, CHUNK_BYTES // row_bytes)
         for row in range(0, num_rows, step):  # in chunks, since the shard may be large
             count = min(step, num_rows - row)
             rows = aligned_empty(count * row_bytes)
             shard.part.read(shard.name, (first + row) * row_bytes, rows)
-            target[row : row + count] = np.ndarray((count, *shard.index.shape[1:]), self.dtype, rows)[columns]
+            target[row : row + count] = np.ndarray((count, *shard.index.shape[1:]), dtype, rows)[columns]
 
 
 def _rows(common: ShardIndex, outer: ShardIndex, item_bytes: int) -> tuple[int, int, int]:
@@ -176,7 +189,7 @@ def load_parts(
         return part.load(allow_pickle=allow_pickle)
     is_whole = world_size is None or world_size == manifest.world_size == 1
     arrays = {
-        place: np.asarray(array) if is_whole or not array.shape else array
+        place: array.read() if is_whole or not array.shape else array
         for place, array in _assemble(parts, where, on_unusable).items()
     }
     leaves = {name: part.leaf(name) for name in part.unsharded_names}
@@ -209,7 +222,11 @@ def _saved_array(
                 f"{label} is {array.dtype} of shape {array.shape} on rank {first} but {other.dtype} of shape {other.shape} "
                 f"on rank {rank}"
             )
-    shards = [StoredShard(index, parts[rank], name) for rank, each in by_rank.items() for index, name in each.shards]
+    by_index: dict[ShardIndex, StoredShard] = {}  # several ranks may have saved the same shard
+    for rank, each in by_rank.items():
+        for index, name in each.shards:
+            by_index.setdefault(index, StoredShard(index, parts[rank], name))
+    shards = list(by_index.values())
     problem = find_tiling_error(array.shape, [shard.index for shard in shards])
     if problem is not None:
         raise CheckpointCorruptError(
@@ -218,8 +235,14 @@ def _saved_array(
     return SavedArray(place, array.shape, _parse_dtype(array.dtype, label), shards, on_unusable)
 
 
+def _torch_codec() -> Any:
+    return importlib.import_module("raysgd.checkpoint.codecs.torch")
+
+
 def _parse_dtype(description: Json, label: str) -> Any:
     try:
+        if isinstance(description, str) and description.startswith("torch."):
+            return _torch_codec().dtype_from_json(description)
         return dtype_from_json(description)
     except (TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{label} has an invalid dtype: {error}") from error

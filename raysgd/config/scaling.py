@@ -29,6 +29,8 @@ class ScalingConfig:
         gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
+        workers_per_replica: Workers that hold one copy of the model between them, as in tensor and pipeline parallelism. They
+            have consecutive ranks and read the same rows, and the group always has a multiple of them.
     """
 
     num_workers: int | tuple[int, float] = 1
@@ -36,6 +38,7 @@ class ScalingConfig:
     gpus_per_worker: float = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     placement_strategy: PlacementStrategy = "PACK"
+    workers_per_replica: int = 1
 
     def __post_init__(self) -> None:
         _check_num_workers(self.num_workers)
@@ -51,6 +54,8 @@ class ScalingConfig:
                 f"placement_strategy={self.placement_strategy!r} cannot grow or shrink; with num_workers={self.num_workers} "
                 "give 'PACK' or 'SPREAD'."
             )
+        check_count("workers_per_replica", self.workers_per_replica, minimum=1)
+        _check_multiple(self.num_workers, self.workers_per_replica)
         # A copy: a later change of the caller's dict must not change this config.
         object.__setattr__(self, "resources_per_worker", _checked_resources(self.resources_per_worker))
         if math.isinf(self.max_workers) and not self.bundle():
@@ -93,6 +98,20 @@ def _check_num_workers(value: Any) -> None:
         check_count("num_workers[1]", value[1], minimum=1)
     if value[0] > value[1]:
         raise ConfigError(f"num_workers={value} has its minimum above its maximum; give (min, max) with min <= max.")
+
+
+def _check_multiple(num_workers: int | tuple[int, float], workers_per_replica: int) -> None:
+    """Check that every limit of the number of workers holds whole copies of the model."""
+    limits = (num_workers,) if isinstance(num_workers, int) else num_workers
+    for limit in limits:
+        if limit != math.inf and limit % workers_per_replica:
+            lower = int(limit // workers_per_replica) * workers_per_replica
+            nearest = " or ".join(str(count) for count in (lower, lower + workers_per_replica) if count)
+            raise ConfigError(
+                f"num_workers={num_workers} with workers_per_replica={workers_per_replica}: {limit:g} workers do not hold whole "
+                f"copies of the model ({limit:g} / {workers_per_replica} = {limit / workers_per_replica:g}); give {nearest} in "
+                f"place of {limit:g}."
+            )
 
 
 def _checked_resources(resources: Any) -> dict[str, float]:

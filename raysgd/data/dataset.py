@@ -107,7 +107,7 @@ class WorkerDataset:
 
     def _open_whole(self) -> WorkerDataset:
         if self._whole is None:
-            settings = replace(self._settings, rank=0, world_size=1, reader_rank=self._settings.rank)
+            settings = replace(self._settings, rank=0, world_size=1, is_whole=True)
             self._whole = WorkerDataset(self.name, self._source, settings)
             self._whole.restore(self._whole_start)
         return self._whole
@@ -128,7 +128,9 @@ class WorkerDataset:
             cursor = self._cursors[self._settings.rank]
             assert isinstance(cursor, StreamCursor)
             settings = self._settings
-            return StreamReader(name, source, cursor, settings.rank, settings.attempt, settings.reader_rank)
+            return StreamReader(
+                name, source, cursor, settings.rank, settings.attempt, settings.reader, is_whole=settings.is_whole
+            )
         return TableReader(name, source, StoredBlocks(source, fetch), selected=selected)
 
 
@@ -137,8 +139,8 @@ class WorkerDatasets:
 
     Args:
         plan: From `resolve_datasets`.
-        rank: World rank of this worker.
-        world_size: Workers in this attempt.
+        rank: Data-parallel rank of this worker.
+        world_size: Data-parallel ranks in this attempt.
         seed: The Trainer's seed; None counts as 0.
         positions: The result of `positions` when the checkpoint was taken, on any rank: all agree. A dataset without a
             position begins at its beginning; positions of datasets that are not in the plan are ignored.
@@ -147,6 +149,7 @@ class WorkerDatasets:
             from it ends the loop, and no row is consumed.
         attempt: The attempt's number, greater than all earlier ones.
         is_deterministic: Whether the run must be repeatable bit by bit.
+        reader: World rank of this worker; None: the same as ``rank``.
 
     Raises:
         CheckpointError: A position lies inside an epoch of another number of rows, or is not a position.
@@ -164,6 +167,7 @@ class WorkerDatasets:
         read_context: ReadContext = nullcontext,
         attempt: int = 0,
         is_deterministic: bool = False,
+        reader: int | None = None,
     ) -> None:
         settings = ReadSettings(
             rank=rank,
@@ -171,6 +175,7 @@ class WorkerDatasets:
             seed=seed or 0,
             attempt=attempt,
             is_deterministic=is_deterministic,
+            reader=rank if reader is None else reader,
             fetch=fetch,
             read_context=read_context,
         )

@@ -42,7 +42,10 @@ class ReadSettings:
     """Settings of all datasets of an attempt in one worker; `raysgd.data.dataset.WorkerDatasets` describes them.
 
     Attributes:
-        reader_rank: The worker's rank, if it reads all rows of the dataset as rank 0 of 1; None: it reads its shard.
+        rank: The worker's data-parallel rank.
+        world_size: The number of data-parallel ranks, which all read different rows.
+        reader: The worker's world rank; another worker may have the same data-parallel rank.
+        is_whole: Whether all rows are read, as by rank 0 of 1.
     """
 
     rank: int
@@ -52,7 +55,8 @@ class ReadSettings:
     is_deterministic: bool
     fetch: Fetch
     read_context: ReadContext
-    reader_rank: int | None = None
+    reader: int
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +85,7 @@ class DatasetShard:
 
     def __repr__(self) -> str:
         rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
-        if self._settings.reader_rank is not None:
+        if self._settings.is_whole:
             return f"DatasetShard({self._name!r}, whole{rows})"
         return f"DatasetShard({self._name!r}, rank {self._rank} of {self._settings.world_size}{rows})"
 

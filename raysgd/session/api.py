@@ -176,6 +176,19 @@ def node_rank() -> int:
     return context.current().identity.node_rank
 
 
+def data_parallel_rank() -> int:
+    """Return which copy of the model this worker holds, or holds a part of; from 0.
+
+    Datasets and loaders are split by it. It is the world rank, unless ``Trainer(workers_per_replica=...)`` is given.
+    """
+    return context.current().identity.data_parallel_rank
+
+
+def data_parallel_size() -> int:
+    """Return the number of copies of the model that are trained."""
+    return context.current().identity.data_parallel_size
+
+
 def in_worker() -> bool:
     """Return True if a Trainer runs this code, False in single-machine use."""
     return context.current().in_worker

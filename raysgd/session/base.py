@@ -26,6 +26,17 @@ class Identity:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    workers_per_replica: int = 1
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The copy of the model that this worker holds, or holds a part of; from 0. It decides which rows the worker reads."""
+        return self.world_rank // self.workers_per_replica
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of copies of the model."""
+        return self.world_size // self.workers_per_replica
 
 
 class Datasets:
@@ -175,11 +186,12 @@ class Session(ABC):
 
         return WorkerDatasets(
             plan,
-            self.world_rank,
-            self.world_size,
+            self.identity.data_parallel_rank,
+            self.identity.data_parallel_size,
             self.seed,
             attempt=self.attempt,
             is_deterministic=self.deterministic,
+            reader=self.world_rank,
             fetch=self._fetch,
             read_context=self._read_context,
         )

@@ -124,14 +124,15 @@ def _split_for_this_rank(loader: DataLoader[Any], add_sampler: bool, global_batc
     changes: dict[str, Any] = {}
     is_iterable = isinstance(loader.dataset, IterableDataset)
     splits = session.in_worker and add_sampler and not is_iterable
-    batch_size = _batch_size(loader, global_batch_size, session.world_size, splits=splits)
+    rank, num_ranks = session.identity.data_parallel_rank, session.identity.data_parallel_size
+    batch_size = _batch_size(loader, global_batch_size, num_ranks, splits=splits)
     if session.in_worker:
-        seeds = LoaderSeeds(session.seed, session.world_rank, loader.worker_init_fn)
+        seeds = LoaderSeeds(session.seed, rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
-    if is_iterable and add_sampler and session.world_size > 1:
-        raise _unsplittable(loader, session.world_size)
-    shard = Shard(session.world_rank, session.world_size, session.seed or 0)
-    if splits and global_batch_size is not None and global_batch_size % session.world_size:
+    if is_iterable and add_sampler and num_ranks > 1:
+        raise _unsplittable(loader, num_ranks)
+    shard = Shard(rank, num_ranks, session.seed or 0)
+    if splits and global_batch_size is not None and global_batch_size % num_ranks:
         changes |= _split_unevenly(loader, shard, global_batch_size)
     elif splits:
         changes |= _split_samplers(loader, shard.split, batch_size)

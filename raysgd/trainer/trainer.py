@@ -55,6 +55,8 @@ class Trainer:
         gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        workers_per_replica: Workers that hold one copy of the model between them, as in tensor and pipeline parallelism. They
+            have consecutive ranks and read the same rows. The group always has a multiple of them, also after failures.
         runtime_env: Ray runtime environment of the workers.
         seed: Seeds Python, NumPy and the framework, with ``seed + rank`` on each rank.
         deterministic: Ask the framework for bit-identical repetition, which is slower.
@@ -79,6 +81,7 @@ class Trainer:
         gpus_per_worker: float = 0,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: PlacementStrategy = "PACK",
+        workers_per_replica: int = 1,
         runtime_env: Mapping[str, Any] | None = None,
         seed: int | None = None,
         deterministic: bool = False,
@@ -99,6 +102,7 @@ class Trainer:
             gpus_per_worker=gpus_per_worker,
             resources_per_worker=resources_per_worker,
             placement_strategy=placement_strategy,
+            workers_per_replica=workers_per_replica,
             runtime_env=runtime_env,
             seed=seed,
             deterministic=deterministic,

@@ -18,9 +18,9 @@ PUBLIC = {
     "raysgd": """
         Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Event FailureConfig HorovodConfig
         JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
-        TorchConfig Trainer barrier broadcast compare_runs device get_dataset get_datasets in_worker list_checkpoints
-        load_checkpoint load_run local local_rank local_world_size node_rank report save_checkpoint should_stop
-        world_rank world_size
+        TorchConfig Trainer barrier broadcast compare_runs data_parallel_rank data_parallel_size device get_dataset
+        get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank
+        report save_checkpoint should_stop world_rank world_size
     """.split(),
     "raysgd.backends": """
         Backend BackendConfig Coordinator Member
@@ -33,7 +33,7 @@ PUBLIC = {
         Batches DatasetShard DatasetSubset Rows WorkerDataset to_cv
     """.split(),
     "raysgd.torch": """
-        PreparedLoader device prepare_data_loader prepare_model prepare_optimizer unwrap
+        PreparedLoader device mesh prepare_data_loader prepare_model prepare_optimizer restore unwrap
     """.split(),
     "raysgd.tensorflow": """
         KerasCallback MultiWorkerMirroredStrategy

@@ -190,7 +190,7 @@ class Subclass(torch.Tensor):
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "qint8"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "dense copy"),
         (lambda: torch.ones(2).to_mkldnn(), "dense copy"),
-        (lambda: torch.ones(2).as_subclass(Subclass), r"full_tensor"),
+        (lambda: torch.ones(2).as_subclass(Subclass), r"a subclass of Tensor"),
         (lambda: torch.nn.LazyLinear(3).weight, "run the model once"),
         (lambda: torch.nn.Linear, "only pickle"),
         (lambda: torch.nn.functional.relu, "only pickle"),

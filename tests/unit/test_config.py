@@ -55,6 +55,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "gpus_per_worker": 0,
         "resources_per_worker": {},
         "placement_strategy": "PACK",
+        "workers_per_replica": 1,
     }
 
 

@@ -29,6 +29,7 @@ from torch.utils.data import (
 import raysgd.torch
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
+from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
 from raysgd.torch import prepare_data_loader
 
@@ -73,7 +74,13 @@ def worlds() -> Iterator[Enter]:
 
     def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
         session = SimpleNamespace(
-            progress=Progress(), world_rank=rank, world_size=size, seed=seed, in_worker=in_worker, deterministic=False
+            progress=Progress(),
+            identity=Identity(world_rank=rank, world_size=size),
+            world_rank=rank,
+            world_size=size,
+            seed=seed,
+            in_worker=in_worker,
+            deterministic=False,
         )
         context.install(cast(Any, session))
 

@@ -108,6 +108,23 @@ def test_workers_without_gpus_see_none() -> None:
 @given(alive=st.lists(st.booleans(), min_size=1, max_size=8), min_size=st.integers(1, 8))
 def test_shrinking_group_keeps_its_order_and_its_minimum_size(alive: list[bool], min_size: int) -> None:
     members = [str(rank) if is_alive else None for rank, is_alive in enumerate(alive)]
-    kept = close_gaps(members, min(min_size, len(alive)))
+    kept, surplus = close_gaps(members, min(min_size, len(alive)))
     assert [member for member in kept if member is not None] == [member for member in members if member is not None]
-    assert len(kept) == max(sum(alive), min(min_size, len(alive)))
+    assert len(kept) == max(sum(alive), min(min_size, len(alive))) and not surplus
+
+
+@given(
+    alive=st.lists(st.booleans(), min_size=1, max_size=12),
+    num_min_replicas=st.integers(1, 3),
+    multiple=st.integers(1, 4),
+)
+def test_shrinking_group_holds_the_most_whole_replicas_that_are_left(
+    alive: list[bool], num_min_replicas: int, multiple: int
+) -> None:
+    members = [str(rank) if is_alive else None for rank, is_alive in enumerate(alive)]
+    min_size = num_min_replicas * multiple
+    kept, surplus = close_gaps(members + [None] * min_size, min_size, multiple)
+    survivors = [member for member in members if member is not None]
+    assert [member for member in kept if member is not None] + surplus == survivors
+    assert len(kept) == max(min_size, len(survivors) // multiple * multiple)
+    assert not surplus or None not in kept

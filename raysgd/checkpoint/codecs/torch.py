@@ -6,6 +6,8 @@ What loading returns:
     - A tensor object at two places is one object again. Two tensors over exactly the same memory (same address, dtype,
       shape and strides, as ``state_dict()`` gives for tied weights) share memory again. Tensors that overlap only
       partly are stored separately.
+    - A DTensor is saved by every rank as the pieces that it holds, and loaded as a `raysgd.SavedArray`, or in a driver as the
+      whole tensor. `raysgd.torch.restore` makes DTensors again.
 
 This module is imported only where torch is in use, and imports torch on the first value.
 """
@@ -14,15 +16,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from raysgd.checkpoint.codecs.leaves import ByteArray, Json, Leaf
+from raysgd.checkpoint.codecs.shards import ShardIndex
 from raysgd.errors import CheckpointError
 
 # torch dtype -> (safetensors dtype, number of those per element). Types that the format lacks are stored as bytes or pairs.
@@ -73,6 +78,8 @@ def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
 
 
 def _encode_tensor(encoder: Any, tensor: Any) -> Json:
+    if is_dtensor(tensor):
+        return _encode_dtensor(encoder, tensor)
     reason = _why_not_plain(tensor)
     if reason is not None:
         return encoder.unsafe(tensor, reason)
@@ -91,30 +98,32 @@ def _why_not_plain(tensor: Any) -> str | None:
     if "Uninitialized" in kind.__name__:
         return f"is an {kind.__name__}, which has no values yet: run the model once before saving"
     if kind not in (torch().Tensor, torch().nn.Parameter):
-        return f"is a {kind.__name__}, a subclass of Tensor: save a plain tensor (of a DTensor its .full_tensor())"
+        return f"is a {kind.__name__}, a subclass of Tensor: save a plain tensor"
     if tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn or tensor.device.type == "meta":
         return f"is a quantized, nested, mkldnn or meta tensor ({_describe(tensor)}): save a dense copy of it"
     return None
 
 
 def _encode_dense(encoder: Any, tensor: Any) -> Json:
-    dtype = _name(tensor.dtype)
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{encoder.where()} has dtype {dtype}, which a checkpoint cannot hold; convert it")
-    stored, lanes = _DTYPES[dtype]
     shape = list(tensor.shape)
-    reference = encoder.add_leaf(_leaf(encoder, tensor, stored, shape if lanes == 1 else [*shape, lanes]))
+    reference = encoder.add_leaf(_leaf(encoder, encoder.path, tensor))
+    dtype = _name(tensor.dtype)
     kind = "parameter" if isinstance(tensor, torch().nn.Parameter) else "tensor"
     return [f"torch.{kind}", reference, dtype, shape, _keeps_grad(tensor)]
 
 
-def _leaf(encoder: Any, tensor: Any, stored: str, shape: list[int]) -> Leaf:
+def _leaf(encoder: Any, path: Sequence[Any], tensor: Any) -> Leaf:
+    dtype = _name(tensor.dtype)
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{encoder.where()} has dtype {dtype}, which a checkpoint cannot hold; convert it")
+    stored, lanes = _DTYPES[dtype]
+    shape = tuple(tensor.shape) if lanes == 1 else (*tensor.shape, lanes)
     source = tensor.detach()
     item_bytes = source.element_size()
     num_bytes = source.numel() * item_bytes
     key = _memory(source) if num_bytes else None
     device = source.device if source.device.type != "cpu" else None
-    return Leaf(tuple(encoder.path), stored, tuple(shape), num_bytes, item_bytes, source, _fill, key, device)
+    return Leaf(tuple(path), stored, shape, num_bytes, item_bytes, source, _fill, key, device)
 
 
 def _fill(source: Any, area: ByteArray) -> None:
@@ -155,6 +164,107 @@ def _view(data: ByteArray, dtype: Any, shape: list[int]) -> Any:
     if not math.prod(shape):
         return torch().empty(shape, dtype=dtype)
     return torch().from_numpy(data).view(dtype).view(shape)
+
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _encode_dtensor(encoder: Any, tensor: Any) -> Json:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"{encoder.where()} is a DTensor whose ranks hold terms of a sum ({tensor.placements}): call .redistribute(...) "
+            "first, so that each rank holds values"
+        )
+    local = tensor.detach()._local_tensor
+    if encoder.shards is None:
+        if tensor.device_mesh.size() > 1:
+            raise CheckpointError(
+                f"{encoder.where()} is distributed over the ranks of a mesh: call save_checkpoint(..., all_ranks=True) on all "
+                "ranks, so that each saves the pieces that it holds"
+            )
+        return _encode_dense(encoder, local)
+    pieces = local_pieces(tensor) if _writes(tensor) else {}
+    path = [*encoder.path, "shard"]
+    names = {index: encoder.add_leaf(_leaf(encoder, path, local[where])) for index, where in pieces.items()}
+    return encoder.shards.add(encoder.path, f"torch.{_name(tensor.dtype)}", tensor.shape, names)
+
+
+def _writes(tensor: Any) -> bool:
+    """Whether this rank saves its pieces: of several ranks that hold the same ones, only the first does.
+
+    A tensor on a part of a mesh, such as its axis of tensor parallelism, is held once for each place on the other axes; but
+    for an axis "pp", whose ranks hold different layers.
+    """
+    mesh = tensor.device_mesh
+    root = mesh._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    own = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=False))
+    if not names or not set(own) <= set(names):  # a mesh of its own, such as one made by flattening two axes
+        root, own = mesh, dict(enumerate(tensor.placements))
+        names = tuple(own)
+    coordinate = root.get_coordinate()
+    if coordinate is None:
+        return False
+    held_once = (not own[name].is_replicate() if name in own else name == "pp" for name in names)
+    return all(place == 0 or is_once for place, is_once in zip(coordinate, held_once, strict=True))
+
+
+def local_pieces(tensor: Any) -> dict[ShardIndex, tuple[slice, ...]]:
+    """Return which elements of a DTensor this rank holds: slices of its local tensor, by their place in the whole tensor.
+
+    There are several only if a rank's elements are not one block, as under tensor parallelism below FSDP when the sizes do
+    not divide.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return {}
+    runs = []
+    for dim, extent in enumerate(tensor.shape):
+        indices = torch().arange(extent).reshape([extent if axis == dim else 1 for axis in range(tensor.ndim)])
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate() and placement.dim == dim:
+                chunks, _ = placement._split_tensor(indices, mesh.size(axis), with_padding=False, contiguous=False)
+                indices = chunks[coordinate[axis]]
+        runs.append(_runs(indices.flatten().numpy()))
+    pieces = {}
+    for spans in itertools.product(*runs):
+        index = ShardIndex(tuple(begin for begin, _, _ in spans), tuple(end for _, end, _ in spans))
+        if index.size:
+            pieces[index] = tuple(slice(at, at + end - begin) for begin, end, at in spans)
+    return pieces
+
+
+def _runs(indices: Any) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive numbers: the first, the one after the last, and the place of the first in ``indices``."""
+    cuts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
+    return [(int(indices[a]), int(indices[b - 1]) + 1, a) for a, b in itertools.pairwise(cuts) if a < b]
+
+
+def dtype_from_json(description: Any) -> Any:
+    """Return the dtype that the table of shards names.
+
+    Raises:
+        ValueError: It names none.
+    """
+    dtype = getattr(torch(), str(description).removeprefix("torch."), None)
+    if not isinstance(dtype, torch().dtype):
+        raise ValueError(f"{description!r} is not a dtype of torch")
+    return dtype
+
+
+def tensor_from_bytes(data: ByteArray, dtype: Any, shape: Sequence[int]) -> Any:
+    """Return a tensor over these bytes."""
+    return _view(data, dtype, list(shape))
+
+
+# -- other values ----------------------------------------------------------------------------------
 
 
 def _keeps_grad(tensor: Any) -> bool:

@@ -354,7 +354,8 @@ class StreamReader(TableReader):
         cursor: The cursor of this worker's shard.
         rank: Whose shard it reads.
         attempt: Number of the attempt; later attempts have greater ones.
-        reader_rank: The worker's rank, if it reads all rows as rank 0 of 1.
+        reader: The worker's world rank.
+        is_whole: Whether it reads all rows, as rank 0 of 1.
 
     Attributes:
         open_steps: The steps that are not closed.
@@ -367,12 +368,14 @@ class StreamReader(TableReader):
         cursor: StreamCursor,
         rank: int,
         attempt: int,
-        reader_rank: int | None = None,
+        reader: int,
+        *,
+        is_whole: bool = False,
     ) -> None:
         super().__init__(name, source, _NoBlocks())
-        self.access = StreamAccess(name, source.blocks[0], rank if reader_rank is None else reader_rank)
+        self.access = StreamAccess(name, source.blocks[0], reader)
         self._rank = rank
-        self._label = "" if reader_rank is None else "whole"
+        self._label = "whole" if is_whole else ""
         self.cursor = cursor
         self._attempt = attempt
         self._inspected: PassState | None = None

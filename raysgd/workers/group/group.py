@@ -80,6 +80,7 @@ class WorkerGroup:
         explain_missing: Callable[[int], str | None] = lambda count: None,
     ) -> None:
         self._scaling = scaling
+        self._multiple = scaling.workers_per_replica
         self._failure = failure
         self._backend = backend
         # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
@@ -117,16 +118,16 @@ class WorkerGroup:
 
     @property
     def num_joining(self) -> int:
-        """The number of workers that are ready to join the group."""
-        return self._joining.num_ready
+        """The number of workers that can join the group: those that are ready, in whole replicas."""
+        return self._joining.num_ready - self._joining.num_ready % self._multiple
 
     def info(self, rank: int) -> WorkerInfo | None:
         """Return where a member runs; None if it has no process that has answered."""
         return None if (worker := self._members[rank]) is None else worker.info
 
     def on_joining_worker(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` for each worker that becomes ready to join."""
-        self._joining.on_ready = callback
+        """Call ``callback`` when a worker becomes ready, if with it a whole replica can join."""
+        self._joining.on_ready = lambda: callback() if self.num_joining else None
 
     # -- starting -------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,9 @@ class WorkerGroup:
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.take()
         if not keep_size:
-            self._members[:] = close_gaps(self._members, self._scaling.min_workers)
+            self._members[:], surplus = close_gaps(self._members, self._scaling.min_workers, self._multiple)
+            for worker in surplus:
+                self._joining.put_back(worker)
             await self._take_joining_workers()
         await self._replace_used_processes()
         self._start_missing()
@@ -201,10 +204,16 @@ class WorkerGroup:
         self._assign_members()
 
     async def _take_joining_workers(self) -> None:
-        while self.size < self._scaling.max_workers:
-            if (worker := await self._reserve.take_joining_worker()) is None:
+        """Take in joining workers in whole replicas, up to the largest size."""
+        while self.size < self._scaling.max_workers and self._joining.num_ready >= self._multiple:
+            taken: list[Worker] = []
+            while len(taken) < self._multiple and (worker := await self._reserve.take_joining_worker()) is not None:
+                taken.append(worker)
+            if len(taken) < self._multiple:  # others have died
+                for worker in taken:
+                    self._joining.put_back(worker)
                 return
-            self._members.append(worker)
+            self._members += taken
 
     def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
         self._joining.want(self._scaling.max_workers - self.size, after=after)
@@ -254,7 +263,7 @@ class WorkerGroup:
             workers = self._workers()
             self._members[:] = [workers[i] for i in assign_ranks([info.node_id for info in self._infos()])]
             self._has_formed = True
-        members = make_members(self._infos(), self._scaling.gpus_per_worker)
+        members = make_members(self._infos(), self._scaling.gpus_per_worker, self._multiple)
         for worker, member in zip(self._workers(), members, strict=True):
             worker.member = member
 

@@ -103,6 +103,11 @@ class JoiningWorkers:
         self._num_wanted -= 1
         return self._ready.pop(0)
 
+    def put_back(self, worker: Worker) -> None:
+        """Keep a loaded worker, which the group cannot use now, as one that is ready to join; see `take`."""
+        self._num_wanted += 1
+        self._ready.append(worker)
+
     async def wait_for_first(self) -> None:
         """Wait until the workers for which there was room at the beginning are ready."""
         if self._search is not None:

@@ -27,19 +27,27 @@ def assign_ranks(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda index: (order[nodes[index]], index))
 
 
-def close_gaps(members: Sequence[T | None], min_size: int) -> list[T | None]:
-    """Return the members in their order, without vacant ranks except the first ones that are needed for ``min_size``."""
+def close_gaps(members: Sequence[T | None], min_size: int, multiple: int = 1) -> tuple[list[T | None], list[T]]:
+    """Close the gaps of vacant ranks.
+
+    Returns:
+        The members in their order, without vacant ranks except the first ones that are needed for ``min_size``; and the members
+        that are too many for a multiple of ``multiple``. ``min_size`` is such a multiple.
+    """
     num_short = max(0, min_size - sum(member is not None for member in members))
     kept = [rank for rank, member in enumerate(members) if member is None][:num_short]
-    return [member for rank, member in enumerate(members) if member is not None or rank in kept]
+    closed = [member for rank, member in enumerate(members) if member is not None or rank in kept]
+    size = max(min_size, len(closed) - len(closed) % multiple)
+    return closed[:size], [member for member in closed[size:] if member is not None]
 
 
-def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[Member]:
+def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float, workers_per_replica: int = 1) -> list[Member]:
     """Return the workers' places in their process group, which has no rendezvous yet.
 
     Args:
         workers: Where each worker runs, by rank; a node's workers need not be next to each other.
         gpus_per_worker: May be a fraction.
+        workers_per_replica: See `raysgd.config.ScalingConfig`.
     """
     shares_gpu = 0 < gpus_per_worker < 1 or any(map(_has_mig_device, workers))  # the MIG devices of one GPU share it
     sizes = Counter(worker.node_id for worker in workers)
@@ -58,6 +66,7 @@ def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[
                 node_ip=worker.node_ip,
                 has_gpu=gpus_per_worker > 0,
                 shares_gpu=shares_gpu,
+                workers_per_replica=workers_per_replica,
             )
         )
         seen[worker.node_id] += 1

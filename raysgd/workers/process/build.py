@@ -205,7 +205,14 @@ def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromChec
 
 def identity_of(member: Member) -> Identity:
     """Return the ranks and sizes that a session shows to the user's code."""
-    return Identity(member.rank, member.world_size, member.local_rank, member.local_world_size, member.node_rank)
+    return Identity(
+        member.rank,
+        member.world_size,
+        member.local_rank,
+        member.local_world_size,
+        member.node_rank,
+        member.workers_per_replica,
+    )
 
 
 def resolve(blob: Blob) -> bytes:
