@@ -17,12 +17,15 @@ if _typing.TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.checkpoint.resharding import SavedArray
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
+    from raysgd.engine.config import EngineConfig
+    from raysgd.engine.engine import Engine
     from raysgd.result import Event, Result, RunInfo, RunStatus
     from raysgd.session.api import (
         barrier,
         broadcast,
         data_parallel_rank,
         data_parallel_size,
+        gather,
         get_dataset,
         get_datasets,
         in_worker,
@@ -54,9 +57,11 @@ _NAMES_OF = {
     "raysgd.checkpoint.checkpoint": ("Checkpoint",),
     "raysgd.checkpoint.resharding": ("SavedArray",),
     "raysgd.config": ("CheckpointConfig", "FailureConfig", "RunConfig"),
+    "raysgd.engine.config": ("EngineConfig",),
+    "raysgd.engine.engine": ("Engine",),
     "raysgd.result": ("Event", "Result", "RunInfo", "RunStatus"),
     "raysgd.session.api": (
-        "barrier", "broadcast", "data_parallel_rank", "data_parallel_size", "get_dataset", "get_datasets", "in_worker",
+        "barrier", "broadcast", "data_parallel_rank", "data_parallel_size", "gather", "get_dataset", "get_datasets", "in_worker",
         "list_checkpoints", "load_checkpoint", "local", "local_rank", "local_world_size", "node_rank", "report",
         "save_checkpoint", "should_stop", "world_rank", "world_size",
     ),
@@ -75,10 +80,11 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "Backend", "BackendConfig", "Coordinator",
     "Callback", "Stop",
     "report", "save_checkpoint", "load_checkpoint", "list_checkpoints", "SavedArray", "get_dataset", "get_datasets",
-    "should_stop", "barrier", "broadcast", "device",
+    "should_stop", "barrier", "broadcast", "gather", "device",
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
     "in_worker", "local",
     "load_run", "compare_runs",
+    "Engine", "EngineConfig",
     "backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration",
 ]  # fmt: skip
 

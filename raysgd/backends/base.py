@@ -158,6 +158,10 @@ class Backend(ABC):
         """
         return {}
 
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Return the payloads of all ranks, by rank; None if the group cannot exchange bytes. Called on all ranks."""
+        return None
+
     def explain_error(self, error: BaseException) -> str | None:
         """Return advice to show below an error of train_func that does not itself say what to do, or None."""
         return None

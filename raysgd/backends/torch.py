@@ -274,6 +274,15 @@ class TorchBackend(Backend):
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
 
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return None
+        payloads: list[Any] = [None] * self._world_size
+        dist.all_gather_object(payloads, payload)
+        return payloads
+
     def dump_flight_record(self) -> FlightRecord | None:
         # CUDA builds have one recorder for nccl and one for other backends.
         names = ("_dump_nccl_trace", "_dump_fr_trace") if self._is_nccl() else ("_dump_fr_trace",)

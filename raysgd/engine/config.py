@@ -27,6 +27,7 @@ class EngineConfig:
     Attributes:
         precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: autocast, fp16 with a dynamic loss scale; ``"bf16-true"``: parameters
             in bf16, with fp32 master weights in the optimizer.
+        loss_scale: First scale of fp16 losses. It is halved when gradients overflow, and doubled after 2000 steps without that.
         zero_stage: What each data-parallel rank holds only a part of. 0: nothing (DDP); 1: the optimizer's state; 2: also
             gradients; 3: also parameters (FSDP2).
         cpu_offload: Whether parameters, gradients and optimizer state wait in host memory. Needs ``zero_stage=3``.
@@ -46,6 +47,7 @@ class EngineConfig:
     """
 
     precision: Precision = "fp32"
+    loss_scale: float = 65536.0
     zero_stage: int = 0
     cpu_offload: bool = False
     tensor_parallel: int = 1
@@ -75,6 +77,7 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), get_args(kind))
+        check_amount("loss_scale", self.loss_scale, positive=True)
         if self.clip_grad_norm is not None:
             check_amount("clip_grad_norm", self.clip_grad_norm, positive=True)
         for name in ("cpu_offload", "sequence_parallel", "fused_optimizer", "weighted_gradients"):

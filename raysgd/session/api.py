@@ -218,6 +218,15 @@ def broadcast(obj: Any = None) -> Any:
     return context.acting().broadcast(obj)
 
 
+def gather(obj: Any) -> list[Any]:
+    """Return every rank's ``obj`` on every rank, by rank. The objects must pickle.
+
+    It goes through the process group where the backend has one for any data, as torch's has, and is fit for megabytes;
+    elsewhere through the controller, and a rank that has returned is left out.
+    """
+    return context.acting().gather(obj)
+
+
 @contextmanager
 def local(*, dataset: Any = None, dir: str | PathLike[str] | None = None) -> Iterator[LocalSession]:
     """Give a train_func that runs without a Trainer its data and a place for checkpoints.

@@ -181,6 +181,9 @@ class Session(ABC):
     @abstractmethod
     def broadcast(self, obj: Any) -> Any: ...
 
+    @abstractmethod
+    def gather(self, obj: Any) -> list[Any]: ...
+
     def _open_datasets(self, plan: DatasetPlan) -> WorkerDatasets:
         from raysgd.data.dataset import WorkerDatasets
 

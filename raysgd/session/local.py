@@ -90,6 +90,9 @@ class LocalSession(Session):
     def broadcast(self, obj: Any) -> Any:
         return obj
 
+    def gather(self, obj: Any) -> list[Any]:
+        return [obj]
+
     def _write_part(
         self, store: CheckpointStore, number: int, state: Any, files: bool, all_ranks: bool, allow_pickle: bool
     ) -> PartSafe:

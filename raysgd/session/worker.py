@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Link(Protocol):
     def join_barrier(self, what: str, index: int, payload: bytes | None) -> bytes | None:
         """Wait until every rank that has not returned made the ``index``-th call of kind ``what``.
 
-        Returns rank 0's payload; empty where rank 0 did not call.
+        Returns rank 0's payload, empty where rank 0 did not call; for ``"gather"`` a pickle of all payloads by rank.
         """
 
     def newest_checkpoint(self, index: int, num_saves: int) -> Any:
@@ -94,6 +95,7 @@ class WorkerSession(Session):
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
         attempt: int = 1,
         iterations_before: int = 0,
+        gather: Callable[[bytes], list[bytes] | None] = lambda payload: None,
     ) -> None:
         self.iterations_before = iterations_before
         super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch, attempt=attempt)
@@ -101,6 +103,7 @@ class WorkerSession(Session):
         self._writer = writer
         self._link = link
         self._codec = codec
+        self._gather_in_group = gather
         self._start = start
         self._on_report = on_report
         self._clock_zero = time.monotonic() - time_before_s
@@ -227,6 +230,18 @@ class WorkerSession(Session):
                 "Call it on every rank, equally often."
             )
         return obj if self.world_rank == 0 else self._codec.loads(payload)
+
+    def gather(self, obj: Any) -> list[Any]:
+        self._check_live()
+        payload = self._codec.dumps(obj)
+        self.progress.mark("gather")
+        with self.progress.waiting:
+            by_group = self._gather_in_group(payload)
+        if by_group is None:
+            answer = self._join_barrier("gather", payload)
+            assert answer is not None
+            by_group = [each for _, each in sorted(pickle.loads(answer).items())]
+        return [self._codec.loads(each) for each in by_group]
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 

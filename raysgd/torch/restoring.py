@@ -93,7 +93,7 @@ def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
     by_number = dict(enumerate(parameters))
     state = {
         number: {
-            name: _placed_like(value, by_number.get(number), f"{place}['state'][{number!r}][{name!r}]")
+            name: place_like(value, by_number.get(number), f"{place}['state'][{number!r}][{name!r}]")
             for name, value in of_parameter.items()
         }
         if isinstance(of_parameter, Mapping)
@@ -103,7 +103,8 @@ def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
     return {**saved, "state": state}
 
 
-def _placed_like(value: Any, parameter: torch.Tensor | None, place: str) -> Any:
+def place_like(value: Any, parameter: torch.Tensor | None, place: str) -> Any:
+    """Return an optimizer's value for a parameter: distributed as the parameter is, if it has the parameter's shape."""
     if not isinstance(value, (SavedArray, torch.Tensor)):
         return value
     if parameter is not None and tuple(value.shape) == tuple(parameter.shape) and value.shape:

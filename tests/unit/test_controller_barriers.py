@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 from raysgd.controller.run.barriers import Barriers
 
@@ -53,3 +54,11 @@ async def test_end_of_the_attempt_releases_all_ranks() -> None:
     barriers.end()
     assert await waiting is None
     assert await barriers.join(0, "broadcast", 0, b"x") is None
+
+
+async def test_gather_returns_the_payloads_of_the_ranks_that_have_not_returned() -> None:
+    barriers = Barriers(3)
+    barriers.left(1)
+    waiting = [asyncio.ensure_future(barriers.join(rank, "gather", 0, bytes([rank]))) for rank in (2, 0)]
+    answers = await asyncio.gather(*waiting)
+    assert [pickle.loads(answer or b"") for answer in answers] == [{0: b"\x00", 2: b"\x02"}] * 2

@@ -409,6 +409,17 @@ def test_broadcast_without_rank_0_raises() -> None:
         worker.session.broadcast(None)
 
 
+def test_gather_goes_through_the_controller_where_the_group_carries_no_bytes() -> None:
+    worker = Worker(rank=1)
+    worker.link.join_barrier = lambda what, index, payload: pickle.dumps(  # type: ignore[method-assign]
+        {1: payload, 0: pickle.dumps("zero")}
+    )
+    assert worker.session.gather("one") == ["zero", "one"]
+    grouped = Worker(rank=1, gather=lambda payload: [pickle.dumps("zero"), payload])
+    assert grouped.session.gather("one") == ["zero", "one"]
+    assert grouped.link.barriers == []
+
+
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,15 @@
-"""The barriers at which ranks wait for each other: `barrier` and `broadcast`, for every backend. Runs in the TrainerActor."""
+"""Where ranks wait for each other: `barrier`, `broadcast` and `gather`, for every backend. Runs in the TrainerActor."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from dataclasses import dataclass, field
 
 
 @dataclass
 class _Barrier:
-    payload: bytes = b""
+    payloads: dict[int, bytes] = field(default_factory=dict)
     waiting: dict[int, asyncio.Future[bytes | None]] = field(default_factory=dict)
 
 
@@ -21,12 +22,16 @@ class Barriers:
         self._is_over = False
 
     async def join(self, rank: int, what: str, index: int, payload: bytes | None) -> bytes | None:
-        """Wait for all ranks; returns rank 0's payload (empty if there is none), or None if the attempt ended."""
+        """Wait for all ranks, and return None if the attempt ended.
+
+        Returns:
+            Rank 0's payload, empty if there is none; of a barrier ``"gather"`` a pickle of all payloads by rank.
+        """
         if self._is_over:
             return None
         barrier = self._barriers.setdefault((what, index), _Barrier())
         if payload is not None:
-            barrier.payload = payload
+            barrier.payloads[rank] = payload
         barrier.waiting[rank] = asyncio.get_running_loop().create_future()
         self._open_complete()
         return await barrier.waiting[rank]
@@ -47,7 +52,8 @@ class Barriers:
         for key, barrier in list(self._barriers.items()):
             if self._expected <= barrier.waiting.keys():
                 del self._barriers[key]
-                self._resolve(barrier, barrier.payload)
+                payloads = barrier.payloads
+                self._resolve(barrier, pickle.dumps(payloads) if key[0] == "gather" else payloads.get(0, b""))
 
     @staticmethod
     def _resolve(barrier: _Barrier, value: bytes | None) -> None:

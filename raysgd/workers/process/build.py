@@ -130,6 +130,7 @@ class AttemptBuilder:
             writer=writer,
             link=ControllerLink(self._controller, task.run_id, order.attempt, member.rank),
             codec=Codec(dumps, loads),
+            gather=self._backend.gather,
             start=_starting_point(run, order),
             time_before_s=order.time_before_s,
             seed=task.seed,

@@ -1,0 +1,166 @@
+"""The optimizer and the scheduler that the engine returns: the user's own, whose steps count when gradients are complete."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from raysgd.errors import ConfigError, UsageError
+from raysgd.torch.restoring import place_like
+
+
+class Steps(Protocol):
+    """The engine's side of an optimizer's step."""
+
+    def finish_gradients(self) -> bool:
+        """Make the gradients of a complete step those of its mean loss; returns whether they are finite, on all ranks."""
+
+    def is_complete(self) -> bool: ...
+
+    def is_open(self) -> bool: ...
+
+    def on_step(self, *, skipped: bool) -> None: ...
+
+    def drop_gradients(self) -> None: ...
+
+    def may_schedule(self) -> bool: ...
+
+    def on_schedule(self) -> None: ...
+
+    def update_parameters(self) -> None: ...
+
+
+class EngineOptimizer(Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing until the gradients of a step are complete.
+
+    ``param_groups``, ``state`` and ``state_dict`` are those of the optimizer inside.
+
+    Args:
+        inner: The user's optimizer, which updates what the engine made of its parameters.
+        steps: The engine's side.
+    """
+
+    def __init__(self, inner: Optimizer, steps: Steps) -> None:
+        self.inner = inner
+        self._steps = steps
+        # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
+        self._opt_called = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.inner!r})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make the optimizer's step if the gradients of all its batches are there; else do nothing.
+
+        Raises:
+            UsageError: A closure is given: it would make backward passes of its own.
+        """
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) cannot be used with the engine: call engine.backward(loss), then step()."
+            )
+        if not self._steps.is_complete():
+            return
+        is_finite = self._steps.finish_gradients()
+        if is_finite:
+            self.inner.step()
+            self._steps.update_parameters()
+        self._steps.on_step(skipped=not is_finite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, unless they belong to a step that is not complete or not made yet."""
+        if not self._steps.is_open():
+            self._steps.drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
+
+
+def follow_steps(scheduler: Any, steps: Steps) -> Any:
+    """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
+
+    Returns:
+        The scheduler itself.
+    """
+    step = scheduler.step
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
+        if steps.finish_gradients() if is_before else steps.may_schedule():
+            step(*args, **kwargs)
+            steps.on_schedule()
+
+    scheduler.step = counted
+    return scheduler
+
+
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Make an optimizer update other tensors in place of its parameters: groups stay, and its state moves to them.
+
+    Args:
+        optimizer: Changed in place.
+        replaced: The new tensors by the old parameters. State of a parameter's shape is distributed as the new one is.
+
+    Raises:
+        ConfigError: It keeps its parameters in other places too, or has parameters that were not replaced.
+    """
+    if all(old is new for old, new in replaced.items()):
+        return
+    name = type(optimizer).__name__
+    if kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced)):
+        raise ConfigError(
+            f"{name} keeps its parameters in {', '.join(kept)} too, so it cannot be moved to the parameters that the engine has "
+            "made; give the engine an optimizer that reads param_groups alone, as AdamW does."
+        )
+    new_groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = [place for place, parameter in enumerate(group["params"]) if parameter not in replaced]
+        if unknown:
+            raise ConfigError(
+                f"{name} has parameters that are not the model's (group {number}, parameter {unknown[0]}): make the optimizer of "
+                "model.parameters()."
+            )
+        new_groups.append([replaced[parameter] for parameter in group["params"]])
+    for group, parameters in zip(optimizer.param_groups, new_groups, strict=True):
+        group["params"] = parameters
+    for old, new in replaced.items():
+        if old is not new and old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                key: place_like(value, new, f"the optimizer's {key}") for key, value in state.items()
+            }
+
+
+def _holds(value: Any, parameters: Mapping[nn.Parameter, Any]) -> bool:
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) and item in parameters for item in value
+    )

@@ -1,0 +1,279 @@
+"""ZeRO stages 1 and 2, and master weights: the optimizer works on its own pieces of the parameters. Worker side.
+
+A piece is the part of a parameter that this rank updates: the rows that a DTensor placed ``Shard(0)`` over the copies of the
+model gives it, or all of it where nothing is divided. It is in fp32 if the parameter is in a smaller type. In each step,
+gradients come in by reduce-scatter, the optimizer updates the pieces, and an all-gather brings the parameters up to date: the
+stages "P_os" and "P_os+g" of ZeRO (Rajbhandari et al., arXiv 1910.02054), and the master weights of mixed precision training
+(Micikevicius et al., arXiv 1710.03740).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+# Prefer the new names: torch 2.13 warns about the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: Bytes of the parameters that communicate together, as in DDP.
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass
+class _Part:
+    """One parameter in a bucket.
+
+    Attributes:
+        parameter: The parameter that the model computes with.
+        piece: What the optimizer updates; the parameter itself if nothing is divided or converted.
+        offset: Where its chunk begins in each rank's row of the bucket.
+        chunk: Elements of the chunk: those of the rank with the most.
+    """
+
+    parameter: nn.Parameter
+    piece: torch.Tensor
+    offset: int
+    chunk: int
+
+
+@dataclass
+class _Bucket:
+    parts: list[_Part] = field(default_factory=list)
+    row: int = 0  # elements of each rank's row
+    num_ready: int = 0  # parameters whose gradient of this backward pass is there
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.parameter.numel() * part.parameter.element_size() for part in self.parts)
+
+
+class OptimizerPieces:
+    """The pieces of all parameters of an optimizer.
+
+    Args:
+        parameters: Those that the optimizer updates; plain tensors, or DTensors of tensor parallelism.
+        mesh: The mesh of all workers.
+        is_divided: Whether each data-parallel rank updates some rows only.
+        is_averaged: Whether something else, such as DDP, averages the gradients over the copies of the model.
+
+    Attributes:
+        is_collecting: Whether gradients are collected during the backward pass, as soon as those of a bucket are there. The
+            gradients of parameters are freed then.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, *, is_divided: bool, is_averaged: bool = False
+    ) -> None:
+        self._mesh = mesh
+        self._group = mesh["dp"].get_group()
+        self._num_ranks = mesh["dp"].size() if is_divided else 1
+        self._rank = mesh["dp"].get_local_rank() if is_divided else 0
+        self._is_divided = is_divided
+        self._averages = not is_divided and not is_averaged and mesh["dp"].size() > 1
+        self._buckets: list[_Bucket] = []
+        self._num_collected = 0  # buckets, in this backward pass
+        self.is_collecting = False
+        for parameter in reversed(parameters):  # about the order in which their gradients come
+            self._add(parameter)
+        if is_divided or self._averages:
+            for bucket in self._buckets:
+                for part in bucket.parts:
+                    part.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket))  # type: ignore[no-untyped-call]
+
+    @property
+    def piece_of(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The pieces, by their parameters."""
+        return {part.parameter: part.piece for part in self._parts()}
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of the parameters, averaged over the copies of the model, to those of the pieces.
+
+        Call it after a backward pass, on all ranks.
+        """
+        for bucket in self._buckets[self._num_collected :]:
+            self._collect(bucket)
+        self._num_collected = 0
+        for bucket in self._buckets:
+            bucket.num_ready = 0
+
+    def update_parameters(self) -> None:
+        """Set the parameters to what the optimizer has made of the pieces."""
+        for bucket in self._buckets:
+            if self._is_divided and self._num_ranks > 1:
+                self._all_gather(bucket)
+            else:
+                for part in bucket.parts:
+                    _local(part.parameter).copy_(_local(part.piece))
+
+    def take_parameters(self) -> None:
+        """Set the pieces to what their parameters hold, after these were loaded."""
+        with torch.no_grad():
+            for part in self._parts():
+                if part.piece is not part.parameter:
+                    own = self._own(_local(part.parameter), part.parameter, self._rank)
+                    _local(part.piece).copy_(own)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the parameters and of the pieces."""
+        for part in self._parts():
+            part.parameter.grad = None
+            part.piece.grad = None
+
+    def _make_hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if not self.is_collecting:
+                return
+            bucket.num_ready += 1
+            # In one order on all ranks, whatever the order in which gradients come.
+            while self._num_collected < len(self._buckets):
+                first = self._buckets[self._num_collected]
+                if first.num_ready < len(first.parts):
+                    break
+                self._collect(first)
+                self._num_collected += 1
+
+        return on_gradient
+
+    def _parts(self) -> Iterable[_Part]:
+        return (part for bucket in self._buckets for part in bucket.parts)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        last = self._buckets[-1] if self._buckets else None
+        is_alike = last is not None and _traits(last.parts[0].parameter) == _traits(parameter)
+        if last is None or not is_alike or last.num_bytes >= BUCKET_BYTES:
+            last = _Bucket()
+            self._buckets.append(last)
+        rows = self._rows(parameter, 0)
+        chunk = _local(parameter)[rows].numel() if _local(parameter).ndim else 1
+        last.parts.append(_Part(parameter, self._make_piece(parameter), last.row, chunk))
+        last.row += chunk
+
+    def _rows(self, parameter: nn.Parameter, rank: int) -> slice:
+        """Return the rows of a rank; the first ranks have the most, as torch divides them."""
+        local = _local(parameter)
+        num_rows = local.shape[0] if local.ndim else 1
+        each = math.ceil(num_rows / self._num_ranks)
+        return slice(min(num_rows, rank * each), min(num_rows, (rank + 1) * each))
+
+    def _own(self, tensor: torch.Tensor, parameter: nn.Parameter, rank: int) -> torch.Tensor:
+        """Return a rank's rows of a tensor that has the local shape of ``parameter``; all of a scalar."""
+        return tensor[self._rows(parameter, rank)] if tensor.ndim else tensor
+
+    def _make_piece(self, parameter: nn.Parameter) -> torch.Tensor:
+        own = self._own(_local(parameter).detach(), parameter, self._rank)
+        dtype = torch.float32 if own.dtype.itemsize < 4 and own.is_floating_point() else own.dtype
+        if not self._is_divided and dtype == own.dtype:
+            return parameter
+        own = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if not self._is_divided:
+            placed = _like(parameter, own) if isinstance(parameter, DTensor) else own
+            return placed.requires_grad_()
+        return self._distribute(parameter, own).requires_grad_()
+
+    def _distribute(self, parameter: nn.Parameter, own: torch.Tensor) -> DTensor:
+        """Return this rank's rows as a DTensor over the copies of the model, and over the ranks that share the parameter."""
+        placement: Placement = Shard(0) if own.ndim else Replicate()
+        if not isinstance(parameter, DTensor):
+            return _dtensor(own, self._mesh["dp"], [placement], parameter.shape)
+        (of_tensor,) = parameter.placements
+        if own.ndim and of_tensor.is_shard(0):  # the rows are divided by tensor parallelism first
+            placement = _StridedShard(0, split_factor=self._mesh["tp"].size())
+        return _dtensor(own, self._mesh["dp", "tp"], [placement, of_tensor], parameter.shape)
+
+    # -- communication ------------------------------------------------------------------------------------------------
+
+    def _collect(self, bucket: _Bucket) -> None:
+        if self._is_divided:
+            self._reduce_scatter(bucket)
+            return
+        if self._averages:
+            self._average(bucket)
+        self._copy_gradients(bucket)
+
+    def _average(self, bucket: _Bucket) -> None:
+        for part in bucket.parts:
+            if part.parameter.grad is None:  # other ranks may have used the parameter
+                part.parameter.grad = torch.zeros_like(part.parameter)
+        gradients = [_local(part.parameter.grad) for part in bucket.parts if part.parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=self._group)
+        flat /= self._mesh["dp"].size()
+        for gradient, averaged in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+            gradient.copy_(averaged.view(gradient.shape))
+
+    def _reduce_scatter(self, bucket: _Bucket) -> None:
+        first = _local(bucket.parts[0].parameter)
+        dtype = torch.float32 if first.dtype.itemsize < 4 else first.dtype
+        sent = torch.zeros(self._num_ranks, bucket.row, dtype=dtype, device=first.device)
+        for part in bucket.parts:
+            gradient = part.parameter.grad
+            if gradient is None:
+                continue
+            local = _local(gradient)
+            for rank in range(self._num_ranks):
+                own = self._own(local, part.parameter, rank)
+                sent[rank, part.offset : part.offset + own.numel()] = own.reshape(-1)
+            part.parameter.grad = None
+        received = sent[0]
+        if self._num_ranks > 1:
+            received = torch.empty_like(sent[0])
+            _reduce_scatter(received, sent.view(-1), group=self._group)
+            received /= self._num_ranks
+        for part in bucket.parts:
+            local = _local(part.piece)
+            piece = received[part.offset : part.offset + local.numel()].view(local.shape)
+            if part.piece.grad is None:
+                part.piece.grad = _like(part.piece, piece)
+            else:
+                _local(part.piece.grad).add_(piece)
+
+    def _copy_gradients(self, bucket: _Bucket) -> None:
+        for part in bucket.parts:
+            if part.piece is part.parameter or part.parameter.grad is None:
+                continue
+            part.piece.grad = _like(part.piece, _local(part.parameter.grad).to(part.piece.dtype))
+            part.parameter.grad = None
+
+    def _all_gather(self, bucket: _Bucket) -> None:
+        first = _local(bucket.parts[0].parameter)
+        sent = torch.zeros(bucket.row, dtype=first.dtype, device=first.device)
+        for part in bucket.parts:
+            local = _local(part.piece).detach()
+            sent[part.offset : part.offset + local.numel()] = local.reshape(-1)
+        received = torch.empty(self._num_ranks, bucket.row, dtype=first.dtype, device=first.device)
+        _all_gather(received.view(-1), sent, group=self._group)
+        for part in bucket.parts:
+            target = _local(part.parameter).detach()
+            for rank in range(self._num_ranks):
+                own = self._own(target, part.parameter, rank)
+                own.copy_(received[rank, part.offset : part.offset + own.numel()].view(own.shape))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor, distributed as ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _traits(parameter: nn.Parameter) -> tuple[Any, ...]:
+    local = _local(parameter)
+    return local.dtype, local.device

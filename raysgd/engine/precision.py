@@ -1,0 +1,106 @@
+"""Reduced precision: autocast around a model's forward pass, and the scale of fp16 losses. Worker side."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}
+
+
+def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a model compute in ``dtype`` where autocast allows it; its outputs are fp32.
+
+    The model keeps its class, its parameters and their names.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        with torch.autocast(device, dtype):
+            outputs = forward(*args, **kwargs)
+        return to_fp32(outputs)
+
+    model.forward = autocast
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model whose parameters are in ``dtype`` inputs of that type; its outputs are fp32."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(lambda value: _floats_to(value, dtype), (args, kwargs))
+        return to_fp32(forward(*args, **kwargs))
+
+    model.forward = cast
+
+
+def to_fp32(outputs: Any) -> Any:
+    """Return the same structure with all floating point tensors in fp32; fp64 stays."""
+    return pytree.tree_map(
+        lambda value: value.float() if _is_float(value) and value.dtype.itemsize < 4 else value, outputs
+    )
+
+
+def _floats_to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if _is_float(value) else value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class LossScale:
+    """The dynamic scale of fp16 losses, with the defaults of `torch.amp.GradScaler`.
+
+    That class decides by rank whether gradients overflowed; here all ranks decide together.
+
+    Args:
+        is_enabled: False: the scale is 1 and stays.
+    """
+
+    GROWTH = 2.0
+    BACKOFF = 0.5
+    GROWTH_INTERVAL = 2000
+    #: A smaller scale would make all gradients zero: something else is wrong.
+    MINIMUM = 2.0**-14
+
+    def __init__(self, is_enabled: bool, scale: float = 2.0**16) -> None:
+        self.is_enabled = is_enabled
+        self.scale = scale if is_enabled else 1.0
+        self._num_finite = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Halve the scale after a step that was skipped; double it after `GROWTH_INTERVAL` steps without one.
+
+        Raises:
+            FloatingPointError: Gradients overflow at any scale.
+        """
+        if not self.is_enabled:
+            return
+        if overflowed:
+            self.scale *= self.BACKOFF
+            self._num_finite = 0
+            if self.scale < self.MINIMUM:
+                raise FloatingPointError(
+                    f"fp16 gradients are infinite or NaN even at a loss scale of {self.scale:g}: the model diverges, or its "
+                    'activations exceed what fp16 holds (65,504). Give precision="bf16", or a smaller learning rate.'
+                )
+            return
+        self._num_finite += 1
+        if self._num_finite == self.GROWTH_INTERVAL:
+            self.scale *= self.GROWTH
+            self._num_finite = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "num_finite": self._num_finite}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.is_enabled:
+            self.scale, self._num_finite = state["scale"], state["num_finite"]

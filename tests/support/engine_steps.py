@@ -1,0 +1,169 @@
+"""Trains a small model with the engine and without it, for tests that compare the two. Runs in processes of one group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import raysgd
+from raysgd.session import context
+from raysgd.session.base import Identity
+from raysgd.session.local import LocalSession
+
+NUM_ROWS, NUM_FEATURES = 48, 10
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A few blocks between two layers, with a frozen and a scalar parameter."""
+
+    def __init__(self, width: int = 14, depth: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 1)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.frozen = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.gain * self.last(x) + self.frozen.sum()).flatten()
+
+
+def make_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(NUM_ROWS, NUM_FEATURES, generator=generator)
+    return x, x[:, 0] * x[:, 1] + 0.1 * torch.randn(NUM_ROWS, generator=generator)
+
+
+def make_model() -> Model:
+    torch.manual_seed(5)
+    return Model()
+
+
+def make_optimizer(model: nn.Module, name: str = "AdamW") -> torch.optim.Optimizer:
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1 and parameter.requires_grad]
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return getattr(torch.optim, name)(groups, lr=0.01, **settings)
+
+
+def make_scheduler(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+
+@contextmanager
+def session_of(rank: int, size: int, workers_per_replica: int = 1, folder: str | None = None) -> Iterator[None]:
+    """Be a worker of a run, as far as ranks and checkpoints of one rank go."""
+    session = LocalSession(folder)
+    session.identity = Identity(rank, size, rank, size, workers_per_replica=workers_per_replica)
+    session.in_worker = True
+    context.install(session)
+    try:
+        yield
+    finally:
+        context.uninstall()
+
+
+def train_plainly(
+    num_steps: int, *, batch: int, clip: float | None = None, scheduler_first: bool = False
+) -> list[float]:
+    """Return the losses of a loop in one process, and the sum of all parameters at its end."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    losses: list[float] = []
+    x, y = make_rows()
+    while len(losses) < num_steps:
+        for at in range(0, NUM_ROWS, batch):
+            loss = nn.functional.mse_loss(model(x[at : at + batch]), y[at : at + batch])
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if scheduler_first:
+                scheduler.step()
+            optimizer.step()
+            if not scheduler_first:
+                scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if len(losses) == num_steps:
+                break
+    return [*losses, sum(float(parameter.double().sum()) for parameter in model.parameters())]
+
+
+def train(
+    num_steps: int, *, batch: int, scheduler_first: bool = False, clip_by_hand: float | None = None, **strategies: Any
+) -> list[float]:
+    """Return what `train_plainly` does, of a loop with the engine, whose ranks and micro-batches divide each batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = raysgd.EngineConfig(**strategies)
+    with session_of(rank, size, config.workers_per_replica):
+        engine = raysgd.Engine(config)
+        model = make_model()
+        each = batch // raysgd.data_parallel_size() // config.accumulation_steps
+        model, optimizer, scheduler, loader, _ = engine.compose(
+            model=model,
+            optimizer=make_optimizer(model),
+            lr_scheduler_fn=make_scheduler,
+            train_dataloader=DataLoader(TensorDataset(*make_rows()), batch_size=each),
+        )
+        losses: list[float] = []
+        step: list[torch.Tensor] = []
+        while len(losses) < num_steps:
+            for x, y in loader:
+                loss = nn.functional.mse_loss(model(x), y)
+                engine.backward(loss)
+                step.append(loss.detach())
+                if clip_by_hand is not None:
+                    engine.clip_grad_norm_(clip_by_hand)
+                if scheduler_first:
+                    scheduler.step()
+                optimizer.step()
+                if not scheduler_first:
+                    scheduler.step()
+                optimizer.zero_grad()
+                if len(step) == config.accumulation_steps:
+                    losses.append(mean_over_ranks(step))
+                    step.clear()
+                if len(losses) == num_steps:
+                    break
+        return [*losses, total(model)]
+
+
+def mean_over_ranks(values: list[torch.Tensor]) -> float:
+    mean = torch.stack(values).double().mean()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def total(model: nn.Module) -> float:
+    """Return the sum of all parameters."""
+    found = 0.0
+    for parameter in model.parameters():
+        value = parameter.detach()
+        found += float((value.full_tensor() if hasattr(value, "full_tensor") else value).double().sum())
+    return found
+
+
+train_with_defaults = functools.partial(train, 20, batch=16)
