@@ -114,13 +114,15 @@ def build(
 
 
 def batch(
-    kind: str, step: int, vocabulary: int = VOCABULARY, rows: int = ROWS, length: int = LENGTH
+    kind: str, step: int, vocabulary: int = VOCABULARY, rows: int = ROWS, length: int = LENGTH, is_even: bool = False
 ) -> dict[str, Tensor]:
     """Make the batch of a step: rows of different lengths, and labels of which some do not count."""
     generator = torch.Generator().manual_seed(1000 + step)
     words = torch.randint(3, vocabulary, (rows, length), generator=generator)
     lengths = torch.randint(length // 2, length + 1, (rows,), generator=generator)
     lengths[0] = length
+    if is_even:
+        lengths[:] = length
     padding = torch.arange(length) >= lengths[:, None]
     words[padding] = 0
     classes = torch.randint(0, 3, (rows,), generator=generator)
@@ -130,7 +132,7 @@ def batch(
     if kind == "bert, classifier":
         return {**found, "labels": classes}
     labels = words.masked_fill(padding, -100)
-    if kind == "bert":
+    if kind == "bert" and not is_even:
         labels = labels.masked_fill(torch.rand(words.shape, generator=generator) < 0.6, -100)
     if kind.startswith("t5"):
         labels = labels[:, : length // 2 + 2].contiguous()
@@ -162,7 +164,8 @@ def train(
             loss.backward()
         else:
             loss = step(one)
-        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        named = model.named_parameters(remove_duplicate=False)
+        gradients = {name: full(one.grad).clone() for name, one in named if one.grad is not None}
         yield float(loss.detach()), gradients
         optimizer.step()
 
@@ -170,9 +173,14 @@ def train(
 @functools.cache
 def plain(kind: str, **options: Any) -> list[tuple[float, Gradients]]:
     """Train in one process without any strategy."""
-    sizes = {key: options[key] for key in ("vocabulary", "rows") if key in options}
-    model = build(kind, **{key: value for key, value in options.items() if key != "rows"})
-    return list(train(model, [batch(kind, step, **sizes) for step in range(STEPS)]))
+    of_model, of_batch = split_options(options)
+    return list(train(build(kind, **of_model), [batch(kind, step, **of_batch) for step in range(STEPS)]))
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options for `build`, and those for `batch`."""
+    of_batch = {key: options[key] for key in ("vocabulary", "rows", "is_even") if key in options}
+    return {key: value for key, value in options.items() if key not in ("rows", "is_even")}, of_batch
 
 
 def differences(found: list[tuple[float, Gradients]], expected: list[tuple[float, Gradients]]) -> tuple[float, float]:

@@ -30,7 +30,8 @@ def mix_in(module: nn.Module, mixin: type, context: TensorContext, **attributes:
         attributes: Further attributes of the module.
     """
     attributes.setdefault("_tp_class", getattr(module, "_tp_class", type(module)))
-    module.__class__ = _subclass(mixin, type(module))
+    of: Any = type(module)
+    module.__class__ = _subclass(mixin, of)
     for name, value in {"_tp": context, **attributes}.items():
         setattr(module, name, value)
 
