@@ -82,7 +82,7 @@ _CLASSES: dict[str, tuple[_Family, Callable[[Mapping[str, Tensor]], Tensor | int
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Which part of a model each stage has.
+    """The stages of a pipeline: the blocks of each, and the parameters that stages share.
 
     Attributes:
         base: The attribute of the model that has everything but the head.

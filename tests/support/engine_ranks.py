@@ -93,7 +93,7 @@ def parameters(
         wrong.append("names of the state dict")
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
-            wrong.append(f"{name} is no DTensor")
+            wrong.append(f"{name} is not a DTensor")
             continue
         if not torch.equal(full(parameter), expected[name]):
             wrong.append(f"{name}: full_tensor()")
@@ -201,7 +201,7 @@ def attention_weights(kind: str) -> bool:
 
 
 def own_plan(kind: str) -> tuple[float, list[str]]:
-    """Train a small network with a user's plan; return the difference to a plain one, and parameters that are no DTensors."""
+    """Train a small network with a user's plan; return the difference to a plain one, and parameters that are not DTensors."""
 
     def network() -> nn.Module:
         torch.manual_seed(0)

@@ -169,7 +169,7 @@ def _check(module: nn.Module, path: str, inputs: int | None, outputs: int | None
 def _heads(module: nn.Module, path: str, head_dim: int) -> int:
     width = sizes(module.get_submodule(path))[1]
     if width % head_dim:
-        raise UnsureError(f"{path} has {width} outputs, which is no multiple of the head's {head_dim}")
+        raise UnsureError(f"{path} has {width} outputs, which the head size {head_dim} does not divide")
     return width // head_dim
 
 
