@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 
 from raysgd.engine.pipeline_stages import StageSplit, item_counter, read_model
+from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def split_model(
     if loss is None and count_items is None:
         count_items = item_counter(model)
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+        broadcast_from_first(tensor, mesh.get_group())
     split.keep_stage(model, mesh.get_local_rank())
     model.__class__ = type(
         type(model).__name__,
@@ -274,9 +274,8 @@ class PipelineModel:
         tensors = {key: value for key, value in batch.items() if value is not None}
         known = _FRONT_KEYS | _STAGE_KEYS | {"labels"}
         is_own_loss = self._model._stage_state.loss is None
-        odd = [
-            key for key, value in tensors.items() if not isinstance(value, Tensor) or (is_own_loss and key not in known)
-        ]
+        odd = [key for key, value in tensors.items() if not isinstance(value, Tensor) or value.dim() == 0]
+        odd += [key for key in tensors if is_own_loss and key not in known]
         if odd:
             raise ConfigError(
                 f"pipeline_parallel does not know what to do with {', '.join(odd)} of the batch: it takes tensors, namely "

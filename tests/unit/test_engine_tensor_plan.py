@@ -23,6 +23,7 @@ def test_plan_shares_attention_and_feed_forward_layers() -> None:
     block = "model.layers.1."
     assert {found[block + f"self_attn.{name}_proj"] for name in "qkv"} == {"outputs shared"}
     assert found[block + "self_attn.o_proj"] == found[block + "mlp.down_proj"] == "inputs shared"
+    assert found[block + "self_attn"] == "heads shared" and found[block + "mlp"] == "features shared"
     assert found[block + "input_layernorm"] == "replicated"
     assert found["model.embed_tokens"] == "vocabulary shared" and found["lm_head"] == "outputs shared"
 

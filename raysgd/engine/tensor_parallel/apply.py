@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.engine.tensor_parallel.context import TensorContext
 from raysgd.engine.tensor_parallel.plan import TensorPlan
 from raysgd.engine.tensor_parallel.styles import Whole
@@ -51,8 +51,7 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | Own
     else:
         _apply_users(model, mesh, plan)
     for buffer in model.buffers():
-        if not buffer.is_meta:
-            dist.broadcast(buffer.contiguous(), group=mesh.get_group(), group_src=0)
+        broadcast_from_first(buffer, mesh.get_group())
     return model
 
 

@@ -47,6 +47,18 @@ def sum_and_split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _apply(_SumAndSplit, tensor, dim, group)
 
 
+@torch.no_grad()
+def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Give a tensor the values of the group's first rank; nothing happens on the meta device."""
+    if tensor.is_meta:
+        return
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    # gloo does not know bools; their bytes are those of numbers.
+    dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, group=group, group_src=0)
+    if not torch.equal(whole, tensor):
+        tensor.copy_(whole)
+
+
 def _apply(function: Any, *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)
     return result

@@ -166,17 +166,17 @@ class Replicated(_Layer):
 
 
 class Region(_Layer):
-    """An attention layer whose heads the ranks share.
+    """A layer whose heads or features the ranks share.
 
     Attributes:
         _tp_entrances: The arguments that come from outside of the region: hidden states, and states of another stack,
             which all ranks have.
-        _tp_weights: Where the outputs have the attention's weights.
+        _tp_weights: Where the outputs have the attention's weights; None if there are none.
         _tp_draws: Whether a module draws random numbers when it trains.
     """
 
     _tp_entrances: tuple[str, str | None]
-    _tp_weights: int
+    _tp_weights: int | None
     _tp_draws: Callable[[Any], bool]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +186,10 @@ class Region(_Layer):
             args, kwargs = _with_argument(self, args, kwargs, other, self._tp.copy)
         with self._tp.own_generator(self.training and self._tp_draws(self)):
             outputs = super().forward(*args, **kwargs)
-        weights = outputs[self._tp_weights]
-        if weights is None:
+        at = self._tp_weights
+        if at is None or outputs[at] is None:
             return outputs
-        whole = self._tp.concatenate(weights, 1)
-        return (*outputs[: self._tp_weights], whole, *outputs[self._tp_weights + 1 :])
+        return (*outputs[:at], self._tp.concatenate(outputs[at], 1), *outputs[at + 1 :])
 
 
 class RegionDropout(_Layer):

@@ -7,10 +7,11 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,10 +33,8 @@ def distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: P
         mesh: The tensor-parallel mesh.
         placement: How the values are cut. The cut must be even.
     """
-    full = parameter.detach()
-    if not full.is_meta:
-        full = full.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(full, group=mesh.get_group(), group_src=0)
+    full = parameter.detach().clone(memory_format=torch.contiguous_format)
+    broadcast_from_first(full, mesh.get_group())
     local = _cut(full, placement, mesh.get_local_rank(), mesh.size())
     stride = torch.empty(full.shape, device="meta").stride()
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=full.shape, stride=stride)

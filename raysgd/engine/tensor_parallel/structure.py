@@ -71,7 +71,7 @@ class Unit:
         rows: The linear layers at its end.
         region: The module, below the unit's own, through which inputs enter; None if they enter through `columns`.
         entrances: The region's arguments that come from outside: hidden states, and another stack's states.
-        weights: Where the region's outputs have the attention's weights.
+        weights: Where the region's outputs have the attention's weights; None if there are none.
         draws: Whether the region draws random numbers when it trains.
         local: The attributes that count heads or features in the region's forward pass.
         own_dropouts: Dropouts inside of the unit.
@@ -85,7 +85,7 @@ class Unit:
     rows: list[str] = field(default_factory=list)
     region: str | None = None
     entrances: tuple[str, str | None] = ("hidden_states", None)
-    weights: int = 1
+    weights: int | None = 1
     draws: Callable[[Any], bool] = lambda module: False
     local: dict[str, int] = field(default_factory=dict)
     own_dropouts: list[str] = field(default_factory=list)
@@ -213,8 +213,11 @@ def _llama_mlp(module: Any) -> Iterator[Unit]:
     _check(module, "down_proj", features, None)
     yield Unit(
         {"features": features},
-        [Linear("gate_proj", is_entrance=True), Linear("up_proj", is_entrance=True)],
+        [Linear("gate_proj"), Linear("up_proj")],
         ["down_proj"],
+        region="",
+        entrances=("x", None),
+        weights=None,
     )
 
 
@@ -280,7 +283,12 @@ def _t5_dense(module: Any) -> Iterator[Unit]:
         _check(module, path, None, features)
     _check(module, "wo", features, None)
     yield Unit(
-        {"features": features}, [Linear(path, is_entrance=True) for path in firsts], ["wo"], own_dropouts=["dropout"]
+        {"features": features},
+        [Linear(path) for path in firsts],
+        ["wo"],
+        region="",
+        weights=None,
+        own_dropouts=["dropout"],
     )
 
 

@@ -162,7 +162,7 @@ class Whole(Style):
 
 @dataclass
 class Heads(Style):
-    """Share the heads of an attention layer, whose linear layers have styles of their own.
+    """Share the heads or features of a layer whose linear layers have styles of their own.
 
     Attributes:
         entrances: See `Region`.
@@ -172,7 +172,7 @@ class Heads(Style):
     """
 
     entrances: tuple[str, str | None]
-    weights: int
+    weights: int | None
     draws: Callable[[Any], bool]
     local: Mapping[str, int]
 
@@ -188,7 +188,7 @@ class Heads(Style):
         )
 
     def describe(self) -> str:
-        return "heads shared"
+        return "heads shared" if self.weights is not None else "features shared"
 
 
 @dataclass
