@@ -9,12 +9,22 @@ import pytest
 from support import engine_ranks
 from support.torch_ranks import RankGroup
 
-#: The relative difference that is allowed to the plain loop, over 20 steps of AdamW in fp32.
-TOLERANCE = 1e-5
+#: The relative difference to the plain loop that is allowed in fp32: to losses of 20 steps of AdamW, and to the gradients of
+#: the first steps. Later ones are those of other weights: AdamW turns the rounding errors of small gradients into steps.
+TOLERANCE, LAST_TOLERANCE = 1e-5, 1e-4
 
-#: Kinds with four heads of which all ranks of four can have one; LLaMA has two key-value heads.
-FOUR_HEADS = ["gpt2", "gpt2, eager", "bert", "bert, classifier", "t5", "t5, gated", "encoder", "encoder and decoder"]
-ALL_KINDS = [*FOUR_HEADS, "llama", "llama, biased and tied", "encoder, sequence first"]
+#: Kinds of which each of four ranks can have one head; LLaMA has two key-value heads.
+FOUR_HEADS = ["gpt2", "bert", "t5, gated", "encoder and decoder"]
+ALL_KINDS = [
+    *FOUR_HEADS,
+    "gpt2, eager",
+    "llama",
+    "llama, biased and tied",
+    "bert, classifier",
+    "t5",
+    "encoder",
+    "encoder, sequence first",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +33,9 @@ def ranks() -> Iterator[RankGroup]:
         yield group
 
 
-def assert_equal(found: list[tuple[float, float]]) -> None:
-    assert max(max(one) for one in found) < TOLERANCE, found
+def assert_equal(found: list[tuple[float, float, float]]) -> None:
+    for losses, gradients, last_gradients in found:
+        assert losses < TOLERANCE and gradients < TOLERANCE and last_gradients < LAST_TOLERANCE, found
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -43,7 +54,7 @@ def test_four_tensor_parallel_ranks_train_to_the_plain_losses(
     assert_equal(ranks.run(engine_ranks.compare, kind, (1, 1, 4), sequence_parallel=sequence_parallel))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama, biased and tied", "bert", "t5", "t5, gated"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5, gated"])
 def test_vocabulary_that_does_not_divide_trains_to_the_plain_losses(ranks: RankGroup, kind: str) -> None:
     assert_equal(ranks.run(engine_ranks.compare, kind, (2, 1, 2), vocabulary=97))
 
