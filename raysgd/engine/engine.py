@@ -15,13 +15,16 @@ from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.blocks import find_blocks
+from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps, replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
+from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.pipelined import PipelinedModel
 from raysgd.engine.precision import DTYPES, LossScale, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
+from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
@@ -76,6 +79,9 @@ class Engine:
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
         self._rows = 1  # of the newest batch
+        self._tensor_plan: Any = None
+        self._pipeline: PipelineModel | None = None
+        self._copied: set[int] = set()  # ids of tensors whose gradients another stage counts
         self._changes: dict[str, list[str]] = {}  # what was done, by module
 
     @property
@@ -96,6 +102,7 @@ class Engine:
         lr_scheduler_fn: Callable[[Any], Any] | None = None,
         train_dataloader: DataLoader[Any] | None = None,
         eval_dataloader: DataLoader[Any] | None = None,
+        tensor_plan: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare everything that a training loop uses. All ranks call it.
 
@@ -105,6 +112,8 @@ class Engine:
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
             train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`.
             eval_dataloader: The same.
+            tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
+                model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
 
         Returns:
             model, optimizer, lr_scheduler, train_dataloader, eval_dataloader; None for what was not given.
@@ -116,7 +125,14 @@ class Engine:
         if self._model is not None:
             raise UsageError("engine.compose was called before; make an Engine for each model.")
         self._check_given(model, optimizer, lr_scheduler_fn)
+        self._tensor_plan = tensor_plan
         self._model = self._compose_model(model, optimizer)
+        copied = set() if self._pipeline is None else set(self._pipeline.copied_parameters)
+        self._copied = {
+            id(self._updated(parameter))
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if name in copied
+        }
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             if lr_scheduler_fn is not None:
@@ -126,13 +142,22 @@ class Engine:
         return self._model, self._optimizer, self._scheduler, train, evaluate
 
     def _compose_model(self, model: nn.Module, optimizer: Optimizer | None) -> nn.Module:
-        config, before = self.config, dict(model.named_parameters())
+        config, before = self.config, dict(model.named_parameters(remove_duplicate=False))
+        if optimizer is not None:
+            known = set(before.values())
+            replace_parameters(optimizer, {parameter: parameter for parameter in known})  # refuses other parameters
         model = model.to(device())
         is_plain = config.zero_stage == 0 and config.workers_per_replica == 1
         if api.world_size() > 1 and not is_plain:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
         blocks = find_blocks(model)
+        if config.pipeline_parallel > 1:
+            self._pipeline = split_model(model, self.mesh["pp"])
+            blocks = find_stage_blocks(model, blocks)
+            self._note(blocks, f"stage {self.mesh['pp'].get_local_rank()} of {config.pipeline_parallel}")
+        if config.tensor_parallel > 1:
+            self._share_layers(model)
         if config.activation_checkpointing is not None:
             recompute(blocks.values() or [model], selective=config.activation_checkpointing == "selective")
             self._note(blocks or {"": model}, f"{config.activation_checkpointing} activation checkpointing")
@@ -140,17 +165,32 @@ class Engine:
         if config.zero_stage == 3:
             self._shard(model, blocks)
         if optimizer is not None:
-            after = dict(model.named_parameters())
-            replace_parameters(optimizer, {before[name]: after[name] for name in before})
+            after = model.named_parameters(remove_duplicate=False)
+            replaced = {before[name]: parameter for name, parameter in after}
+            replace_parameters(optimizer, replaced, dropped=known)
             self._divide(model, optimizer)
         if config.compile is not None:
             self._compile(model, blocks)
+        if self._pipeline is not None:
+            return PipelinedModel(self._pipeline, config.micro_batches, self._scale_of)
         model.register_forward_pre_hook(self._before_forward)
         if is_plain:
             model = prepare_model(model, move_to_device=False)
             if api.world_size() > 1:
                 self._note({"": model}, "DDP")
         return model
+
+    def _share_layers(self, model: nn.Module) -> None:
+        config, group = self.config, self.mesh["tp"].get_group()
+        plan = self._tensor_plan
+        if plan is None:
+            plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
+        apply_tensor_plan(model, self.mesh["tp"], plan)
+        self._note({"": model}, f"layers shared by {config.tensor_parallel} ranks")
+        # Outside of the shared layers, all ranks of a copy draw the same random numbers.
+        seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
+        dist.broadcast(seed, group=group, group_src=0)
+        torch.manual_seed(int(seed))
 
     def _set_precision(self, model: nn.Module) -> None:
         precision = self.config.precision
@@ -160,7 +200,7 @@ class Engine:
         if precision == "bf16-true":
             if self.config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
                 model.to(dtype)
-            cast_inputs(model, dtype)
+            cast_inputs(model, dtype, keeps_outputs=self._pipeline is not None)
             self._note({"": model}, "parameters in bf16, master weights in fp32")
         else:
             autocast_forward(model, dtype)
@@ -176,6 +216,8 @@ class Engine:
             )
         offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if self.config.cpu_offload else OffloadPolicy()
         settings: dict[str, Any] = {"mesh": self.mesh["dp"], "mp_policy": policy, "offload_policy": offload}
+        if self.config.tensor_parallel > 1:
+            settings["shard_placement_fn"] = fsdp_shard_placement(self.mesh["dp"].size())
         if scalars := {parameter for parameter in model.parameters() if not parameter.ndim}:
             settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
         for block in blocks.values():
@@ -228,12 +270,22 @@ class Engine:
                 that the engine's loader has handed out last.
         """
         weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
-        factor = self._scale.scale * weight
-        (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        if self._pipeline is None:
+            factor = self._scale.scale * weight
+            (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        elif loss.requires_grad:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
+                "that the model returned, unchanged."
+            )
         self._weight += weight
         self._accumulation.on_backward()
         if self._pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
             self._pieces.collect_gradients()
+
+    def _scale_of(self, batch: Any) -> float:
+        """Return what a pipeline multiplies the gradients of a batch by."""
+        return self._scale.scale * (count_rows(batch) if self.config.weighted_gradients else 1.0)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -244,7 +296,7 @@ class Engine:
         if not self._accumulation.is_complete or not self.finish_gradients():
             return None
         gradients = self._gradients()
-        norm = global_norm(gradients, self.mesh)
+        norm = self._norm()
         scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -258,6 +310,17 @@ class Engine:
             model.require_backward_grad_sync = completes
         if self._pieces is not None:
             self._pieces.is_collecting = self.config.zero_stage == 2 or completes
+
+    def _updated(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return what the optimizer updates for a parameter: the parameter itself, or its piece."""
+        return parameter if self._pieces is None else self._pieces.piece_of.get(parameter, parameter)
+
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of all gradients over all ranks."""
+        assert self._optimizer is not None
+        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
+        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._copied]
+        return global_norm(counted, self.mesh)
 
     def _gradients(self) -> list[torch.Tensor]:
         assert self._optimizer is not None
@@ -285,7 +348,7 @@ class Engine:
             factor: Any = 1 / self._divisor()
             self._is_finite = True
             if self.config.clip_grad_norm is not None or self._scale.is_enabled:
-                norm = global_norm(gradients, self.mesh) * factor
+                norm = self._norm() * factor
                 self._is_finite = not self._scale.is_enabled or bool(torch.isfinite(norm))
                 if self.config.clip_grad_norm is not None:
                     factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)

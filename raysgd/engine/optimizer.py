@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -123,33 +123,38 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
     return scheduler
 
 
-def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor]) -> None:
+def replace_parameters(
+    optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor], *, dropped: Container[nn.Parameter] = ()
+) -> None:
     """Make an optimizer update other tensors in place of its parameters: groups stay, and its state moves to them.
 
     Args:
         optimizer: Changed in place.
         replaced: The new tensors by the old parameters. State of a parameter's shape is distributed as the new one is.
+        dropped: Parameters that other ranks update.
 
     Raises:
         ConfigError: It keeps its parameters in other places too, or has parameters that were not replaced.
     """
-    if all(old is new for old, new in replaced.items()):
-        return
     name = type(optimizer).__name__
-    if kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced)):
+    is_same = all(old is new for old, new in replaced.items())
+    if not is_same and (
+        kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced))
+    ):
         raise ConfigError(
             f"{name} keeps its parameters in {', '.join(kept)} too, so it cannot be moved to the parameters that the engine has "
             "made; give the engine an optimizer that reads param_groups alone, as AdamW does."
         )
     new_groups = []
     for number, group in enumerate(optimizer.param_groups):
-        unknown = [place for place, parameter in enumerate(group["params"]) if parameter not in replaced]
+        known = [parameter in replaced or parameter in dropped for parameter in group["params"]]
+        unknown = [place for place, is_known in enumerate(known) if not is_known]
         if unknown:
             raise ConfigError(
                 f"{name} has parameters that are not the model's (group {number}, parameter {unknown[0]}): make the optimizer of "
                 "model.parameters()."
             )
-        new_groups.append([replaced[parameter] for parameter in group["params"]])
+        new_groups.append([replaced[parameter] for parameter in group["params"] if parameter in replaced])
     for group, parameters in zip(optimizer.param_groups, new_groups, strict=True):
         group["params"] = parameters
     for old, new in replaced.items():
