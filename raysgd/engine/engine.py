@@ -9,28 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.blocks import find_blocks, find_stage_blocks
+from raysgd.engine.composing import Composition
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.gradients import global_norm, scale
-from raysgd.engine.optimizer import EngineOptimizer, follow_steps, replace_parameters
-from raysgd.engine.pieces import OptimizerPieces
-from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipelined import PipelinedModel
-from raysgd.engine.precision import DTYPES, LossScale, autocast_forward, cast_inputs
-from raysgd.engine.recomputation import recompute
-from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.engine.precision import LossScale
+from raysgd.engine.saving import complete, spread
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import prepare_model
 from raysgd.torch.restoring import restore
 
 _END = object()
@@ -75,14 +71,10 @@ class Engine:
         self._model: nn.Module | None = None
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
-        self._pieces: OptimizerPieces | None = None
+        self._made = Composition(self.config, lambda: self.mesh)
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
         self._rows = 1  # of the newest batch
-        self._tensor_plan: Any = None
-        self._pipeline: PipelineModel | None = None
-        self._copied: set[int] = set()  # ids of tensors whose gradients another stage counts
-        self._changes: dict[str, list[str]] = {}  # what was done, by module
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -125,14 +117,12 @@ class Engine:
         if self._model is not None:
             raise UsageError("engine.compose was called before; make an Engine for each model.")
         self._check_given(model, optimizer, lr_scheduler_fn)
-        self._tensor_plan = tensor_plan
-        self._model = self._compose_model(model, optimizer)
-        copied = set() if self._pipeline is None else set(self._pipeline.copied_parameters)
-        self._copied = {
-            id(self._updated(parameter))
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            if name in copied
-        }
+        self._made.apply(model, optimizer, tensor_plan)
+        self._model = self._made.model
+        if self._made.pipeline is None:
+            self._model.register_forward_pre_hook(self._before_forward)
+        else:
+            self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             if lr_scheduler_fn is not None:
@@ -140,115 +130,6 @@ class Engine:
         train = None if train_dataloader is None else _FollowedLoader(prepare_data_loader(train_dataloader), self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
-
-    def _compose_model(self, model: nn.Module, optimizer: Optimizer | None) -> nn.Module:
-        config, before = self.config, dict(model.named_parameters(remove_duplicate=False))
-        if optimizer is not None:
-            known = set(before.values())
-            replace_parameters(optimizer, {parameter: parameter for parameter in known})  # refuses other parameters
-        model = model.to(device())
-        is_plain = config.zero_stage == 0 and config.workers_per_replica == 1
-        if api.world_size() > 1 and not is_plain:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-        blocks = find_blocks(model)
-        if config.pipeline_parallel > 1:
-            self._pipeline = split_model(model, self.mesh["pp"])
-            blocks = find_stage_blocks(model, blocks)
-            self._note(blocks, f"stage {self.mesh['pp'].get_local_rank()} of {config.pipeline_parallel}")
-        if config.tensor_parallel > 1:
-            self._share_layers(model)
-        if config.activation_checkpointing is not None:
-            recompute(blocks.values() or [model], selective=config.activation_checkpointing == "selective")
-            self._note(blocks or {"": model}, f"{config.activation_checkpointing} activation checkpointing")
-        self._set_precision(model)
-        if config.zero_stage == 3:
-            self._shard(model, blocks)
-        if optimizer is not None:
-            after = model.named_parameters(remove_duplicate=False)
-            replaced = {before[name]: parameter for name, parameter in after}
-            replace_parameters(optimizer, replaced, dropped=known)
-            self._divide(model, optimizer)
-        if config.compile is not None:
-            self._compile(model, blocks)
-        if self._pipeline is not None:
-            return PipelinedModel(self._pipeline, config.micro_batches, self._scale_of)
-        model.register_forward_pre_hook(self._before_forward)
-        if is_plain:
-            model = prepare_model(model, move_to_device=False)
-            if api.world_size() > 1:
-                self._note({"": model}, "DDP")
-        return model
-
-    def _share_layers(self, model: nn.Module) -> None:
-        config, group = self.config, self.mesh["tp"].get_group()
-        plan = self._tensor_plan
-        if plan is None:
-            plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
-        apply_tensor_plan(model, self.mesh["tp"], plan)
-        self._note({"": model}, f"layers shared by {config.tensor_parallel} ranks")
-        # Outside of the shared layers, all ranks of a copy draw the same random numbers.
-        seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
-        dist.broadcast(seed, group=group, group_src=0)
-        torch.manual_seed(int(seed))
-
-    def _set_precision(self, model: nn.Module) -> None:
-        precision = self.config.precision
-        if precision == "fp32":
-            return
-        dtype = DTYPES[precision]
-        if precision == "bf16-true":
-            if self.config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
-                model.to(dtype)
-            cast_inputs(model, dtype, keeps_outputs=self._pipeline is not None)
-            self._note({"": model}, "parameters in bf16, master weights in fp32")
-        else:
-            autocast_forward(model, dtype)
-            self._note({"": model}, f"autocast to {precision}")
-
-    def _shard(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-        policy = MixedPrecisionPolicy()
-        if self.config.precision == "bf16-true":
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-        offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if self.config.cpu_offload else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.mesh["dp"], "mp_policy": policy, "offload_policy": offload}
-        if self.config.tensor_parallel > 1:
-            settings["shard_placement_fn"] = fsdp_shard_placement(self.mesh["dp"].size())
-        if scalars := {parameter for parameter in model.parameters() if not parameter.ndim}:
-            settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
-        for block in blocks.values():
-            fully_shard(block, **settings)
-        fully_shard(model, **settings)
-        self._note({**blocks, "": model}, f"FSDP over {self.mesh['dp'].size()} ranks")
-
-    def _divide(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Give the optimizer pieces of the parameters, if it shall not update all of them on this rank or in their type."""
-        config = self.config
-        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter in trained]
-        if config.zero_stage == 3:  # FSDP divides all others
-            parameters = [parameter for parameter in parameters if not parameter.ndim]
-        is_divided = config.zero_stage in (1, 2)
-        has_masters = config.precision == "bf16-true" and config.zero_stage < 3
-        is_averaged = config.zero_stage == 0 and config.workers_per_replica == 1  # by DDP
-        if not parameters or (is_averaged and not has_masters):
-            return
-        self._pieces = OptimizerPieces(parameters, self.mesh, is_divided=is_divided, is_averaged=is_averaged)
-        pieces = self._pieces.piece_of
-        replace_parameters(optimizer, {parameter: pieces.get(parameter, parameter) for parameter in trained})
-        if is_divided:
-            what = "optimizer state" if config.zero_stage == 1 else "optimizer state and gradients"
-            self._note({"": model}, f"{what} divided over {self.mesh['dp'].size()} ranks")
-
-    def _compile(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        targets = {"": model} if self.config.compile == "model" or not blocks else blocks
-        for module in targets.values():
-            module.compile()
-        self._note(targets, "compiled")
 
     def _make_scheduler(self, make: Callable[[Any], Any], optimizer: EngineOptimizer) -> Any:
         scheduler = make(optimizer)
@@ -270,7 +151,7 @@ class Engine:
                 that the engine's loader has handed out last.
         """
         weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
-        if self._pipeline is None:
+        if self._made.pipeline is None:
             factor = self._scale.scale * weight
             (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
@@ -280,8 +161,8 @@ class Engine:
             )
         self._weight += weight
         self._accumulation.on_backward()
-        if self._pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
-            self._pieces.collect_gradients()
+        if self._made.pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
+            self._made.pieces.collect_gradients()
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
@@ -308,18 +189,14 @@ class Engine:
         model = self._model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = completes
-        if self._pieces is not None:
-            self._pieces.is_collecting = self.config.zero_stage == 2 or completes
-
-    def _updated(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return what the optimizer updates for a parameter: the parameter itself, or its piece."""
-        return parameter if self._pieces is None else self._pieces.piece_of.get(parameter, parameter)
+        if self._made.pieces is not None:
+            self._made.pieces.is_collecting = self.config.zero_stage == 2 or completes
 
     def _norm(self) -> torch.Tensor:
         """Return the norm of all gradients over all ranks."""
         assert self._optimizer is not None
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]
-        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._copied]
+        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._made.copied]
         return global_norm(counted, self.mesh)
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -370,8 +247,8 @@ class Engine:
     def drop_gradients(self) -> None:
         assert self._optimizer is not None
         self._optimizer.inner.zero_grad()
-        if self._pieces is not None:
-            self._pieces.drop_gradients()
+        if self._made.pieces is not None:
+            self._made.pieces.drop_gradients()
 
     def may_schedule(self) -> bool:
         return self._accumulation.may_schedule()
@@ -380,9 +257,9 @@ class Engine:
         self._accumulation.on_schedule()
 
     def update_parameters(self) -> None:
-        if self._pieces is not None:
+        if self._made.pieces is not None:
             with torch.no_grad():
-                self._pieces.update_parameters()
+                self._made.pieces.update_parameters()
 
     def on_batch(self, batch: Any, *, is_last: bool) -> None:
         """The training loader hands out a batch."""
@@ -396,24 +273,22 @@ class Engine:
 
         Every rank calls it. Each saves the pieces that it holds, and any number of ranks with any strategies can load them.
         """
-        self._check_composed()
+        model = self._composed()
         if taken := sorted({"model", "optimizer", "lr_scheduler", "engine"} & set(more)):
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        is_spread = api.world_size() > 1 and (self.config.zero_stage > 0 or self.config.workers_per_replica > 1)
-        model = self._saved_model() if is_spread else self._model
-        state: dict[str, Any] = {"model": model, "engine": {"loss_scale": self._scale.state_dict()}, **more}
-        if self._optimizer is not None:
-            state["optimizer"] = self._optimizer.inner
-            if masters := self._masters():
-                state["engine"]["masters"] = masters
+        state: dict[str, Any] = {"model": extract_state(model), "engine": {"loss_scale": self._scale.state_dict()}}
+        if self._optimizer is not None and self._made.numbers is not None:
+            state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
+            state["engine"]["masters"] = self._masters()
         if self._scheduler is not None:
             state["lr_scheduler"] = self._scheduler.state_dict()
-        if is_spread:
-            api.save_checkpoint(state, all_ranks=True)
+        if api.world_size() > 1 and (self.config.zero_stage > 0 or self.config.workers_per_replica > 1):
+            state = {key: complete(spread(dict(value), self.mesh), self.mesh) for key, value in state.items()}
+            api.save_checkpoint({**state, **more}, all_ranks=True)
         else:
-            api.save_checkpoint(state if api.world_rank() == 0 else None)
+            api.save_checkpoint({**state, **more} if api.world_rank() == 0 else None)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
@@ -421,49 +296,28 @@ class Engine:
         Returns:
             The values that were saved in addition; None if there is no checkpoint.
         """
-        self._check_composed()
+        model = self._composed()
         state = api.load_checkpoint()
         if state is None:
             return None
-        targets: dict[str, Any] = {"model": self._model}
-        if self._optimizer is not None:
-            targets["optimizer"] = self._optimizer.inner
-        restore(state, into=targets)
+        own, saved = extract_state(model), {**state["model"], **state["engine"].get("masters", {})}
+        restore({name: value for name, value in saved.items() if name in own}, into=model)
+        self._scale.load_state_dict(state["engine"]["loss_scale"])
+        if self._made.pieces is not None:
+            self._made.pieces.take_parameters()
+        restore(saved, into=self._masters())
+        if self._optimizer is not None and self._made.numbers is not None:
+            self._made.numbers.load(self._optimizer.inner, state["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["lr_scheduler"])
-        self._scale.load_state_dict(state["engine"]["loss_scale"])
-        if self._pieces is not None:
-            self._pieces.take_parameters()
-            if masters := state["engine"].get("masters"):
-                restore(masters, into=self._masters())
-        return {
-            name: value for name, value in state.items() if name not in ("optimizer", "lr_scheduler", "engine", "model")
-        }
-
-    def _saved_model(self) -> dict[str, Any]:
-        """Return the model's state; of what every rank holds in full, each saves some rows."""
-        assert self._model is not None
-        copies = self.mesh["dp"]
-        state = self._model.state_dict()
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
-                own = Shard(0)._split_tensor(value.detach(), copies.size(), with_padding=False, contiguous=False)[0]
-                state[name] = DTensor.from_local(
-                    own[copies.get_local_rank()],
-                    copies,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=value.shape,
-                    stride=value.stride(),
-                )
-        return state
+        taken = ("model", "optimizer", "lr_scheduler", "engine")
+        return {name: value for name, value in state.items() if name not in taken}
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by the names of their parameters, if they are in another type."""
-        if self._pieces is None or self.config.precision != "bf16-true":
+        if self._made.pieces is None or self._model is None or self.config.precision != "bf16-true":
             return {}
-        assert self._model is not None
-        pieces = self._pieces.piece_of
+        pieces = self._made.pieces.piece_of
         return {
             name: pieces[parameter].detach()
             for name, parameter in self._model.named_parameters()
@@ -485,9 +339,10 @@ class Engine:
                 "the engine needs a torch process group for several workers: use Trainer(backend='torch')."
             )
 
-    def _check_composed(self) -> None:
+    def _composed(self) -> nn.Module:
         if self._model is None:
             raise UsageError("call engine.compose(...) first: there is no model to save or to load.")
+        return self._model
 
     def _check_given(self, model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
         if not isinstance(model, nn.Module):
@@ -512,13 +367,12 @@ class Engine:
         if optimizer is None:
             raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")
 
-    def _note(self, modules: dict[str, nn.Module], what: str) -> None:
-        for name in modules:
-            self._changes.setdefault(name, []).append(what)
-
     def describe(self) -> str:
         """Return a table of what was done to each module."""
-        rows = [("module", "done to it"), *((name or "(model)", "; ".join(did)) for name, did in self._changes.items())]
+        rows = [
+            ("module", "done to it"),
+            *((name or "(model)", "; ".join(did)) for name, did in self._made.changes.items()),
+        ]
         if len(rows) == 1:
             rows.append(("(model)", "nothing"))
         width = max(len(name) for name, _ in rows)

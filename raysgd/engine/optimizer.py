@@ -110,16 +110,17 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
     Returns:
         The scheduler itself.
     """
-    step = scheduler.step
+    kind = type(scheduler)
 
-    @functools.wraps(step)
-    def counted(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
         is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
         if steps.finish_gradients() if is_before else steps.may_schedule():
-            step(*args, **kwargs)
+            kind.step(self, *args, **kwargs)
             steps.on_schedule()
 
-    scheduler.step = counted
+    # By its class: a scheduler's state is all of its attributes.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     return scheduler
 
 
@@ -138,9 +139,7 @@ def replace_parameters(
     """
     name = type(optimizer).__name__
     is_same = all(old is new for old, new in replaced.items())
-    if not is_same and (
-        kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced))
-    ):
+    if not is_same and (kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced))):
         raise ConfigError(
             f"{name} keeps its parameters in {', '.join(kept)} too, so it cannot be moved to the parameters that the engine has "
             "made; give the engine an optimizer that reads param_groups alone, as AdamW does."

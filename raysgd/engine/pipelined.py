@@ -20,7 +20,7 @@ class PipelineOutput(dict[str, Any]):
 
 
 class PipelinedModel(nn.Module):
-    """One stage of a model. Called with a batch, it makes the forward passes of all stages, and while training the backward passes.
+    """One stage of a model. A call makes the forward passes of all stages, and while training the backward passes too.
 
     Names of parameters and ``state_dict()`` are those of the stage.
 

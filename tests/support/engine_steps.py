@@ -165,8 +165,6 @@ def total(model: nn.Module) -> float:
     return found
 
 
-
-
 def train_language(kind: str, num_steps: int = 20, **strategies: Any) -> list[float]:
     """Return the losses of a tiny model of `engine_models` under some strategies, and the sum of its parameters' norms."""
     from support.engine_models import batch, build
@@ -183,7 +181,9 @@ def train_language(kind: str, num_steps: int = 20, **strategies: Any) -> list[fl
             num_rows = len(whole["input_ids"]) // config.accumulation_steps
             parts = []
             for part in range(config.accumulation_steps):
-                own = slice(part * num_rows + num_rows * copy // copies, part * num_rows + num_rows * (copy + 1) // copies)
+                own = slice(
+                    part * num_rows + num_rows * copy // copies, part * num_rows + num_rows * (copy + 1) // copies
+                )
                 loss = model(**{key: value[own] for key, value in whole.items()}).loss
                 engine.backward(loss)
                 parts.append(loss.detach().float())
