@@ -151,8 +151,7 @@ class Run:
         await self._files.flush()  # readers of the last frame can read all files
         if (lost := self._files.describe_lost()) is not None:
             self.warn(lost)
-        self._emit_frame(c.EmitFrame(frames.RUN_CLOSED, self._attempt))
-        await self._files.flush()
+        await self.log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, self._attempt), self._files.flush)
         self._files.close()
 
     async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
