@@ -21,6 +21,8 @@ ALL_KINDS = [
     "llama",
     "llama, biased and tied",
     "bert, classifier",
+    "bert to bert",
+    "bert to gpt2",
     "t5",
     "encoder",
     "encoder, sequence first",
@@ -68,6 +70,27 @@ def test_fsdp_on_top_of_tensor_parallel_trains_to_the_plain_losses(
     assert_equal(ranks.run(engine_ranks.compare, kind, (2, 1, 2), **options))
 
 
+def test_replicas_of_tensor_parallel_models_train_to_the_plain_losses(ranks: RankGroup) -> None:
+    options = {"data_parallel": "replicate", "is_even": True}
+    assert_equal(ranks.run(engine_ranks.compare, "gpt2", (2, 1, 2), **options))
+
+
+@pytest.mark.parametrize("is_autocast", [True, False], ids=["autocast", "parameters"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=["sp", "pp", "pp and sp"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_bf16_trains_to_the_losses_of_bf16_in_one_process(
+    ranks: RankGroup, kind: str, shape: tuple[int, int, int], is_autocast: bool
+) -> None:
+    for losses, gradients, _ in ranks.run(engine_ranks.lower_precision, kind, shape, is_autocast):
+        assert losses < 2e-3 and gradients < 2e-2
+
+
+@pytest.mark.parametrize("data_parallel", [None, "fsdp"], ids=["sp", "sp and fsdp"])
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: RankGroup, data_parallel: str | None) -> None:
+    for norm, gradients in ranks.run(engine_ranks.clipped, "gpt2", data_parallel):
+        assert norm < TOLERANCE and gradients < 1e-6
+
+
 @pytest.mark.parametrize("data_parallel", [None, "fsdp"], ids=["tp", "tp and fsdp"])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_parameters_are_dtensors_with_the_first_ranks_values(
@@ -86,7 +109,7 @@ def test_ranks_have_a_share_of_the_parameters(ranks: RankGroup) -> None:
 def test_ranks_drop_their_own_features_inside_regions_and_the_same_outside(
     ranks: RankGroup, kind: str, sequence_parallel: bool
 ) -> None:
-    expected = {"losses": True, "replicated parameters": True, "masks inside regions": False, "finite": True}
+    expected = {"losses": True, "replicated parameters": True, "own masks": False, "other masks": True, "finite": True}
     assert ranks.run(engine_ranks.random_numbers, kind, sequence_parallel) == [expected] * 4
 
 
@@ -167,6 +190,13 @@ def test_pipeline_of_tensor_parallel_stages_trains_to_the_plain_losses(
 ) -> None:
     options = {"sequence_parallel": sequence_parallel, "micro_batches": 4}
     assert_equal(ranks.run(engine_ranks.compare, kind, (1, 2, 2), **options))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)], ids=["pp", "pp and sp"])
+def test_pipeline_with_activation_checkpointing_trains_to_the_plain_losses(
+    ranks: RankGroup, shape: tuple[int, int, int]
+) -> None:
+    assert_equal(ranks.run(engine_ranks.checkpointed_pipeline, "llama", shape))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])

@@ -106,6 +106,11 @@ def build(
             hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **sizes,
         )  # fmt: skip
         return hf.BertForSequenceClassification(config) if "classifier" in kind else hf.BertForMaskedLM(config)
+    if kind in ("bert to bert", "bert to gpt2"):
+        encoder, decoder = (build(one, seed, dropout, num_blocks, vocabulary).config for one in kind.split(" to "))
+        config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+        config.decoder_start_token_id, config.pad_token_id = 1, 0
+        return hf.EncoderDecoderModel(config)
     assert kind in ("t5", "t5, gated"), kind
     config = hf.T5Config(
         num_layers=num_blocks, num_heads=4, d_model=HIDDEN, d_kv=8, d_ff=48, dropout_rate=dropout,
@@ -136,7 +141,7 @@ def batch(
     labels = words.masked_fill(padding, -100)
     if kind == "bert" and not is_even:
         labels = labels.masked_fill(torch.rand(words.shape, generator=generator) < 0.6, -100)
-    if kind.startswith("t5"):
+    if kind.startswith("t5") or " to " in kind:
         labels = labels[:, : length // 2 + 2].contiguous()
     return {**found, "labels": labels}
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -30,7 +33,9 @@ def prepare(
     pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
     if shape[2] > 1:
         apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel))
-    if data_parallel == "fsdp":
+    if data_parallel == "replicate":
+        replicate(model, mesh=axes["dp"])
+    elif data_parallel == "fsdp":
         policy: Any = {"mesh": axes["dp"], "shard_placement_fn": fsdp_shard_placement(shape[0])}
         blocks = [
             one for one in model.modules() if type(one).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
@@ -73,6 +78,54 @@ def compare(
     found = list(train(model, [batch(kind, one, **of_batch) for one in range(STEPS)], step))
     assert found[0][1], "no gradients"
     return differences(found, plain(kind, **options))
+
+
+def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, float, float]:
+    """Train with bf16 autocast, or parameters in bf16, with and without strategies; return the differences."""
+    model, reference = build(kind), build(kind)
+    if not is_autocast:
+        model.bfloat16(), reference.bfloat16()
+    axes = mesh(*shape)
+    pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
+    if shape[2] > 1:
+        apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel=True))
+
+    def context() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+
+    def step_of(trained: nn.Module, one: dict[str, Tensor]) -> Tensor:
+        if trained is model and pipeline is not None:
+            return pipeline.step(one, 4, forward_context=context)
+        with context():
+            loss: Tensor = trained(**one).loss
+        loss.backward()
+        return loss
+
+    batches = [batch(kind, step) for step in range(STEPS)]
+    found, expected = (list(train(one, batches, partial(step_of, one))) for one in (model, reference))
+    return differences(found, expected)
+
+
+def clipped(kind: str, data_parallel: str | None) -> tuple[float, float]:
+    """Clip gradients with torch's own function; return the differences of the norm and of the clipped gradients."""
+    model, _ = prepare(kind, (2, 1, 2), True, data_parallel)
+    reference, one = build(kind), batch(kind, 0, is_even=True)
+    norms = []
+    for trained in (model, reference):
+        trained(**one).loss.backward()
+        norms.append(float(full(nn.utils.clip_grad_norm_(trained.parameters(), 0.1))))
+    theirs = dict(reference.named_parameters())
+    pairs = [(full(own.grad), theirs[name].grad) for name, own in model.named_parameters()]
+    return abs(norms[0] / norms[1] - 1), max(float((own - other).abs().max()) for own, other in pairs)
+
+
+def checkpointed_pipeline(kind: str, shape: Shape) -> tuple[float, float, float]:
+    """Train stages with activation checkpointing; return the differences to the plain loop."""
+    model, pipeline = prepare(kind, shape, True, None)
+    assert pipeline is not None
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    found = list(train(model, [batch(kind, one) for one in range(STEPS)], partial(pipeline.step, micro_batches=4)))
+    return differences(found, plain(kind))
 
 
 def same_on_all(value: Any) -> bool:
@@ -121,22 +174,27 @@ def random_numbers(kind: str, sequence_parallel: bool) -> dict[str, bool]:
     torch.manual_seed(dist.get_rank())
     model, _ = prepare(kind, (1, 1, 4), sequence_parallel, None, dropout=0.3)
     masks: dict[str, Tensor] = {}
+
+    def watch(name: str, output: Tensor, input: Tensor) -> None:
+        masks.setdefault(name, (output == 0) & (input != 0))
+
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            module.register_forward_hook(
-                lambda module, args, output, name=name: masks.setdefault(name, (output == 0) & (args[0] != 0))
-            )
+            module.register_forward_hook(lambda module, args, output, name=name: watch(name, output, args[0]))
     losses = [loss for loss, _ in train(model, [batch(kind, step) for step in range(3)])]
     replicated = [
         one.to_local().sum().item()
         for one in model.parameters()
         if isinstance(one, DTensor) and one.placements == (Replicate(),)
     ]
-    inside = [name for name, module in model.named_modules() if type(module).__mro__[1].__name__ == "RegionDropout"]
+    inside = {name for name, module in model.named_modules() if type(module).__mro__[1].__name__ == "RegionDropout"}
+    own = inside if not sequence_parallel else {name for name in masks if re.search(r"\.\d+\.", name)}
+    is_same = {name: same_on_all(mask.tolist()) for name, mask in masks.items()}
     return {
         "losses": same_on_all(losses),
         "replicated parameters": same_on_all(replicated),
-        "masks inside regions": any(same_on_all(masks[name].tolist()) for name in inside if name in masks),
+        "own masks": any(is_same[name] for name in is_same if name in own),
+        "other masks": all(is_same[name] for name in is_same if name not in own),
         "finite": all(math.isfinite(loss) for loss in losses),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class SharedMultiheadAttention(_Layer):
     k_proj_weight: Tensor
     v_proj_weight: Tensor
     out_proj: nn.Module
+    _tp_draws: Callable[[Any], bool]
 
     def forward(
         self,
@@ -49,7 +52,7 @@ class SharedMultiheadAttention(_Layer):
         queries, keys, values = (self._heads(one) for one in self._project(*rows))
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        with self._tp.own_generator(self.training and self.dropout > 0):
+        with self._tp.own_generator() if self.training and self._tp_draws(self) else nullcontext():
             attended, weights = self._attend(
                 queries, keys, values, key_padding_mask, attn_mask, need_weights=need_weights, is_causal=is_causal
             )

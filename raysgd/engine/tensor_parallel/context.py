@@ -170,14 +170,10 @@ class TensorContext:
     def _is_on_parts(self) -> bool:
         return self._stack is not None and self._stack.is_sharded
 
-    @contextmanager
-    def on_stack(self, stack: SequenceStack) -> Iterator[None]:
-        """Run a block of a stack."""
+    def set_stack(self, stack: SequenceStack | None) -> SequenceStack | None:
+        """Run blocks of a stack from now on, and return the stack of until now."""
         outer, self._stack = self._stack, stack
-        try:
-            yield
-        finally:
-            self._stack = outer
+        return outer
 
     def open_sequence(self, hidden: Tensor, stack: SequenceStack, is_training: bool) -> Tensor:
         """Return this rank's part of the sequence, before the first block.
@@ -203,9 +199,9 @@ class TensorContext:
     # Random numbers
 
     @contextmanager
-    def own_generator(self, is_drawing: bool = True) -> Iterator[None]:
+    def own_generator(self) -> Iterator[None]:
         """Draw this rank's own random numbers."""
-        if self._is_in_region or not is_drawing:
+        if self._is_in_region:
             yield
             return
         generator = self._generator()

@@ -184,7 +184,11 @@ class Region(_Layer):
         args, kwargs = _with_argument(self, args, kwargs, hidden, self._tp.enter)
         if other is not None:
             args, kwargs = _with_argument(self, args, kwargs, other, self._tp.copy)
-        with self._tp.own_generator(self.training and self._tp_draws(self)):
+        # Without `with` where nothing is drawn: torch.compile does not compile such a context manager.
+        if self.training and self._tp_draws(self):
+            with self._tp.own_generator():
+                outputs = super().forward(*args, **kwargs)
+        else:
             outputs = super().forward(*args, **kwargs)
         at = self._tp_weights
         if at is None or outputs[at] is None:
@@ -196,7 +200,9 @@ class RegionDropout(_Layer):
     """A dropout inside of a region: each rank has its own features."""
 
     def forward(self, input: Tensor) -> Tensor:
-        with self._tp.own_generator(self.training):
+        if not self.training or getattr(self, "p", 0) == 0:
+            return super().forward(input)  # type: ignore[no-any-return]
+        with self._tp.own_generator():
             return super().forward(input)  # type: ignore[no-any-return]
 
 
@@ -204,6 +210,8 @@ class SharedDropout(_Layer):
     """A dropout of a region's module after the region's end: all ranks have the same features."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not self.training or getattr(self, "p", 0) == 0:
+            return super().forward(input)  # type: ignore[no-any-return]
         with self._tp.shared_generator():
             return super().forward(input)  # type: ignore[no-any-return]
 
@@ -228,13 +236,27 @@ class SequenceBlock(_Layer):
             args, kwargs = _with_argument(
                 self, args, kwargs, name, lambda hidden: self._tp.open_sequence(hidden, stack, self.training)
             )
-        with self._tp.on_stack(stack), self._tp.own_generator(self.training and stack.is_sharded):
-            outputs = super().forward(*args, **kwargs)
+        outer = self._tp.set_stack(stack)
+        try:
+            if self.training and stack.is_sharded and self._draws():
+                with self._tp.own_generator():
+                    outputs = super().forward(*args, **kwargs)
+            else:
+                outputs = super().forward(*args, **kwargs)
+        finally:
+            self._tp.set_stack(outer)
         if not self._tp_is_last:
             return outputs
         if isinstance(outputs, Tensor):
             return self._tp.close_sequence(outputs, stack)
         return (self._tp.close_sequence(outputs[0], stack), *outputs[1:])
+
+    def _draws(self) -> bool:
+        for one in self.modules():
+            draws = one.__dict__.get("_tp_draws")
+            if one.p > 0 if isinstance(one, nn.Dropout) else draws is not None and draws(one):
+                return True
+        return False
 
 
 @cache

@@ -202,7 +202,7 @@ class MultiheadHeads(Style):
         }
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, SharedMultiheadAttention, self.context)
+        mix_in(module, SharedMultiheadAttention, self.context, _tp_draws=lambda one: one.dropout > 0)
 
     def describe(self) -> str:
         return "heads shared"
