@@ -181,7 +181,9 @@ def _vary(
     checkpointing = _choices(fixed, "activation_checkpointing", _CHECKPOINTING)
     for accumulated in _choices(fixed, "accumulation_steps", _divisors(rows) if pipeline == 1 else (1,)):
         per_batch = rows // accumulated
-        for micro in _choices(fixed, "micro_batches", _divisors(per_batch) if pipeline > 1 else (None,)):
+        # Fewer micro-batches than stages leave stages idle throughout.
+        enough = tuple(one for one in _divisors(per_batch) if one >= pipeline) or (per_batch,)
+        for micro in _choices(fixed, "micro_batches", enough if pipeline > 1 else (None,)):
             if rows % accumulated or per_batch % (micro or 1):
                 continue
             for zero, shared, kind in product(stages, sequence, checkpointing):

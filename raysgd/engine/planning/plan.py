@@ -214,7 +214,7 @@ def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]
     elif model.layout.unknown:
         obstacle = f"it is not known how ranks share {model.layout.unknown[0]}"
     elif first.leaking_block is not None:
-        obstacle = f"what {first.leaking_block} returns would be sharded, so its layers are not column- and row-parallel pairs"
+        obstacle = f"the layers of {first.leaking_block} are not pairs of column- and row-parallel layers"
     segments: dict[int, tuple[Segment, ...]] = {count: step.segments for count, step in steps.items()}
     return ModelProfile(
         parameters=model.describe_parameters(optimizer_fn, first.sides),
@@ -395,7 +395,8 @@ def _say_impossible(refused: Mapping[str, str], fixed: Mapping[str, Any]) -> str
 
 
 def _gb(size: float) -> str:
-    return f"{size / _GB:.1f}" if size >= _GB / 10 else f"{size / _GB:.3g}"
+    number = size / _GB
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def _seconds(one: Candidate) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from raysgd.engine.config import Precision
 from raysgd.engine.planning.layout import Layout, find_layout
@@ -35,7 +35,13 @@ _TRACED_OCCURRENCES = 2
 
 @dataclass(frozen=True)
 class Step:
-    """A traced step: its segments, where outside parameters are used, and whether row-parallel layers end each block."""
+    """A traced step.
+
+    Attributes:
+        segments: The step in forward order.
+        sides: Where parameters outside the blocks are used, by name.
+        leaking_block: The first block whose layers are no pairs of column- and row-parallel layers, or None.
+    """
 
     segments: tuple[Segment, ...]
     sides: Mapping[str, frozenset[Any]]
@@ -123,7 +129,7 @@ class TracedModel:
             ConfigError: The model's code fails on fake tensors, for instance because it reads values.
         """
         with self._mode, contextlib.ExitStack() as stack:
-            batch = make_batch(self._batch, num_rows)
+            batch = make_batch(self._batch, num_rows, torch.bfloat16 if self._precision == "bf16-true" else None)
             kinds = {
                 key_of(self.model.get_parameter(name)): kind for name, (kind, _) in self._kinds_by_first_name().items()
             }
@@ -132,6 +138,7 @@ class TracedModel:
             stack.enter_context(recorder.attached())
             stack.enter_context(_discarded_gradients(self.model, recorder.tracker))
             if self._device == "cuda":
+                stack.enter_context(_without_attention_dropout(self.model))
                 stack.enter_context(_AsOnCuda())
             stack.enter_context(recorder.tracker)
             try:
@@ -245,7 +252,8 @@ class _Recorder:
     def _end_block(self, segment: SegmentTrace, name: str, block: nn.Module, out: Any) -> None:
         outputs = _tensors_of(out)
         self.tracker.note_outputs(segment, outputs)
-        if self.leaking_block is None and any(map(self.tracker.is_sharded, outputs[:1])):
+        is_leaking = self.tracker.is_mismatched or any(map(self.tracker.is_sharded, outputs[:1]))
+        if self.leaking_block is None and is_leaking:
             self.leaking_block = name
         _mark(outputs, lambda: self.tracker.resume_segment(segment))
         # What the caller does between two blocks of a stack belongs to the first one.
@@ -354,12 +362,41 @@ def _discarded_gradients(model: nn.Module, tracker: StepTracker) -> Iterator[Non
             handle.remove()
 
 
+@contextlib.contextmanager
+def _without_attention_dropout(model: nn.Module) -> Iterator[None]:
+    """Set the dropout of ``nn.MultiheadAttention`` to 0: fused kernels keep nothing for it, those of the CPU cannot do it."""
+    layers = [(one, one.dropout) for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
+    for layer, _ in layers:
+        layer.dropout = 0.0
+    try:
+        yield
+    finally:
+        for layer, dropout in layers:
+            layer.dropout = dropout
+
+
+_FP32_ON_CUDA = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor, nn.functional)
+    for name in (
+        "layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "l1_loss",
+        "smooth_l1_loss", "cosine_similarity", "pow", "rsqrt", "exp", "log", "norm", "cumsum", "prod", "softplus",
+    )
+    if hasattr(owner, name)
+}  # fmt: skip
+
+
+def _to_fp32(tree: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: one.float() if one.is_floating_point() else one, tree)
+
+
 class _AsOnCuda(TorchFunctionMode):
     """Replaces what saves other tensors on a GPU than on a CPU, where fake tensors without CUDA have to be.
 
     Attention keeps queries, keys, values, outputs and one number for each row of scores, with dropout too (Dao et al.,
     FlashAttention, 2022; torch's memory-efficient kernel does the same in fp32). Dropout keeps a mask of one byte for each
-    element.
+    element. Autocast computes norms, softmax and losses in fp32 on CUDA ("CUDA Ops that can autocast to float32" in torch's
+    documentation of ``torch.amp``).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -368,6 +405,8 @@ class _AsOnCuda(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func in (nn.functional.dropout, torch.dropout):
             return self._drop(*args, **kwargs)
+        if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = _to_fp32(args), _to_fp32(kwargs)
         return func(*args, **kwargs)
 
     @staticmethod
@@ -405,9 +444,23 @@ def count_rows(batch: Batch) -> int:
     return int(sizes.pop())
 
 
-def make_batch(batch: Batch, num_rows: int) -> Batch:
-    """Make a batch of fake tensors with another number of rows. Shapes become int64 tensors, as token ids are."""
-    return _map_batch(batch, num_rows)
+def make_batch(batch: Batch, num_rows: int, float_dtype: torch.dtype | None = None) -> Batch:
+    """Make a batch of fake tensors with another number of rows. Shapes become int64 tensors, as token ids are.
+
+    Args:
+        batch: A batch as of `TracedModel`.
+        num_rows: Rows of the new batch.
+        float_dtype: What tensors of floats become; None keeps their dtype.
+    """
+    if _is_shape(batch):
+        return torch.empty((num_rows, *batch[1:]), dtype=torch.int64)
+    if hasattr(batch, "shape"):
+        dtype = batch.dtype if isinstance(batch, torch.Tensor) else torch.from_numpy(batch[:0]).dtype
+        dtype = float_dtype if float_dtype is not None and dtype.is_floating_point else dtype
+        return torch.empty((num_rows, *batch.shape[1:]) if batch.shape else (), dtype=dtype)
+    if isinstance(batch, Mapping):
+        return {key: make_batch(one, num_rows, float_dtype) for key, one in batch.items()}
+    return tuple(make_batch(one, num_rows, float_dtype) for one in batch) if isinstance(batch, (tuple, list)) else batch
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -435,17 +488,6 @@ def _shapes_of(batch: Batch) -> list[tuple[int, ...]]:
         return [tuple(batch)]
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return [shape for value in values for shape in _shapes_of(value)]
-
-
-def _map_batch(value: Any, num_rows: int) -> Any:
-    if _is_shape(value):
-        return torch.empty((num_rows, *value[1:]), dtype=torch.int64)
-    if hasattr(value, "shape"):
-        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.from_numpy(value[:0]).dtype
-        return torch.empty((num_rows, *value.shape[1:]) if value.shape else (), dtype=dtype)
-    if isinstance(value, Mapping):
-        return {key: _map_batch(one, num_rows) for key, one in value.items()}
-    return tuple(_map_batch(one, num_rows) for one in value) if isinstance(value, (tuple, list)) else value
 
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:

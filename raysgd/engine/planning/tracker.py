@@ -41,6 +41,7 @@ class SegmentTrace:
     def __init__(self, block: int | None) -> None:
         self.block = block
         self.is_stand_in = False
+        self.first_serial = 0
         self.start = self.end = self.resumed = self.output = Amount()
         self.outputs: list[int] = []
         self.selected: list[int] = []
@@ -88,6 +89,7 @@ class StepTracker(TorchDispatchMode):
         in_backward: Whether the backward pass has started.
         segment: The segment that runs.
         sides: Where parameters outside the blocks were used, by the key of their storage.
+        is_mismatched: Whether a column-parallel weight met a sharded tensor, or a row-parallel weight a whole one.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], kinds: dict[int, Kind], segment: SegmentTrace) -> None:
@@ -95,6 +97,7 @@ class StepTracker(TorchDispatchMode):
         self.in_backward = False
         self.segment = segment
         self.sides: dict[int, set[Side]] = {}
+        self.is_mismatched = False
         self._kinds = kinds
         self._is_first_side = True
         # The references keep the keys of known storages unique; those of activations are reused, so these have serials.
@@ -117,6 +120,7 @@ class StepTracker(TorchDispatchMode):
         self.finish_forward()
         self._mark("start", segment)
         self.segment = segment
+        segment.first_serial = len(self._parts)
         self._is_first_side = self._is_first_side and segment.block is None
 
     def finish_forward(self) -> None:
@@ -142,7 +146,7 @@ class StepTracker(TorchDispatchMode):
     def note_outputs(self, segment: SegmentTrace, tensors: list[torch.Tensor]) -> None:
         """Note what a block returned; the first tensor is its output."""
         serials = [self._serials[key] for key in map(key_of, tensors) if key in self._serials]
-        segment.outputs = list(dict.fromkeys(serials))
+        segment.outputs = [one for one in dict.fromkeys(serials) if one >= segment.first_serial]
         self._inputs.update(serials[:1])
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
@@ -229,8 +233,10 @@ class StepTracker(TorchDispatchMode):
         if kinds and op in _MATMULS:
             if "vocabulary" in kinds:
                 return False, False
-            if not is_sharded and not self.in_backward and "column" in kinds:
-                self._note_gathered(keys)
+            if not self.in_backward:
+                self.is_mismatched = self.is_mismatched or ("column" in kinds) == is_sharded
+                if "column" in kinds and not is_sharded:
+                    self._note_gathered(keys)
             return not is_sharded, is_sharded
         if kinds and len(keys) == 1:  # a copy in another dtype or layout, as autocast makes it
             for tensor in results:
