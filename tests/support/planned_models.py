@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ class SmallModel:
         make: Makes the model.
         shapes: Shapes of a batch of one row, by argument; integers below 1000 unless the name is in `floats`.
         floats: Arguments of random floats.
+        num_rows: Rows of a batch whose activations are not small compared with the parameters.
     """
 
     make: Callable[[], nn.Module]
     shapes: dict[str, tuple[int, ...]]
     floats: frozenset[str] = frozenset()
+    num_rows: int = 4
 
     def batch(self, num_rows: int, *, labels: int = VOCABULARY) -> dict[str, torch.Tensor]:
         return {
@@ -87,7 +90,7 @@ class Convolutional(nn.Module):
         super().__init__()
         widths = (3, 32, 64, 128)
         stages: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             stages += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
         self.stages = nn.Sequential(*stages)
         self.classifier = nn.Linear(128 * 16, 10)
@@ -112,13 +115,24 @@ def small_models() -> dict[str, SmallModel]:
     )
 
     text: dict[str, tuple[int, ...]] = {"input_ids": (LENGTH,), "labels": (LENGTH,)}
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+    }
     gpt2 = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=4, n_head=4)
-    llama = LlamaConfig(**sizes, intermediate_size=3 * WIDTH, num_key_value_heads=2)
+    llama = LlamaConfig(**{**sizes, "num_attention_heads": 8}, intermediate_size=3 * WIDTH, num_key_value_heads=4)
     bert = BertConfig(**sizes, intermediate_size=4 * WIDTH)
     opt = OPTConfig(**sizes, ffn_dim=4 * WIDTH, word_embed_proj_dim=WIDTH, max_position_embeddings=LENGTH)
     t5 = T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=WIDTH // 4, d_ff=4 * WIDTH, num_layers=3, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=WIDTH // 4,
+        d_ff=4 * WIDTH,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return {
         "gpt2": SmallModel(lambda: GPT2LMHeadModel(gpt2), text),
@@ -127,6 +141,6 @@ def small_models() -> dict[str, SmallModel]:
         "t5": SmallModel(lambda: T5ForConditionalGeneration(t5), text),
         "opt": SmallModel(lambda: OPTForCausalLM(opt), text),
         "encoder": SmallModel(Encoder, text),
-        "mlp": SmallModel(Perceptron, {"x": (WIDTH,), "labels": ()}, frozenset({"x"})),
-        "cnn": SmallModel(Convolutional, {"x": (3, 32, 32), "labels": ()}, frozenset({"x"})),
+        "mlp": SmallModel(Perceptron, {"x": (WIDTH,), "labels": ()}, frozenset({"x"}), 512),
+        "cnn": SmallModel(Convolutional, {"x": (3, 32, 32), "labels": ()}, frozenset({"x"}), 32),
     }

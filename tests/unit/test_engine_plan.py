@@ -24,7 +24,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (one(x).unflatten(-1, (12, -1)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -59,8 +61,8 @@ BATCH = {"ids": (8, 512), "labels": (8, 512)}
 STATES = 16 * 91_198_464
 
 
-def make_plan(num_workers: int = 4, memory: float = 4e9, batch: Any = None, **rest: Any) -> Plan:
-    return plan(Decoder, batch or BATCH, num_workers, memory, **rest)
+def make_plan(num_workers: int = 4, memory: float = 4e9, batch: Any = None, **options: Any) -> Plan:
+    return plan(Decoder, batch or BATCH, num_workers, memory, **options)
 
 
 def test_plenty_of_memory_needs_plain_data_parallelism_at_most() -> None:
@@ -95,7 +97,9 @@ def test_printed_plan_has_a_table_and_the_reason() -> None:
     text = str(found)
     head, *rows = [line for line in text.splitlines() if line.endswith(("fits", "yes", "no"))]
     assert "91,198,464 parameters (layers: 12 layers) on 4 x 1.50 GB, of which 5% are kept free" in text
-    assert head.split() == ["strategy", "rows", "parameters", "gradients", "optimizer", "activations", "buffers", "total", "GB", "s/step", "fits"]  # fmt: skip
+    assert (
+        head.split() == "strategy rows parameters gradients optimizer activations buffers total GB s/step fits".split()
+    )
     assert rows[0].startswith(">")
     assert found.chosen.describe() in rows[0]
     assert any(row.endswith("no") for row in rows)
@@ -141,7 +145,11 @@ def test_rows_of_all_micro_batches_are_the_batch() -> None:
         (4, {"tensor_parallel": 3}, r"3 x 1 = 3 ranks hold one copy of the model, which does not divide 4 workers"),
         (8, {"tensor_parallel": 8}, r"8 ranks do not divide 12 attention heads: 8 / 12|12 / 8 = 1\.50"),
         (16, {"pipeline_parallel": 16}, r"16 stages are more than the model's 12 layers"),
-        (3, {"tensor_parallel": 1, "pipeline_parallel": 1}, r"3 / \(1 x 1\) = 3 copies of the model do not divide the batch of 8 rows"),
+        (
+            3,
+            {"tensor_parallel": 1, "pipeline_parallel": 1},
+            r"3 / \(1 x 1\) = 3 copies of the model do not divide the batch of 8 rows",
+        ),
         (4, {"accumulation_steps": 3, "pipeline_parallel": 1}, r"no size of a micro-batch divides the batch"),
     ],
 )
@@ -216,7 +224,8 @@ def test_engine_may_refuse_strategies() -> None:
 
 def test_slow_connections_make_the_plan_communicate_less() -> None:
     fast, slow = (
-        make_plan(memory=1.5e9, hardware=Hardware(bandwidth_bytes_per_s=bandwidth)).chosen.config for bandwidth in (1e12, 1e8)
+        make_plan(memory=1.5e9, hardware=Hardware(bandwidth_bytes_per_s=bandwidth)).chosen.config
+        for bandwidth in (1e12, 1e8)
     )
     assert fast.tensor_parallel >= slow.tensor_parallel
     assert fast != slow
@@ -229,7 +238,9 @@ def test_prediction_of_a_plan_is_the_prediction_of_its_config() -> None:
 
 
 def test_prediction_refuses_workers_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"num_workers=3 is not a multiple of tensor_parallel=2 x pipeline_parallel=1 = 2"):
+    with pytest.raises(
+        ConfigError, match=r"num_workers=3 is not a multiple of tensor_parallel=2 x pipeline_parallel=1 = 2"
+    ):
         predict_memory(Decoder, BATCH, EngineConfig(tensor_parallel=2), 3)
 
 

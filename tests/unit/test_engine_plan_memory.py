@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,16 +54,21 @@ def make_profile(
     edge = Segment(retained=output)
     steps = (edge, *(replace(block, block=index) for index in range(num_blocks)), edge)
     return ModelProfile(
-        parameters=(outside[0], *blocks, outside[1]), num_blocks=num_blocks, stacks={"layers": num_blocks}, steps={num_rows: steps}
+        parameters=(outside[0], *blocks, outside[1]),
+        num_blocks=num_blocks,
+        stacks={"layers": num_blocks},
+        steps={num_rows: steps},
     )
 
 
-def _parameter(name: str, shape: tuple[int, ...], **rest: Any) -> ParameterInfo:
-    return ParameterInfo(name=name, shape=shape, itemsize=4, state_bytes_per_element=8, state_bytes=4, **rest)
+def _parameter(name: str, shape: tuple[int, ...], **options: Any) -> ParameterInfo:
+    return ParameterInfo(name=name, shape=shape, itemsize=4, state_bytes_per_element=8, state_bytes=4, **options)
 
 
 def estimate(profile: ModelProfile, *, data_parallel: int = 1, **fields: Any) -> MemoryEstimate:
-    return estimate_memory(profile, EngineConfig(**fields), data_parallel=data_parallel, num_rows=next(iter(profile.steps)))
+    return estimate_memory(
+        profile, EngineConfig(**fields), data_parallel=data_parallel, num_rows=next(iter(profile.steps))
+    )
 
 
 profiles = st.builds(
@@ -77,11 +83,14 @@ checkpointing = st.sampled_from([None, "selective", "full"])
 
 
 @given(profiles, ranks, checkpointing)
-def test_each_zero_stage_needs_no_more_than_the_one_before(profile: ModelProfile, data_parallel: int, kind: Any) -> None:
+def test_each_zero_stage_needs_no_more_than_the_one_before(
+    profile: ModelProfile, data_parallel: int, kind: Any
+) -> None:
     estimates = [
-        estimate(profile, data_parallel=data_parallel, zero_stage=stage, activation_checkpointing=kind) for stage in range(4)
+        estimate(profile, data_parallel=data_parallel, zero_stage=stage, activation_checkpointing=kind)
+        for stage in range(4)
     ]
-    for before, after in zip(estimates, estimates[1:], strict=False):
+    for before, after in pairwise(estimates):
         assert after.parameters <= before.parameters
         assert after.gradients <= before.gradients
         assert after.optimizer <= before.optimizer
@@ -97,7 +106,8 @@ def test_more_data_parallel_ranks_never_need_more_memory(
     profile: ModelProfile, counts: tuple[int, int], stage: int, kind: Any
 ) -> None:
     few, many = (
-        estimate(profile, data_parallel=count, zero_stage=stage, activation_checkpointing=kind).total for count in counts
+        estimate(profile, data_parallel=count, zero_stage=stage, activation_checkpointing=kind).total
+        for count in counts
     )
     assert many <= few
 
@@ -146,7 +156,8 @@ def test_pipeline_stages_divide_the_blocks(num_blocks: int, num_stages: int) -> 
 def test_the_highest_states_have_the_peak_for_any_number_of_ranks(states: list[Amount], count: int) -> None:
     for is_shared in (False, True):
         peaks = [
-            max(state.per_rank(count, sequence_parallel=is_shared) for state in some) for some in (states, find_highest(states))
+            max(state.per_rank(count, sequence_parallel=is_shared) for state in some)
+            for some in (states, find_highest(states))
         ]
         assert peaks[0] == peaks[1]
 
@@ -208,7 +219,9 @@ def test_foreach_step_needs_temporary_tensors_and_a_fused_one_does_not() -> None
 def step_s(profile: ModelProfile, *, data_parallel: int = 1, hardware: Hardware | None = None, **fields: Any) -> float:
     config = EngineConfig(**fields)
     num_rows = next(iter(profile.steps))
-    return estimate_time(profile, config, hardware or Hardware(), data_parallel=data_parallel, num_rows=num_rows).total_s
+    return estimate_time(
+        profile, config, hardware or Hardware(), data_parallel=data_parallel, num_rows=num_rows
+    ).total_s
 
 
 def test_recomputation_takes_time() -> None:

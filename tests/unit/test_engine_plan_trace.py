@@ -24,7 +24,6 @@ from raysgd.errors import ConfigError
 from support.planned_models import WIDTH, Perceptron, SmallModel, small_models
 
 MODELS = small_models()
-ROWS = {"mlp": 512, "cnn": 32}
 # Blocks of each model, for checkpointing.
 STACKS = {"gpt2": ("transformer.h",), "llama": ("model.layers",), "encoder": ("encoder.layers",), "mlp": ("layers",)}
 
@@ -48,7 +47,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def rows_of(name: str) -> int:
-    return ROWS.get(name, 4)
+    return MODELS[name].num_rows
 
 
 def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> Measured:
@@ -136,7 +135,9 @@ def test_blocks_that_stand_in_for_each_other_change_nothing(name: str, monkeypat
     whole = profile(one.make, one.batch(2), [2]).steps[2]
     assert [segment.block for segment in quick] == [segment.block for segment in whole]
     assert [segment.forward_flops for segment in quick] == [segment.forward_flops for segment in whole]
-    assert sum(sum(segment.retained) for segment in quick) == pytest.approx(sum(sum(segment.retained) for segment in whole), rel=0.01)
+    assert sum(sum(segment.retained) for segment in quick) == pytest.approx(
+        sum(sum(segment.retained) for segment in whole), rel=0.01
+    )
 
 
 def test_trace_of_a_deep_model_takes_few_operations() -> None:
@@ -174,7 +175,9 @@ def test_tensor_parallel_layers_are_found(name: str) -> None:
     assert found.tensor_parallel_obstacle is None
     weights = [parameter for parameter in found.parameters if parameter.block is not None and len(parameter.shape) == 2]
     # All matrices of the blocks but T5's table of relative positions.
-    assert [parameter.name for parameter in weights if parameter.tensor_dim is None and "relative" not in parameter.name] == []
+    assert [
+        parameter.name for parameter in weights if parameter.tensor_dim is None and "relative" not in parameter.name
+    ] == []
     blocks = [segment for segment in found.steps[4] if segment.block is not None]
     assert all(segment.retained.sharded > 0 and segment.output.sharded == 0 for segment in blocks)
 
@@ -198,9 +201,7 @@ def test_tensor_parallel_activations_are_those_of_the_megatron_papers() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm1(x)
-            q, k, v = (
-                one(y).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            q, k, v = (one(y).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
             attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
             x = x + self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
             return x + self.dropout(self.fc2(nn.functional.gelu(self.fc1(self.norm2(x)))))
@@ -320,7 +321,7 @@ def test_model_that_reads_values_is_refused() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return super().forward(x, labels) * (2 if x.sum().item() > 0 else 1)
 
-    with pytest.raises(ConfigError, match="cannot be traced without data: .*loss_fn="):
+    with pytest.raises(ConfigError, match=r"cannot be traced without data: .*loss_fn="):
         predict_memory(Reading, MODELS["mlp"].batch(8), EngineConfig(), 1)
 
 

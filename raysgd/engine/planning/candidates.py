@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def num_strategies(self) -> int:
-        """How far it is from plain data parallelism; of two that are equally fast, the simpler one is chosen."""
+        """Count the strategies in addition to plain data parallelism; of two equally fast candidates the simpler is chosen."""
         one = self.config
         return (
             4 * (one.pipeline_parallel > 1)
@@ -97,13 +97,15 @@ def check_fixed(fixed: Mapping[str, Any]) -> EngineConfig:
     """Check the choices that were made by hand.
 
     Raises:
-        UnknownArgumentError: A name is no field of `EngineConfig`.
+        UnknownArgumentError: A name is not a field of `EngineConfig`.
         ConfigError: A value, or the choices together, are not allowed.
     """
     known = [one.name for one in fields(EngineConfig)]
     for name in fixed:
         if name not in known:
-            raise UnknownArgumentError(f"plan({name}=...) is not an argument or a field of EngineConfig{nearest(name, known)}.")
+            raise UnknownArgumentError(
+                f"plan({name}=...) is not an argument or a field of EngineConfig{nearest(name, known)}."
+            )
     # Choices that need another one, which the plan makes, are allowed: sequence_parallel needs tensor_parallel.
     completed = dict(fixed)
     if fixed.get("cpu_offload"):
@@ -130,7 +132,7 @@ def list_space(
     configs: list[tuple[EngineConfig, int, int]] = []
     refused: dict[str, str] = {}
     # cpu_offload needs zero_stage=3, so that it is set together with what is varied.
-    rest = {name: value for name, value in fixed.items() if name not in _VARIED}
+    passed = {name: value for name, value in fixed.items() if name not in _VARIED}
     divisors = _divisors(num_workers)
     for tensor, pipeline in product(
         _choices(fixed, "tensor_parallel", divisors), _choices(fixed, "pipeline_parallel", divisors)
@@ -142,7 +144,7 @@ def list_space(
         data_parallel = num_workers // (tensor * pipeline)
         for choice, num_rows in _vary(fixed, tensor, pipeline, data_parallel, batch_rows // data_parallel):
             try:
-                config = EngineConfig(**rest, **choice)
+                config = EngineConfig(**passed, **choice)
             except ConfigError as error:
                 refused[", ".join(f"{key}={value}" for key, value in choice.items())] = str(error)
                 continue
@@ -153,9 +155,7 @@ def list_space(
     return Space(tuple(configs), refused)
 
 
-def evaluate(
-    profile: ModelProfile, space: Space, hardware: Hardware, limit_bytes: float
-) -> tuple[Candidate, ...]:
+def evaluate(profile: ModelProfile, space: Space, hardware: Hardware, limit_bytes: float) -> tuple[Candidate, ...]:
     """Estimate all strategies of a space, the fastest first; what does not fit comes after what fits."""
     candidates = [
         Candidate(
@@ -205,7 +205,10 @@ def _find_obstacle(profile: ModelProfile, tensor: int, pipeline: int, num_worker
     """Return why numbers of ranks cannot work, with the arithmetic."""
     product_of_both = tensor * pipeline
     if num_workers % product_of_both:
-        return f"{tensor} x {pipeline} = {product_of_both} ranks hold one copy of the model, which does not divide {num_workers} workers"
+        return (
+            f"{tensor} x {pipeline} = {product_of_both} ranks hold one copy of the model, which does not divide "
+            f"{num_workers} workers"
+        )
     data_parallel = num_workers // product_of_both
     if batch_rows % data_parallel:
         return (
@@ -217,7 +220,9 @@ def _find_obstacle(profile: ModelProfile, tensor: int, pipeline: int, num_worker
             return profile.tensor_parallel_obstacle
         for heads in profile.head_counts:
             if heads % tensor:
-                return f"{tensor} ranks do not divide {heads} attention heads: {heads} / {tensor} = {heads / tensor:.2f}"
+                return (
+                    f"{tensor} ranks do not divide {heads} attention heads: {heads} / {tensor} = {heads / tensor:.2f}"
+                )
     if pipeline > 1:
         if profile.pipeline_obstacle:
             return profile.pipeline_obstacle

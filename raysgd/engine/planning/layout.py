@@ -26,7 +26,7 @@ _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_head", "
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the blocks and the shardable weights of a model are.
+    """The blocks of a model, and its weights that tensor parallelism can shard.
 
     Attributes:
         stacks: Blocks by the name of their list, in order.
@@ -124,9 +124,7 @@ def _find_heads(block: nn.Module) -> set[int]:
     return found
 
 
-def _find_vocabulary(
-    model: nn.Module, stacks: Mapping[str, Iterable[tuple[str, nn.Module]]]
-) -> list[tuple[str, int]]:
+def _find_vocabulary(model: nn.Module, stacks: Mapping[str, Iterable[tuple[str, nn.Module]]]) -> list[tuple[str, int]]:
     """Find the largest embedding outside the blocks, and linear layers with as many outputs as it has rows."""
     outside = [
         (name, module)

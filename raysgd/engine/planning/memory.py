@@ -49,7 +49,9 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer + max(self.activations + self.buffers, self.step)
 
 
-def estimate_memory(profile: ModelProfile, config: EngineConfig, *, data_parallel: int, num_rows: int) -> MemoryEstimate:
+def estimate_memory(
+    profile: ModelProfile, config: EngineConfig, *, data_parallel: int, num_rows: int
+) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most.
 
     Args:
@@ -60,7 +62,8 @@ def estimate_memory(profile: ModelProfile, config: EngineConfig, *, data_paralle
     """
     stages = range(config.pipeline_parallel)
     return max(
-        (_estimate_stage(profile, config, data_parallel, num_rows, stage) for stage in stages), key=lambda one: one.total
+        (_estimate_stage(profile, config, data_parallel, num_rows, stage) for stage in stages),
+        key=lambda one: one.total,
     )
 
 
@@ -69,7 +72,9 @@ def blocks_of_stage(num_blocks: int, num_stages: int, stage: int) -> range:
     return range(stage * num_blocks // num_stages, (stage + 1) * num_blocks // num_stages)
 
 
-def segments_of_stage(segments: tuple[Segment, ...], num_blocks: int, num_stages: int, stage: int) -> tuple[Segment, ...]:
+def segments_of_stage(
+    segments: tuple[Segment, ...], num_blocks: int, num_stages: int, stage: int
+) -> tuple[Segment, ...]:
     """Return the segments of a pipeline stage: the first stage also embeds, the last one also computes the loss."""
     if num_stages == 1:
         return segments
@@ -78,7 +83,9 @@ def segments_of_stage(segments: tuple[Segment, ...], num_blocks: int, num_stages
     is_before = True
     for segment in segments:
         is_before = is_before and segment.block is None
-        is_ours = segment.block in blocks if segment.block is not None else stage == (0 if is_before else num_stages - 1)
+        is_ours = (
+            segment.block in blocks if segment.block is not None else stage == (0 if is_before else num_stages - 1)
+        )
         if is_ours:
             chosen.append(segment)
     return tuple(chosen)
@@ -105,7 +112,7 @@ def has_whole_gradients(config: EngineConfig) -> bool:
     return config.zero_stage < 2 or config.accumulation_steps * (config.micro_batches or 1) > 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateSums:
     """Bytes of a stage's parameters, gradients and optimizer state, whole on one data-parallel rank and sharded.
 
@@ -145,25 +152,36 @@ def sum_states(
 
 
 def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, data_parallel: int) -> StateSums:
-    sums = [0.0] * 6
+    parameter_bytes, gradient_bytes, state_bytes = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # whole, and the rank's shards
     blocks: dict[int, float] = {}
     outside = largest = 0.0
     for one in parameters:
         whole = one.num_elements(tensor_parallel=tensor_parallel)
         shard = one.num_elements(tensor_parallel=tensor_parallel, shards=data_parallel)
         for index, count in ((0, whole), (1, shard)):
-            sums[index] += count * one.itemsize
+            parameter_bytes[index] += count * one.itemsize
             if one.is_trainable:
-                sums[index + 2] += count * one.itemsize
-                sums[index + 4] += count * one.state_bytes_per_element + one.state_bytes
+                is_whole = one.has_whole_gradient and index == 0
+                gradient_bytes[index] += (one.num_elements() if is_whole else count) * one.itemsize
+                state_bytes[index] += count * one.state_bytes_per_element + one.state_bytes
         size = float(whole * one.itemsize)
         largest = max(largest, size)
         if one.block is None:
             outside += size
         else:
             blocks[one.block] = blocks.get(one.block, 0) + size
-    largest_block, all_blocks = max(blocks.values(), default=0), sum(blocks.values())
-    return StateSums(*sums, largest_block, all_blocks, outside, largest)
+    return StateSums(
+        parameters=parameter_bytes[0],
+        parameter_shards=parameter_bytes[1],
+        gradients=gradient_bytes[0],
+        gradient_shards=gradient_bytes[1],
+        state=state_bytes[0],
+        state_shards=state_bytes[1],
+        largest_block=max(blocks.values(), default=0),
+        all_blocks=sum(blocks.values()),
+        outside=outside,
+        largest_parameter=largest,
+    )
 
 
 def _estimate_stage(

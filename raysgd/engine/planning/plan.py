@@ -90,13 +90,28 @@ class Plan:
         rows = [_HEAD, *(_row(one, self.chosen) for one in [self.chosen, *_unique(shown)])]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
         lines = [
-            "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
             for row in rows
         ]
         return "\n".join([title, "", *lines, "", self.reason])
 
 
-_HEAD = ("", "strategy", "rows", "parameters", "gradients", "optimizer", "activations", "buffers", "total GB", "s/step", "fits")
+_HEAD = (
+    "",
+    "strategy",
+    "rows",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "total GB",
+    "s/step",
+    "fits",
+)
 
 
 def plan(
@@ -146,7 +161,9 @@ def plan(
     check_amount("memory_per_device", memory_per_device, positive=True)
     check_choice("device", device, ("cuda", "cpu"))
     if not 0 <= check_amount("margin", margin) < 1:
-        raise ConfigError(f"margin={margin} is the part of the memory that is kept free: give 0 or more, and less than 1.")
+        raise ConfigError(
+            f"margin={margin} is the part of the memory that is kept free: give 0 or more, and less than 1."
+        )
     hardware = check_instance("hardware", hardware, Hardware)
     fixed = _fuse(fixed, optimizer_fn, device)
     precision = check_fixed(fixed).precision
@@ -193,8 +210,8 @@ def predict_memory(
     Raises:
         ConfigError: The strategy does not fit the number of workers, or the model cannot be traced.
     """
-    data_parallel, rest = divmod(check_count("num_workers", num_workers, minimum=1), config.workers_per_replica)
-    if rest:
+    data_parallel, remainder = divmod(check_count("num_workers", num_workers, minimum=1), config.workers_per_replica)
+    if remainder:
         raise ConfigError(
             f"num_workers={num_workers} is not a multiple of tensor_parallel={config.tensor_parallel} x "
             f"pipeline_parallel={config.pipeline_parallel} = {config.workers_per_replica}."
@@ -275,7 +292,9 @@ class _Planner:
             f"micro-batch: {_explain(smallest.memory)}."
         ]
         helps = list(self._find_what_helps(fixed))
-        lines.append("What would help: " + "; ".join(helps) + "." if helps else "A smaller model or larger devices are needed.")
+        lines.append(
+            "What would help: " + "; ".join(helps) + "." if helps else "A smaller model or larger devices are needed."
+        )
         return " ".join(lines)
 
     def _find_what_helps(self, fixed: Mapping[str, Any]) -> list[str]:
@@ -287,20 +306,20 @@ class _Planner:
             if fitting := self._first_fitting(fixed, num_workers=count):
                 helps.append(f"{count} workers ({_gb(fitting.memory.total)} GB each)")
                 break
-        if not fixed.get("cpu_offload") and fixed.get("zero_stage", 3) == 3 and self._num_workers > 1:
-            if fitting := self._first_fitting({**fixed, "cpu_offload": True}):
-                helps.append(
-                    f"cpu_offload=True ({_gb(fitting.memory.total)} GB on the device, {_gb(fitting.memory.host)} GB of the host "
-                    "for each worker)"
-                )
+        may_offload = not fixed.get("cpu_offload") and fixed.get("zero_stage", 3) == 3
+        if may_offload and (fitting := self._first_fitting({**fixed, "cpu_offload": True})):
+            helps.append(
+                f"cpu_offload=True ({_gb(fitting.memory.total)} GB on the device, {_gb(fitting.memory.host)} GB of the host "
+                "for each worker)"
+            )
         return helps
 
     def _find_freed_choice(self, fixed: Mapping[str, Any]) -> str | None:
         for name in fixed:
             if name in ("precision", "fused_optimizer"):
                 continue
-            rest = {key: value for key, value in fixed.items() if key != name}
-            if fitting := self._first_fitting(rest):
+            others = {key: value for key, value in fixed.items() if key != name}
+            if fitting := self._first_fitting(others):
                 value = getattr(fitting.config, name)
                 return f"{name}={value!r} instead of {fixed[name]!r} ({_gb(fitting.memory.total)} GB)"
         return None
@@ -315,10 +334,11 @@ def _fuse(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str,
 
     On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
     """
+    fixed = {name: value for name, value in fixed.items() if name != "plan"}  # plan="auto" is what brings us here
     base = getattr(optimizer_fn, "func", optimizer_fn)
     is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if "fused_optimizer" in fixed or not (is_fusible or device == "cpu"):
-        return dict(fixed)
+        return fixed
     return {**fixed, "fused_optimizer": is_fusible and device == "cuda"}
 
 
@@ -333,7 +353,12 @@ def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[
     best: dict[Any, Candidate] = {}
     for one in candidates:
         config = one.config
-        kind = (config.tensor_parallel > 1, config.pipeline_parallel > 1, config.zero_stage, config.activation_checkpointing)
+        kind = (
+            config.tensor_parallel > 1,
+            config.pipeline_parallel > 1,
+            config.zero_stage,
+            config.activation_checkpointing,
+        )
         if one.num_strategies >= chosen.num_strategies:
             continue
         if kind not in best or (not best[kind].is_fitting and one.memory.total < best[kind].memory.total):

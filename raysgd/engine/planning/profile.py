@@ -40,6 +40,9 @@ class Amount(NamedTuple):
         return whole + self.gathered + self.sharded / tensor_parallel
 
 
+_NOTHING = Amount()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterInfo:
     """One parameter; tied parameters are one.
@@ -51,6 +54,8 @@ class ParameterInfo:
         block: Index of its block, or None for a parameter outside the blocks.
         sides: Where a parameter outside the blocks is used; pipeline stages of both sides hold a copy.
         tensor_dim: The dimension that tensor parallelism shards; None if each rank has it whole.
+        has_whole_gradient: Whether each tensor-parallel rank has its whole gradient: DTensor makes that of an embedding whose
+            rows are sharded so, until the optimizer's step. A weight that is also the head's has a sharded one.
         is_trainable: Whether it has a gradient and optimizer state.
         state_bytes_per_element: Optimizer state that has the parameter's shape.
         state_bytes: Optimizer state of other shapes, such as step counts.
@@ -62,6 +67,7 @@ class ParameterInfo:
     block: int | None = None
     sides: frozenset[Side] = frozenset()
     tensor_dim: int | None = None
+    has_whole_gradient: bool = False
     is_trainable: bool = True
     state_bytes_per_element: float = 0
     state_bytes: float = 0
@@ -110,16 +116,16 @@ class Segment:
     """
 
     block: int | None = None
-    retained: Amount = Amount()
-    output: Amount = Amount()
-    selected: Amount = Amount()
-    selected_retained: Amount = Amount()
-    forward_peaks: tuple[Amount, ...] = (Amount(),)
-    carried: Amount = Amount()
-    backward_peaks: tuple[Amount, ...] = (Amount(),)
-    forward_flops: Amount = Amount()
-    selected_flops: Amount = Amount()
-    backward_flops: Amount = Amount()
+    retained: Amount = _NOTHING
+    output: Amount = _NOTHING
+    selected: Amount = _NOTHING
+    selected_retained: Amount = _NOTHING
+    forward_peaks: tuple[Amount, ...] = (_NOTHING,)
+    carried: Amount = _NOTHING
+    backward_peaks: tuple[Amount, ...] = (_NOTHING,)
+    forward_flops: Amount = _NOTHING
+    selected_flops: Amount = _NOTHING
+    backward_flops: Amount = _NOTHING
     forward_kernels: int = 0
     backward_kernels: int = 0
     forward_reduced_bytes: float = 0

@@ -21,7 +21,7 @@ from raysgd.engine.planning.profile import Amount, ModelProfile, Segment
 @refuse_unknown_fields()
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """How fast the devices and their connections are. The defaults are of a current data-center GPU, rounded.
+    """Speeds of the devices and their connections. The defaults are of a current data-center GPU, rounded.
 
     Attributes:
         flops_per_s: FLOPs that a device reaches in the chosen precision; about half of its peak.

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from raysgd.engine.config import Precision
 from raysgd.engine.planning.layout import Layout, find_layout
-from raysgd.engine.planning.profile import Amount, ParameterInfo, Segment
+from raysgd.engine.planning.profile import ParameterInfo, Segment
 from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
 from raysgd.errors import ConfigError
 
@@ -40,7 +40,7 @@ class Step:
     Attributes:
         segments: The step in forward order.
         sides: Where parameters outside the blocks are used, by name.
-        leaking_block: The first block whose layers are no pairs of column- and row-parallel layers, or None.
+        leaking_block: The first block whose layers are not pairs of column- and row-parallel layers, or None.
     """
 
     segments: tuple[Segment, ...]
@@ -93,10 +93,12 @@ class TracedModel:
         """Rows of the batch: the first dimension of its tensors."""
         return count_rows(self._batch)
 
-    def describe_parameters(self, optimizer_fn: OptimizerFn, sides: Mapping[str, frozenset[Any]]) -> tuple[ParameterInfo, ...]:
+    def describe_parameters(
+        self, optimizer_fn: OptimizerFn, sides: Mapping[str, frozenset[Any]]
+    ) -> tuple[ParameterInfo, ...]:
         """Describe all parameters, tied ones once, with what the optimizer keeps of each after its first step."""
         names = {parameter: name for name, parameter in reversed(list(self.model.named_parameters()))}
-        kinds = {name: kind for name, kind in self._kinds_by_first_name().items()}
+        kinds = self._kinds_by_first_name()
         states = self._find_state_bytes(list(names), optimizer_fn)
         blocks = {
             parameter: index for index, (_, block) in enumerate(self.layout.blocks) for parameter in block.parameters()
@@ -112,6 +114,9 @@ class TracedModel:
                     block=blocks.get(parameter),
                     sides=sides.get(name, frozenset()),
                     tensor_dim=kinds[name][1] if name in kinds else None,
+                    has_whole_gradient=name in kinds
+                    and kinds[name][0] == "vocabulary"
+                    and sides.get(name) == frozenset({"first"}),
                     is_trainable=parameter.requires_grad,
                     state_bytes_per_element=per_element,
                     state_bytes=other,
@@ -146,7 +151,7 @@ class TracedModel:
                     # The output lives until the backward pass has ended, as in a training loop.
                     loss = self._loss_fn(self.model, batch)
                 recorder.start_backward()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             except Exception as error:
                 raise ConfigError(
                     f"The model cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0]} Its forward "
@@ -170,7 +175,11 @@ class TracedModel:
         With ``bf16-true`` the optimizer has fp32 master weights: 4 bytes more for each element, and state in fp32.
         """
         has_masters = self._precision == "bf16-true"
-        kinds = {one: (tuple(one.shape), torch.float32 if has_masters else one.dtype) for one in parameters if one.requires_grad}
+        kinds = {
+            one: (tuple(one.shape), torch.float32 if has_masters else one.dtype)
+            for one in parameters
+            if one.requires_grad
+        }
         if not kinds:
             return {}
         with self._mode:
@@ -207,7 +216,7 @@ class _Recorder:
         """Have the hooks on all blocks."""
         blocks = self._layout.blocks
         for index, (name, block) in enumerate(blocks):
-            block.forward = self._wrap(index, name, block, block.forward)  # type: ignore[method-assign]
+            block.forward = self._wrap(index, name, block, block.forward)
         try:
             yield
         finally:
@@ -220,9 +229,7 @@ class _Recorder:
     def finish(self) -> tuple[Segment, ...]:
         self.tracker.replay()
         finished = {id(one): one.finish() for one in self._segments if not one.is_stand_in}
-        return tuple(
-            replace(finished[id(self._twins.get(id(one), one))], block=one.block) for one in self._segments
-        )
+        return tuple(replace(finished[id(self._twins.get(id(one), one))], block=one.block) for one in self._segments)
 
     def _wrap(self, index: int, name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         built_like = _describe_build(block)
@@ -271,7 +278,7 @@ def _mark(leaves: list[Any], reached: Callable[[], None]) -> None:
     """Call a function when the gradient of the first tensor that has one is complete."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: reached())
+            leaf.register_hook(lambda _: reached())  # type: ignore[no-untyped-call]
             return
 
 
@@ -353,8 +360,10 @@ def _discarded_gradients(model: nn.Module, tracker: StepTracker) -> Iterator[Non
         parameter.grad = None
 
     trained = [one for one in model.parameters() if one.requires_grad]
-    handles = [one.register_post_accumulate_grad_hook(drop) for one in trained]
-    handles += [one.register_hook(tracker.note_gradient) for one in trained]
+    handles = []
+    for one in trained:
+        handles.append(one.register_post_accumulate_grad_hook(drop))  # type: ignore[no-untyped-call]
+        handles.append(one.register_hook(tracker.note_gradient))  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -427,7 +436,9 @@ class _AsOnCuda(TorchFunctionMode):
         )
 
     @staticmethod
-    def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Any:
+    def _drop(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    ) -> Any:
         return torch.native_dropout(input, p, True)[0] if training and train and p > 0 else input
 
 
@@ -440,7 +451,9 @@ def count_rows(batch: Batch) -> int:
     sizes = {shape[0] for shape in _shapes_of(batch) if shape}
     if len(sizes) != 1:
         found = f"first dimensions {sorted(sizes)}" if sizes else "neither tensors nor shapes"
-        raise ConfigError(f"batch has {found}; give a dict or tuple of tensors or shapes with one first dimension: its rows.")
+        raise ConfigError(
+            f"batch has {found}; give a dict or tuple of tensors or shapes with one first dimension: its rows."
+        )
     return int(sizes.pop())
 
 
@@ -465,13 +478,24 @@ def make_batch(batch: Batch, num_rows: int, float_dtype: torch.dtype | None = No
 
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Call the model with the batch and return the loss of its output; the sum of its first tensor where it has none."""
-    out = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    out = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, (tuple, list))
+        else model(batch)
+    )
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):
         # The output is in the training loop's scope until the backward pass has ended.
         loss._raysgd_output = out  # type: ignore[attr-defined]
         return loss
-    first = _tensors_of(out)[0]
+    tensors = _tensors_of(out)
+    if not tensors:
+        raise TypeError(
+            f"the model returned {type(out).__name__}, in which there is neither a loss nor another tensor."
+        )
+    first = tensors[0]
     return first if first.dim() == 0 else first.sum()
 
 
@@ -492,6 +516,3 @@ def _shapes_of(batch: Batch) -> list[tuple[int, ...]]:
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-__all__ = ["Amount", "Batch", "DeviceType", "LossFn", "OptimizerFn", "Step", "TracedModel", "compute_loss", "count_rows"]

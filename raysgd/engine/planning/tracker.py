@@ -36,7 +36,7 @@ SELECTED = _MATMULS | {
 
 
 class SegmentTrace:
-    """What is measured of one segment while it runs; `finish` makes the record."""
+    """Measurements of one segment while it runs; `finish` makes the record."""
 
     def __init__(self, block: int | None) -> None:
         self.block = block
@@ -73,7 +73,7 @@ class SegmentTrace:
         )
 
 
-class StepTracker(TorchDispatchMode):
+class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Logs which storages a step makes and frees, and how tensor parallelism would divide them.
 
     Whether tensor parallelism shards a tensor follows from the weights. A product with a column-parallel weight shards its
@@ -93,7 +93,7 @@ class StepTracker(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor], kinds: dict[int, Kind], segment: SegmentTrace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.in_backward = False
         self.segment = segment
         self.sides: dict[int, set[Side]] = {}
@@ -150,7 +150,7 @@ class StepTracker(TorchDispatchMode):
         self._inputs.update(serials[:1])
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
-        """Note that a tensor is the gradient of a parameter: it is no activation."""
+        """Note that a tensor is the gradient of a parameter, not an activation."""
         if (serial := self._serials.get(key_of(gradient))) is not None:
             self._gradients.add(serial)
 
@@ -295,7 +295,7 @@ def _total(amounts: Iterable[Amount]) -> Amount:
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return what identifies a tensor's storage while it exists."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -316,4 +316,4 @@ def _flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def _attention_flops(query: Any, value: Any, length: int, *, products: float) -> float:
-    return 2 * math.prod(query[:-1]) * length * (query[-1] + value[-1]) * products
+    return float(2 * math.prod(query[:-1]) * length * (query[-1] + value[-1]) * products)
