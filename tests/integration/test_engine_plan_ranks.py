@@ -51,6 +51,9 @@ def test_states_and_activations_of_fsdp2(name: str, num_workers: int, measured: 
     found, expected = predict(name, num_workers, zero_stage=3), measured[f"{name} zero_3 {num_workers}"]
     check_states(found, expected)
     assert found.activations == pytest.approx(expected["activations"], rel=0.2)
+    # Everything that the passes need: the sum of the parts is not below the measured peak, and not far above it.
+    total = found.parameters + found.gradients + found.activations + found.buffers
+    assert 0.97 * expected["peak"] <= total <= 1.5 * expected["peak"]
 
 
 @pytest.mark.parametrize("num_workers", WORLD_SIZES)

@@ -100,6 +100,7 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         bytes_of = {getattr(kind, "name", kind): size for kind, size in peak.items()}
         held["activations"] = bytes_of["ACT"] + bytes_of["TEMP"]
+        held["peak"] = bytes_of["Total"] - sum(one.nbytes for one in batch.values())
     held["gradients"] = _count_bytes(one.grad for one in model.parameters() if one.grad is not None)
     optimizer.step()
     held["optimizer"] = _count_bytes(one for state in optimizer.state.values() for one in state.values())

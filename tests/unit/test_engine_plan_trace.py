@@ -50,13 +50,14 @@ def rows_of(name: str) -> int:
     return MODELS[name].num_rows
 
 
-def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> Measured:
+def measure(model: nn.Module, batch: dict[str, torch.Tensor], *, has_autocast: bool = False) -> Measured:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters())
     tracker = MemTracker()
     tracker.track_external(model, optimizer, *batch.values())
     with tracker:
-        out = model(**batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            out = model(**batch)
         (out if isinstance(out, torch.Tensor) else out.loss).backward()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         gradients = sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
@@ -82,6 +83,14 @@ def test_prediction_is_what_a_real_step_needs(name: str) -> None:
     assert found.parameters == pytest.approx(expected.parameters, rel=0.03)
     assert found.gradients == pytest.approx(expected.gradients, rel=0.03)
     assert found.optimizer == pytest.approx(expected.optimizer, rel=0.03)
+    assert found.activations == pytest.approx(expected.activations, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "encoder", "mlp", "cnn"])
+def test_prediction_with_autocast(name: str) -> None:
+    model, num_rows = MODELS[name], rows_of(name)
+    found = predict(model, num_rows, precision="bf16")
+    expected = measure(model.make(), model.batch(num_rows), has_autocast=True)
     assert found.activations == pytest.approx(expected.activations, rel=0.2)
 
 

@@ -349,7 +349,11 @@ def _choose(candidates: tuple[Candidate, ...]) -> Candidate:
 
 
 def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
-    """Return the best of each simpler kind of strategy: those that a reader would try first."""
+    """Return the best of each simpler kind of strategy that a reader would try first.
+
+    These are the ZeRO stages without checkpointing, and full checkpointing with the highest of them.
+    """
+    highest = max(one.config.zero_stage for one in candidates)
     best: dict[Any, Candidate] = {}
     for one in candidates:
         config = one.config
@@ -359,7 +363,10 @@ def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[
             config.zero_stage,
             config.activation_checkpointing,
         )
-        if one.num_strategies >= chosen.num_strategies:
+        is_tried = config.activation_checkpointing is None or (
+            config.activation_checkpointing == "full" and config.zero_stage in (highest, chosen.config.zero_stage)
+        )
+        if one.num_strategies >= chosen.num_strategies or not is_tried:
             continue
         if kind not in best or (not best[kind].is_fitting and one.memory.total < best[kind].memory.total):
             best[kind] = one

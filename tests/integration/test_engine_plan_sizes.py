@@ -2,7 +2,7 @@
 
 The table gives model, length and hardware, for fp32 and Adam: 16 bytes for each parameter. GB are 10^9 bytes and nothing is
 offloaded. The batch has one row for each device. A doubled model has twice the layers: 24 + 24 instead of 12 + 12 for
-BART-Large. Models are made from configurations, on the meta device.
+BART-Large. Models are made from configurations, on the meta device, in one process.
 """
 
 from __future__ import annotations
