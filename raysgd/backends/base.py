@@ -39,6 +39,8 @@ class Member:
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
+        num_nodes: The number of nodes with members.
+        attempt: The number of the attempt, from 1.
     """
 
     rank: int
@@ -50,6 +52,8 @@ class Member:
     node_ip: str
     has_gpu: bool
     shares_gpu: bool = False
+    num_nodes: int = 1
+    attempt: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,8 @@ class BackendConfig(ABC):
     shows_node_gpus: ClassVar[bool] = False
     #: Whether this backend has a `Coordinator`.
     has_coordinator: ClassVar[bool] = False
+    #: Whether an elastic group of a run that saves no checkpoints grows at once, by a new attempt. Otherwise it stays as it is.
+    grows_without_save: ClassVar[bool] = False
 
     @property
     def can_rejoin(self) -> bool:

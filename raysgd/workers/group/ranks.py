@@ -58,6 +58,7 @@ def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float) -> list[
                 node_ip=worker.node_ip,
                 has_gpu=gpus_per_worker > 0,
                 shares_gpu=shares_gpu,
+                num_nodes=len(sizes),
             )
         )
         seen[worker.node_id] += 1
