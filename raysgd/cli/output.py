@@ -71,14 +71,15 @@ class WorkerOutput:
         dispatcher: Any = global_worker_stdstream_dispatcher
         printing = [handle for name, handle in dispatcher.handlers if name == _RAYS_HANDLER]
         self._print: Callable[[Any], None] | None = printing[0] if printing else None
-        self._is_enabled = lambda: bool(worker._worker_logs_enabled)
+        self._worker: Any = worker
         if self._print is not None:
             dispatcher.remove_handler(_RAYS_HANDLER)
             dispatcher.add_handler(_RAYS_HANDLER, self._show)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the rest of the output, at most for this time; return whether all of it has come."""
-        return self._print is None or not self._is_enabled() or self._progress.wait(timeout_s)
+        is_shown = self._print is not None and self._worker._worker_logs_enabled  # a debugger switches it off
+        return not is_shown or self._progress.wait(timeout_s)
 
     def _show(self, data: Mapping[str, Any]) -> None:
         lines = self._progress.filter(list(data.get("lines", ())), is_err=bool(data.get("is_err")))

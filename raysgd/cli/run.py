@@ -36,8 +36,6 @@ DESCRIPTION = (
 )
 #: ``--resume-from`` this: the newest checkpoint of the earlier runs of this name.
 LAST = "last"
-#: Flags that make a Trainer; ``--attach`` takes one that exists.
-_KEPT_WITH_ATTACH = ("--attach", "--address", "--resume-from", "--reduce", "--engine")
 
 _WORKERS_HINT = "give the number of all workers as --num-workers; Ray places them on its nodes"
 #: What to give for flags of other launchers.
@@ -169,12 +167,7 @@ FLAGS = [
         parse=parse_bool,
         metavar="true|false",
         is_switch=True,
-        help="the run continues if this command is ended; needs --name and a running cluster",
-    ),
-    Flag(
-        name="--attach",
-        metavar="NAME",
-        help="run in the workers of a detached Trainer of this name, whose last run is over",
+        help="the run continues if this command ends before it; needs --name and a running cluster",
     ),
 ]
 
@@ -221,13 +214,9 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
     Raises:
         ConfigError: A flag cannot work, or there is no such script.
     """
-    if "--attach" in given:
-        for name in given:
-            if not name.startswith(_KEPT_WITH_ATTACH):
-                raise ConfigError(f"{name} is a setting of the Trainer that --attach attaches to; leave it out.")
     if "--max-failures" in given and "--max-restarts" in given:
         raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
-    if given.get("--resume-from") == LAST and not (given.get("--name") or given.get("--attach")):
+    if given.get("--resume-from") == LAST and "--name" not in given:
         raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
     try:
         source = Path(path).read_bytes()
@@ -303,7 +292,7 @@ def _run(order: Order) -> int:
     import ray
 
     try:
-        with _trainer(order.given) as trainer:
+        with _make_trainer(order.given) as trainer:
             _run_on(trainer, order)
     except Exception as error:
         return report(error)
@@ -316,7 +305,7 @@ def _run_on(trainer: Trainer, order: Order) -> None:
     from raysgd.cli.output import AFTER_FAILURE_S, AFTER_SUCCESS_S, WorkerOutput
 
     output = WorkerOutput(order.token)
-    start = find_start(order.given, trainer)
+    start = find_start(order.given)
     try:
         trainer.run(order.script, resume_from=start, reduce=dict(order.given.get("--reduce", ())) or None)
     except Exception:
@@ -325,33 +314,23 @@ def _run_on(trainer: Trainer, order: Order) -> None:
     output.wait(AFTER_SUCCESS_S)
 
 
-def _trainer(given: Mapping[str, Any]) -> Trainer:
+def _make_trainer(given: Mapping[str, Any]) -> Trainer:
     from raysgd.trainer.trainer import Trainer
 
-    if (name := given.get("--attach")) is not None:
-        _connect(given)
-        return Trainer.attach(name)
     trainer = Trainer(**trainer_arguments(given))
     if (folder := given.get("--working-dir")) is not None:
-        _connect(given, runtime_env={"working_dir": folder})  # Ray copies a folder for a whole program only
+        import ray
+
+        try:
+            ray.init(
+                given.get("--address"), runtime_env={"working_dir": folder}
+            )  # Ray ships it for whole programs only
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(f"the Ray cluster cannot be reached: {error}") from None
     return trainer
 
 
-def _connect(given: Mapping[str, Any], **settings: Any) -> None:
-    """Connect to the cluster of ``--address``."""
-    import ray
-
-    if "--attach" in given:
-        settings["address"] = given.get("--address", "auto")
-    else:
-        settings["address"] = given.get("--address")
-    try:
-        ray.init(**settings)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"the Ray cluster cannot be reached: {error}") from None
-
-
-def find_start(given: Mapping[str, Any], trainer: Trainer | None = None) -> Checkpoint | str | None:
+def find_start(given: Mapping[str, Any]) -> Checkpoint | str | None:
     """Return what ``--resume-from`` means.
 
     Raises:

@@ -25,7 +25,7 @@ from raysgd.session import context
 
 #: Ray's log monitor shows what follows such a line as the name of the process; see ``ray._private.ray_constants``.
 _NAME_OF_PROCESS = ":actor_name:"
-#: Begins the lines that tell the command how far a rank's output has come; the command does not show them.
+#: Begins the lines by which a rank marks how far its output has come; the command does not show them.
 MARK = "::raysgd-output"
 
 
