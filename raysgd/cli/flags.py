@@ -67,16 +67,16 @@ def _convert(kind: Callable[[str], T], text: str, what: str) -> T:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the words of a command line mean.
+    """The meaning of the words of a command line.
 
     Attributes:
         values: The values of the given flags, by name.
-        rest: The words after the flags.
+        remaining: The words after the flags.
         wants_help: ``--help`` was among the flags.
     """
 
     values: dict[str, Any]
-    rest: list[str]
+    remaining: list[str]
     wants_help: bool = False
 
 

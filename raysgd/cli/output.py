@@ -20,7 +20,7 @@ _RAYS_HANDLER = "ray_print_logs"
 
 
 class OutputProgress:
-    """How far the output of all ranks has come. Called from Ray's thread and from the main thread.
+    """The progress of the output of all ranks. Called from Ray's thread and from the main thread.
 
     Args:
         token: See `OutputMark`.

@@ -174,7 +174,7 @@ FLAGS = [
 
 @dataclass(frozen=True)
 class Order:
-    """What a command line asks for, checked without Ray.
+    """The run that a command line asks for, checked without Ray.
 
     Attributes:
         given: The values of the flags, by name.
@@ -197,9 +197,9 @@ def execute(words: Sequence[str]) -> int:
     if parsed.wants_help:
         print(format_help(USAGE, DESCRIPTION, flags))
         return 0
-    if not parsed.rest:
+    if not parsed.remaining:
         raise ConfigError(f"there is no script: {USAGE}.")
-    order = make_order(parsed.values, parsed.rest[0], parsed.rest[1:])
+    order = make_order(parsed.values, parsed.remaining[0], parsed.remaining[1:])
     try:
         order.script.check()
     except SyntaxError:

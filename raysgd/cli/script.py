@@ -66,10 +66,10 @@ class OutputMark:
     @classmethod
     def parse(cls, line: str, token: str) -> tuple[str, OutputMark | None]:
         """Return the text before the mark that ends a line, and the mark; without a mark the whole line, and None."""
-        text, found, rest = line.rpartition(f"{MARK}:{token}:")
+        text, found, fields = line.rpartition(f"{MARK}:{token}:")
         if not found:
             return line, None
-        attempt, rank, world_size, kind = rest.strip().split(":")
+        attempt, rank, world_size, kind = fields.strip().split(":")
         return text, cls(token, int(attempt), int(rank), int(world_size), kind == "end")
 
 

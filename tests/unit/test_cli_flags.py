@@ -24,11 +24,11 @@ HINTS = {"--nproc-per-node": "give --size"}
 def parse(*words: str) -> tuple[dict[str, Any], list[str]]:
     parsed = parse_flags(words, FLAGS, HINTS)
     assert not parsed.wants_help
-    return parsed.values, parsed.rest
+    return parsed.values, parsed.remaining
 
 
 @pytest.mark.parametrize(
-    ("words", "values", "rest"),
+    ("words", "values", "remaining"),
     [
         ((), {}, []),
         (("train.py",), {}, ["train.py"]),
@@ -42,8 +42,8 @@ def parse(*words: str) -> tuple[dict[str, Any], list[str]]:
         (("--size", "3", "--", "--train.py", "--size", "4"), {"--size": 3}, ["--train.py", "--size", "4"]),
     ],
 )
-def test_flags_end_at_the_script(words: tuple[str, ...], values: dict[str, Any], rest: list[str]) -> None:
-    assert parse(*words) == (values, rest)
+def test_flags_end_at_the_script(words: tuple[str, ...], values: dict[str, Any], remaining: list[str]) -> None:
+    assert parse(*words) == (values, remaining)
 
 
 @given(st.lists(st.sampled_from(["--size", "--loud", "--help", "--unknown", "-x", "--", "3", "a b", "--size=4", ""])))
