@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from raysgd.callbacks.progress.callback import Mode, ProgressCallback
 from raysgd.cli.engine_flags import engine_flags, make_engine_config
 from raysgd.cli.flags import Flag, format_help, parse_bool, parse_flags, parse_int, parse_number
 from raysgd.cli.script import Script, ScriptExit
@@ -96,6 +97,10 @@ def _parse_reduction(text: str) -> tuple[str, str]:
     return name, check_choice(name, how, get_args(Reduction))
 
 
+def _parse_progress(text: str) -> str:
+    return check_choice("progress", text, get_args(Mode))
+
+
 FLAGS = [
     Flag(
         name="--num-workers",
@@ -148,6 +153,12 @@ FLAGS = [
         metavar="METRIC=HOW",
         may_repeat=True,
         help="compute a metric over all ranks: mean, sum, min, max, last or first; may be repeated",
+    ),
+    Flag(
+        name="--progress",
+        parse=_parse_progress,
+        metavar="auto|live|lines|off",
+        help="how results are shown: a live table, lines, or not at all (default: auto)",
     ),
     Flag(name="--seed", parse=parse_int, metavar="N", help="seed of the generators of each rank"),
     Flag(
@@ -306,8 +317,10 @@ def _run_on(trainer: Trainer, order: Order) -> None:
 
     output = WorkerOutput(order.token)
     start = find_start(order.given)
+    reduce = dict(order.given.get("--reduce", ()))
+    display = ProgressCallback(mode=order.given.get("--progress", "auto"))
     try:
-        trainer.run(order.script, resume_from=start, reduce=dict(order.given.get("--reduce", ())) or None)
+        trainer.run(order.script, callbacks=[display], resume_from=start, reduce=reduce or None)
     except Exception:
         output.wait(AFTER_FAILURE_S)
         raise

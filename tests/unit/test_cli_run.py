@@ -73,6 +73,7 @@ def test_restarts_include_exceptions() -> None:
         (["--env", "NOT_SET_ANYWHERE"], "the variable is not set here; give NAME=VALUE."),
         (["--reduce", "loss"], "--reduce loss: give NAME=VALUE."),
         (["--reduce", "loss=avg"], "loss='avg' is not known; give one of"),
+        (["--progress", "bar"], "progress='bar' is not known; give one of 'auto', 'live', 'lines', 'off'"),
         (["--nproc_per_node", "2"], "give the number of all workers as --num-workers"),
         (["--rdzv-endpoint=here:1"], "raysgd chooses where the workers meet"),
         (["--num_workers", "2"], "--num_workers is not known (did you mean '--num-workers'?)"),
