@@ -298,8 +298,10 @@ def _backend(given: Mapping[str, Any], max_failures: int) -> str | BackendConfig
 
 
 def _run(order: Order) -> int:
-    # Each rank's lines are shown, as by other launchers. Ray reads the variable when it is imported.
+    # Each rank's lines are shown, as by other launchers. Ray reads these variables when it is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     import ray
 
     try:

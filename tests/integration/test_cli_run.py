@@ -39,8 +39,8 @@ print("starts at", start, "of", raysgd.world_size(), flush=True)
 for step in range(start, steps):
     raysgd.report(step=step, rank=rank)
     raysgd.save_checkpoint({"step": step})
+    raysgd.barrier()
     if (rank, step) == (1, 2) and not os.path.exists(f"{folder}/killed"):
-        raysgd.barrier()  # the checkpoint of this step may still be in memory only
         open(f"{folder}/killed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
 print("done", flush=True)
@@ -144,8 +144,9 @@ def latest_run(folder: Path) -> Any:
 # -- scripts that use raysgd -------------------------------------------------------------------------------------------
 
 
-def test_script_runs_with_python_and_with_the_command(ray_cluster: Any, tmp_path: Path) -> None:
-    """A killed worker is replaced, and all ranks resume from the script's last checkpoint."""
+@pytest.mark.parametrize("backend", ["none", "torch"])
+def test_script_runs_with_python_and_with_the_command(ray_cluster: Any, tmp_path: Path, backend: str) -> None:
+    """A killed worker is replaced, the other one is kept, and both resume from the script's last checkpoint."""
     write(tmp_path, "train.py", TRAIN)
     alone = subprocess.run(
         [sys.executable, "train.py", str(tmp_path), "4"],
@@ -157,7 +158,7 @@ def test_script_runs_with_python_and_with_the_command(ray_cluster: Any, tmp_path
     )
     assert (alone.returncode, alone.stdout) == (0, "starts at 0 of 1\ndone\n"), alone.stderr
 
-    flags = ["--num-workers", "2", "--backend", "none", "--storage-path", "runs", "--reduce", "rank=sum"]
+    flags = ["--num-workers", "2", "--backend", backend, "--storage-path", "runs", "--reduce", "rank=sum"]
     done = command.run(ray_cluster, tmp_path, "run", *flags, "train.py", str(tmp_path), "5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "killed").exists()
@@ -165,6 +166,8 @@ def test_script_runs_with_python_and_with_the_command(ray_cluster: Any, tmp_path
     assert printed.count("starts at 0 of 2") == 2 and printed.count("done") == 2
     (resumed,) = set(printed) - {"starts at 0 of 2", "done"}
     assert re.fullmatch(r"starts at [23] of 2", resumed) and printed.count(resumed) == 2
+    pids = [set(re.findall(rf"^\(rank {rank} pid=(\d+)\)", done.stdout, re.MULTILINE)) for rank in range(2)]
+    assert [len(each) for each in pids] == [1, 2]
     run = latest_run(tmp_path)
     assert run.metrics["step"].tolist() == [0, 1, 2, 3, 4] and set(run.metrics["rank"]) == {1}
     assert run.checkpoints[-1].load() == {"step": 4}

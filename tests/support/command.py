@@ -23,7 +23,6 @@ def environment(cluster: Mapping[str, Any] | None, **variables: str) -> dict[str
         "PYTHONPATH": str(ROOT),
         "RAY_ADDRESS": address,
         "OMP_NUM_THREADS": "1",
-        "RAY_COLOR_PREFIX": "0",
         **variables,
     }
 
