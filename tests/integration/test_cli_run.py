@@ -16,10 +16,11 @@ import pytest
 import ray
 
 import raysgd
+from raysgd.cli.script import Script
 from raysgd.testing import check_history
 from support import command
 from support.poll import until
-from support.runs import PATIENCE_S, are_gone, travels_by_value
+from support.runs import PATIENCE_S, are_gone, make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
 
@@ -226,6 +227,17 @@ def test_working_dir_is_copied_to_the_workers(ray_cluster: Any, tmp_path: Path) 
     assert data == "shipped" and path.endswith("/jobs/train.py") and not path.startswith(str(tmp_path))
 
 
+def test_script_of_another_machine_runs_from_its_source(ray_cluster: Any, tmp_path: Path) -> None:
+    """Its traceback has lines, though the script is on no disk of the workers."""
+    source = (
+        b"import raysgd\nprint('begins', flush=True)\nraise LookupError(f'rank {raysgd.world_rank()}')  # the line\n"
+    )
+    script = Script("/of/another/machine/train.py", source, folder="/of/another/machine")
+    with make_trainer(tmp_path, 1) as trainer, pytest.raises(LookupError, match="rank 0") as caught:
+        trainer.run(script, callbacks=quiet())
+    assert '/train.py", line 3, in <module>\n    raise LookupError' in str(caught.value.__cause__)
+
+
 # -- the end of a script -----------------------------------------------------------------------------------------------
 
 
@@ -299,6 +311,35 @@ def test_ctrl_c_ends_the_run_and_keeps_its_checkpoints(ray_cluster: Any, tmp_pat
     assert are_gone([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("training-*")])
     run = latest_run(tmp_path)
     assert run.outcome == "cancelled" and run.checkpoints[-1].load()["step"] >= 5
+
+
+def test_detached_run_continues_without_the_command(ray_cluster: Any, tmp_path: Path) -> None:
+    source = """
+    import os, time, raysgd
+    step = 0
+    while not os.path.exists("go"):
+        step += 1
+        raysgd.report(step=step)
+        time.sleep(0.02)
+    """
+    write(tmp_path, "train.py", source)
+    flags = ["--backend", "none", "--storage-path", "runs", "--detached", "--name", "of_a_command"]
+    process = command.start(ray_cluster, tmp_path, "run", *flags, "--progress", "lines", "train.py")
+    try:
+        assert process.stdout is not None
+        assert any("step=1" in line for line in process.stdout)
+    finally:
+        process.kill()
+        process.communicate()
+    trainer = raysgd.Trainer.attach("of_a_command")
+    try:
+        assert trainer.status().state == "running"
+        (tmp_path / "go").touch()
+        steps = [result["step"] for result in trainer.stream()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert trainer.status().state == "done"
+    finally:
+        trainer.shutdown()
 
 
 def test_command_starts_a_cluster_where_there_is_none(tmp_path: Path) -> None:
