@@ -5,7 +5,8 @@ Plain data: the driver and the command check it without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -113,3 +114,22 @@ class EngineConfig:
             ConfigError: A name is not known, or a value is not allowed.
         """
         return cls(**{name.replace("-", "_"): value for name, value in values.items()})
+
+
+_current: EngineConfig | None = None
+
+
+def current_engine_config() -> EngineConfig | None:
+    """Return the config that this process's script was started with, as by ``raysgd run --engine.precision bf16``, or None."""
+    return _current
+
+
+@contextmanager
+def using_engine_config(config: EngineConfig | None) -> Iterator[None]:
+    """Make ``config`` what `current_engine_config` returns, in all threads of this process."""
+    global _current
+    before, _current = _current, config
+    try:
+        yield
+    finally:
+        _current = before
