@@ -16,7 +16,7 @@ from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.composing import Composition
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipelined import PipelinedModel
@@ -49,6 +49,8 @@ class Engine:
     Without strategies the losses are those of the loop without the engine. It works in a ``train_func``, and alone as a world
     of one.
 
+    Strategies of the command line, as in ``raysgd run --engine.precision bf16 script.py``, override those that are given here.
+
     Args:
         config: All strategies at once, in place of ``strategies``.
         **strategies: Fields of `raysgd.engine.EngineConfig`.
@@ -63,7 +65,7 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **strategies: Any) -> None:
         if config is not None and strategies:
             raise ConfigError("Engine(config, ...) has a config and strategies too; give one of the two.")
-        self.config = EngineConfig(**strategies) if config is None else config
+        self.config = merge_configs(EngineConfig(**strategies) if config is None else config, current_engine_config())
         self._check_workers()
         self._accumulation = Accumulation(self.config.accumulation_steps)
         self._scale = LossScale(self.config.precision == "fp16", self.config.loss_scale)
