@@ -113,6 +113,13 @@ class Composition:
     def _recompute(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         kind = self._config.activation_checkpointing
         if kind is not None:
+            for config in {
+                id(each): each for each in (getattr(part, "config", None) for part in model.modules())
+            }.values():
+                if getattr(
+                    config, "use_cache", False
+                ):  # of transformers: the second computation would fill the cache again
+                    config.use_cache = False
             recompute(blocks.values() or [model], selective=kind == "selective")
             self._note(blocks or {"": model}, f"{kind} activation checkpointing")
 
@@ -209,7 +216,7 @@ def _fuse(optimizer: Optimizer) -> None:
     """
     if "fused" not in optimizer.defaults:
         raise ConfigError(
-            f"fused_optimizer=True: {type(optimizer).__name__} has no fused step; give Adam, AdamW, SGD or Adagrad of torch.optim."
+            f"fused_optimizer=True: {type(optimizer).__name__} has no fused step; give torch.optim.AdamW, Adam, SGD or Adagrad."
         )
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update(fused=True, foreach=False)
