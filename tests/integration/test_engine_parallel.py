@@ -9,6 +9,9 @@ import pytest
 from support import engine_ranks
 from support.torch_ranks import RankGroup
 
+#: A call waits for four processes, which import torch and transformers first.
+pytestmark = pytest.mark.timeout(300)
+
 #: The relative difference to the plain loop that is allowed in fp32: to the losses of 20 steps of AdamW, and to the gradients
 #: of the first step. Later gradients are those of other weights: AdamW turns rounding errors of small gradients into steps.
 TOLERANCE, LATER_TOLERANCE = 1e-5, 1e-4
