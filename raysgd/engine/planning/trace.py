@@ -111,12 +111,10 @@ class TracedModel:
                     name=name,
                     shape=tuple(parameter.shape),
                     itemsize=parameter.element_size(),
+                    master_itemsize=4 if self._precision == "bf16-true" and parameter.requires_grad else 0,
                     block=blocks.get(parameter),
                     sides=sides.get(name, frozenset()),
                     tensor_dim=kinds[name][1] if name in kinds else None,
-                    has_whole_gradient=name in kinds
-                    and kinds[name][0] == "vocabulary"
-                    and sides.get(name) == frozenset({"first"}),
                     is_trainable=parameter.requires_grad,
                     state_bytes_per_element=per_element,
                     state_bytes=other,
@@ -172,7 +170,7 @@ class TracedModel:
     ) -> dict[nn.Parameter, tuple[float, float]]:
         """Make one step of the optimizer on fake parameters, and sum what it keeps of each.
 
-        With ``bf16-true`` the optimizer has fp32 master weights: 4 bytes more for each element, and state in fp32.
+        With ``bf16-true`` the optimizer updates fp32 master weights, so that its state is in fp32 too.
         """
         has_masters = self._precision == "bf16-true"
         kinds = {
@@ -193,7 +191,7 @@ class TracedModel:
             kept = [one for one in tree_leaves(optimizer.state.get(copy, {})) if isinstance(one, torch.Tensor)]
             like = sum(one.element_size() for one in kept if one.shape == copy.shape and one.dim())
             other = sum(one.numel() * one.element_size() for one in kept if one.shape != copy.shape or not one.dim())
-            sizes[kind] = (like + 4 * has_masters, other)
+            sizes[kind] = (like, other)
         return {parameter: sizes[kind] for parameter, kind in kinds.items()}
 
 
