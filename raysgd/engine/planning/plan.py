@@ -171,7 +171,7 @@ def plan(
     hardware = check_instance("hardware", hardware, Hardware)
     fixed = _fuse(fixed, optimizer_fn, device)
     precision = check_fixed(fixed).precision
-    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device)
+    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device, tensor_plan=tensor_plan)
     support = EngineSupport(model.model, has_own_plan=tensor_plan is not None, refuse=refuse)
     planner = _Planner(model, optimizer_fn, num_workers, memory_per_device * (1 - margin), hardware, support)
     candidates, refused = planner.compare(fixed)
@@ -200,6 +200,7 @@ def predict_memory(
     loss_fn: LossFn | None = None,
     optimizer_fn: OptimizerFn = torch.optim.AdamW,
     device: DeviceType = "cuda",
+    tensor_plan: Any = None,
 ) -> MemoryEstimate:
     """Predict the memory of the rank that needs most under a given strategy. It is the prediction of ``Engine.memory()``.
 
@@ -211,6 +212,7 @@ def predict_memory(
         loss_fn: As of `plan`.
         optimizer_fn: As of `plan`.
         device: As of `plan`.
+        tensor_plan: As of `plan`.
 
     Raises:
         ConfigError: The strategy does not fit the number of workers, or the model cannot be traced.
@@ -221,8 +223,14 @@ def predict_memory(
             f"num_workers={num_workers} is not a multiple of tensor_parallel={config.tensor_parallel} x "
             f"pipeline_parallel={config.pipeline_parallel} = {config.workers_per_replica}."
         )
-    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device)
+    model = TracedModel(
+        model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device, tensor_plan=tensor_plan
+    )
     profile = profile_model(model, optimizer_fn, [model.num_rows])
+    support = EngineSupport(model.model, has_own_plan=tensor_plan is not None)
+    if obstacle := support.find_obstacle(config):
+        raise ConfigError(obstacle)
+    profile = replace(profile, stage_blocks=support.stage_blocks)
     return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.layout import Layout, find_layout
+from raysgd.engine.planning.layout import Layout, find_layout, read_own_plan
 from raysgd.engine.planning.profile import ParameterInfo, Segment
 from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
 from raysgd.errors import ConfigError
@@ -57,6 +57,8 @@ class TracedModel:
         loss_fn: Computes the loss of a model and a batch. None: the output's loss, or the sum of its first tensor.
         precision: As in `EngineConfig`.
         device: Where the step will run. Attention and dropout keep other tensors on a GPU than on a CPU.
+        tensor_plan: The user's plan of tensor parallelism. Only a dict of torch's styles says how layers are shared; with None
+            or a function, the names of the layers do.
 
     Raises:
         ConfigError: The model cannot be built on the meta device, or has no parameters.
@@ -70,6 +72,7 @@ class TracedModel:
         loss_fn: LossFn | None = None,
         precision: Precision = "fp32",
         device: DeviceType = "cuda",
+        tensor_plan: Any = None,
     ) -> None:
         with torch.device("meta"):
             model = model_fn()
@@ -81,6 +84,8 @@ class TracedModel:
             _replace_by_fakes(model, dtype)
         self.model = model.train()
         self.layout: Layout = find_layout(model)
+        if isinstance(tensor_plan, Mapping):
+            self.layout = read_own_plan(model, self.layout, tensor_plan)
         if next(model.parameters(), None) is None:
             raise ConfigError("The model has no parameters, so there is nothing to plan.")
         self._batch = batch
