@@ -17,6 +17,7 @@ if _typing.TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.checkpoint.resharding import SavedArray
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
+    from raysgd.engine.accelerate import accelerate
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.engine import Engine
     from raysgd.result import Event, Result, RunInfo, RunStatus
@@ -57,6 +58,7 @@ _NAMES_OF = {
     "raysgd.checkpoint.checkpoint": ("Checkpoint",),
     "raysgd.checkpoint.resharding": ("SavedArray",),
     "raysgd.config": ("CheckpointConfig", "FailureConfig", "RunConfig"),
+    "raysgd.engine.accelerate": ("accelerate",),
     "raysgd.engine.config": ("EngineConfig",),
     "raysgd.engine.engine": ("Engine",),
     "raysgd.result": ("Event", "Result", "RunInfo", "RunStatus"),
@@ -84,7 +86,7 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
     "in_worker", "local",
     "load_run", "compare_runs",
-    "Engine", "EngineConfig",
+    "Engine", "EngineConfig", "accelerate",
     "backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration",
 ]  # fmt: skip
 

@@ -1,1 +1,35 @@
-"""The engine: speed-ups and large models for torch, in five lines."""
+"""The engine: speed-ups and large models for torch, in five lines.
+
+The names are resolved on first use, so that importing the package loads no torch.
+"""
+
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from raysgd.engine.memory import MemoryUse
+    from raysgd.engine.templates import Finetuner, PreTrainer, TemplateSettings
+
+_MODULE_OF = {
+    "Finetuner": "raysgd.engine.templates",
+    "MemoryUse": "raysgd.engine.memory",
+    "PreTrainer": "raysgd.engine.templates",
+    "TemplateSettings": "raysgd.engine.templates",
+}
+
+__all__ = [
+    "Finetuner",
+    "MemoryUse",
+    "PreTrainer",
+    "TemplateSettings",
+]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

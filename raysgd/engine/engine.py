@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
 from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.attached import AttachedHook
 from raysgd.engine.blocks import find_blocks
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.gradients import global_norm, scale
+from raysgd.engine.memory import MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps, replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.precision import DTYPES, LossScale, autocast_forward, cast_inputs
@@ -27,7 +29,7 @@ from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import prepare_model
+from raysgd.torch.model import is_wrapped, prepare_model
 from raysgd.torch.restoring import restore
 
 _END = object()
@@ -127,6 +129,9 @@ class Engine:
 
     def _compose_model(self, model: nn.Module, optimizer: Optimizer | None) -> nn.Module:
         config, before = self.config, dict(model.named_parameters())
+        if optimizer is not None:
+            known = set(before.values())
+            replace_parameters(optimizer, {parameter: parameter for parameter in known})  # refuses other parameters
         model = model.to(device())
         is_plain = config.zero_stage == 0 and config.workers_per_replica == 1
         if api.world_size() > 1 and not is_plain:
@@ -145,7 +150,7 @@ class Engine:
             self._divide(model, optimizer)
         if config.compile is not None:
             self._compile(model, blocks)
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_pre_hook(AttachedHook(self._before_forward))
         if is_plain:
             model = prepare_model(model, move_to_device=False)
             if api.world_size() > 1:
@@ -230,6 +235,10 @@ class Engine:
         weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
         factor = self._scale.scale * weight
         (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        self.on_backward(weight)
+
+    def on_backward(self, weight: float) -> None:
+        """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
         self._weight += weight
         self._accumulation.on_backward()
         if self._pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
@@ -431,11 +440,19 @@ class Engine:
             raise ConfigError(
                 f"engine.compose(model=...) is {with_article(type(model).__name__)}; give a torch module."
             )
+        if is_wrapped(model):
+            raise ConfigError(
+                f"the model is wrapped by {type(model).__name__} already, and the engine does that itself: give the model inside."
+            )
         devices = sorted({str(tensor.device) for tensor in model.parameters()})
         if len(devices) > 1:
             raise ConfigError(
                 f"the model's parameters are on {len(devices)} devices ({', '.join(devices)}), and the engine moves a model to "
                 "one: make it on one device, and give zero_stage=3 if it is too large for that."
+            )
+        if devices == ["meta"]:
+            raise ConfigError(
+                "the model is on the meta device, where parameters have no values: make it on the CPU, or load its values first."
             )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer is {with_article(type(optimizer).__name__)}; give a torch optimizer.")
@@ -448,6 +465,20 @@ class Engine:
             )
         if optimizer is None:
             raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")
+
+    # -- what users see ------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryUse:
+        """Measure what this rank's parameters, gradients and optimizer state take now.
+
+        After the first step the optimizer has its state, and between ``backward`` and ``zero_grad`` there are gradients.
+        """
+        self._check_composed()
+        assert self._model is not None
+        pieces = [] if self._pieces is None else list(self._pieces.piece_of.values())
+        states = [] if self._optimizer is None else list(self._optimizer.state.values())
+        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        return measure(self._model.parameters(), pieces, state)
 
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:

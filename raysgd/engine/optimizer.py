@@ -68,6 +68,9 @@ class EngineOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
+
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.inner!r})"
 
@@ -133,10 +136,9 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, tor
     Raises:
         ConfigError: It keeps its parameters in other places too, or has parameters that were not replaced.
     """
-    if all(old is new for old, new in replaced.items()):
-        return
     name = type(optimizer).__name__
-    if kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced)):
+    is_same = all(old is new for old, new in replaced.items())
+    if not is_same and (kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced))):
         raise ConfigError(
             f"{name} keeps its parameters in {', '.join(kept)} too, so it cannot be moved to the parameters that the engine has "
             "made; give the engine an optimizer that reads param_groups alone, as AdamW does."
@@ -164,3 +166,7 @@ def _holds(value: Any, parameters: Mapping[nn.Parameter, Any]) -> bool:
     return isinstance(value, (list, tuple)) and any(
         isinstance(item, torch.Tensor) and item in parameters for item in value
     )
+
+
+def _same(optimizer: Optimizer) -> Optimizer:
+    return optimizer
