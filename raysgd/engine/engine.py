@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -516,6 +516,6 @@ def count_rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
     from torch.utils import _pytree as pytree
 
-    values = list(batch.values()) if hasattr(batch, "values") else batch
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
     return tensors[0].shape[0] if tensors else 1

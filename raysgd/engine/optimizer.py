@@ -113,16 +113,17 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
     Returns:
         The scheduler itself.
     """
-    step = scheduler.step
+    kind = type(scheduler)
 
-    @functools.wraps(step)
-    def counted(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
         is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
         if steps.finish_gradients() if is_before else steps.may_schedule():
-            step(*args, **kwargs)
+            kind.step(self, *args, **kwargs)
             steps.on_schedule()
 
-    scheduler.step = counted
+    # In the class, since the state dict of a scheduler has all attributes of the object.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     return scheduler
 
 

@@ -273,7 +273,8 @@ class PreTrainer:
         if isinstance(data, DataLoader):
             return data
         shuffles = shuffles and not isinstance(data, IterableDataset)
-        generator = torch.Generator() if shuffles else None
+        # Of its own: a loader without one draws from the generator that dropout uses.
+        generator = torch.Generator()
         return DataLoader(
             data, batch_size=self.settings.batch_size, shuffle=shuffles, collate_fn=collate, generator=generator
         )

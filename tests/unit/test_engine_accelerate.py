@@ -203,7 +203,7 @@ def test_fp16_loss_that_is_not_the_criterions_is_refused() -> None:
 
 def test_step_without_a_backward_pass_through_the_model_is_refused() -> None:
     inner = make_model()
-    model, optimizer = raysgd.accelerate(inner, optimizer=make_optimizer(inner))
+    _, optimizer = raysgd.accelerate(inner, optimizer=make_optimizer(inner))
     optimizer.step()  # nothing to do, as in torch
     inner[2](torch.randn(3, 16)).mean().backward()
     with pytest.raises(UsageError, match=r"no backward pass came through model"):

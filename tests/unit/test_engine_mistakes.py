@@ -79,7 +79,7 @@ def test_memory_is_that_of_the_tensors() -> None:
     model = make_model()
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     engine = raysgd.Engine()
-    with pytest.raises(UsageError, match="call engine.compose"):
+    with pytest.raises(UsageError, match=r"call engine\.compose"):
         engine.memory()
     model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert vars(engine.memory()) == {"parameters": num_bytes, "gradients": 0, "optimizer_state": 0}
