@@ -95,6 +95,7 @@ setup(
     package_data={"raysgd": ["py.typed"]},
     install_requires=CORE,
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["raysgd = raysgd.cli.main:main"]},
     zip_safe=False,
     classifiers=[
         "Development Status :: 2 - Pre-Alpha",

@@ -8,6 +8,7 @@ import typing as _typing  # editors complete what has no underscore
 if _typing.TYPE_CHECKING:
     from raysgd import backends, callbacks, data, errors, jax, tensorflow, torch, tune_integration
     from raysgd.backends.base import Backend, BackendConfig, Coordinator
+    from raysgd.backends.env import EnvConfig
     from raysgd.backends.horovod import HorovodConfig
     from raysgd.backends.jax import JaxConfig
     from raysgd.backends.none import NoneConfig
@@ -49,6 +50,7 @@ if _typing.TYPE_CHECKING:
 
 _NAMES_OF = {
     "raysgd.backends.base": ("Backend", "BackendConfig", "Coordinator"),
+    "raysgd.backends.env": ("EnvConfig",),
     "raysgd.backends.horovod": ("HorovodConfig",),
     "raysgd.backends.jax": ("JaxConfig",),
     "raysgd.backends.none": ("NoneConfig",),
@@ -78,7 +80,7 @@ _PACKAGES = ("backends", "callbacks", "data", "errors", "jax", "tensorflow", "to
 __all__ = [  # noqa: RUF022 - in the order of the documentation
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
     "RunConfig", "FailureConfig", "CheckpointConfig",
-    "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "NoneConfig",
+    "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "EnvConfig", "NoneConfig",
     "Backend", "BackendConfig", "Coordinator",
     "Callback", "Stop",
     "report", "save_checkpoint", "load_checkpoint", "list_checkpoints", "SavedArray", "get_dataset", "get_datasets",

@@ -27,4 +27,5 @@ Path(sys.argv[1]).write_text("\n".join(programs))' "$work/quickstart.py"
 cd "$work"
 HOME=$work RAY_ADDRESS=local "$bare/bin/python" quickstart.py >quickstart.log 2>&1 || { cat quickstart.log; exit 1; }
 "$bare/bin/python" -c 'import raysgd, sys; sys.exit("/site-packages/" not in raysgd.__file__)'
-echo "wheel: the quickstart runs"
+"$bare/bin/raysgd" --version
+echo "wheel: the quickstart runs, and the command is there"

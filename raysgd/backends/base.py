@@ -40,6 +40,8 @@ class Member:
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
         workers_per_replica: Ranks that hold one copy of the model between them; they are consecutive.
+        num_nodes: The number of nodes with members.
+        attempt: The number of the attempt, from 1.
     """
 
     rank: int
@@ -52,6 +54,8 @@ class Member:
     has_gpu: bool
     shares_gpu: bool = False
     workers_per_replica: int = 1
+    num_nodes: int = 1
+    attempt: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class BackendConfig(ABC):
     shows_node_gpus: ClassVar[bool] = False
     #: Whether this backend has a `Coordinator`.
     has_coordinator: ClassVar[bool] = False
+    #: Whether an elastic group of a run that saves no checkpoints grows at once, by a new attempt. Otherwise it stays as it is.
+    grows_without_save: ClassVar[bool] = False
 
     @property
     def can_rejoin(self) -> bool:

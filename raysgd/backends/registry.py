@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from raysgd.backends.base import BackendConfig
+from raysgd.backends.env import EnvConfig
 from raysgd.backends.horovod import HorovodConfig
 from raysgd.backends.jax import JaxConfig
 from raysgd.backends.none import NoneConfig
@@ -23,7 +24,7 @@ from raysgd.errors import ConfigError
 
 ENTRY_POINTS = "raysgd.backends"
 _CONFIGS: dict[str, type[BackendConfig]] = {
-    config.name: config for config in (TorchConfig, HorovodConfig, TensorflowConfig, JaxConfig, NoneConfig)
+    config.name: config for config in (TorchConfig, HorovodConfig, TensorflowConfig, JaxConfig, EnvConfig, NoneConfig)
 }
 _ALIASES = {"pytorch": "torch"}
 _WRAPPED = "give backend='torch' and call raysgd.torch.prepare_model in train_func, which wraps the model for all ranks"
@@ -36,6 +37,7 @@ _HINTS = {
     },
     **dict.fromkeys(("ddp", "fsdp"), _WRAPPED),
     **dict.fromkeys(("tf", "keras"), "give backend='tensorflow'"),
+    "torchrun": "give backend='env', which sets the variables that torchrun sets and forms no group",
 }
 
 

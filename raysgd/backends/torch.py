@@ -267,12 +267,7 @@ class TorchBackend(Backend):
             dist.distributed_c10d._abort_process_group()
 
     def is_collective_error(self, error: BaseException) -> bool:
-        import torch.distributed as dist
-
-        if isinstance(error, dist.DistError):
-            return True
-        text = str(error).lower()
-        return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
+        return is_error_of_group(error)
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         import torch.distributed as dist
@@ -309,9 +304,7 @@ class TorchBackend(Backend):
         )
 
     def get_reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        from torch.nn.parallel import DistributedDataParallel
-
-        return {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
+        return model_reducers()
 
     def _watch_exchange(self, world_size: int) -> None:
         if self._exchange is not None:
@@ -356,6 +349,22 @@ def import_torch_compiler() -> None:
     import torch
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
+
+def is_error_of_group(error: BaseException) -> bool:
+    """Return True if ``error`` looks as if a process group of torch, or its store, was broken by another rank."""
+    dist = imported("torch.distributed")
+    if dist is not None and isinstance(error, getattr(dist, "DistError", ())):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_ERRORS)
+
+
+def model_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+    """Return how models and tensors are pickled when train_func returns them: without DDP, on the CPU."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
 
 
 def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:

@@ -23,7 +23,7 @@ OnWriteError = Literal["raise", "warn"]
 #: Values of ``run(returns=...)`` and ``run(reduce={metric: ...})``, and the names of the shipped backends.
 Returns = Literal["first", "all"]
 Reduction = Literal["mean", "sum", "min", "max", "last", "first"]
-BackendName = Literal["torch", "pytorch", "horovod", "tensorflow", "jax", "none"]
+BackendName = Literal["torch", "pytorch", "horovod", "tensorflow", "jax", "env", "none"]
 
 
 @refuse_unknown_fields(RUN_CONFIG_HINTS)

@@ -341,6 +341,7 @@ class TrainerActor(Watched):
             storage,
             failure=settings.spec.failure_config,
             checkpoint=settings.spec.checkpoint_config,
+            grows_without_save=settings.spec.backend.grows_without_save,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=None if record is None else get_attempt(settings.name, request.run_id),

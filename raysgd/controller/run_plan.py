@@ -166,6 +166,7 @@ class RunPlan:
         start: Where the first attempt starts.
         reduce: How a checkpoint's metrics are computed from those of all ranks.
         previous: What an earlier controller process left; None: the run begins.
+        grows_without_save: See `raysgd.backends.base.BackendConfig`.
     """
 
     failure: FailureConfig
@@ -173,3 +174,4 @@ class RunPlan:
     start: Start = field(default_factory=Start)
     reduce: Mapping[str, str] = field(default_factory=dict)
     previous: PreviousState | None = None
+    grows_without_save: bool = False

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from raysgd._util.text import with_article
 from raysgd.engine.attached import AttachedHook
-from raysgd.engine.config import EngineConfig, Precision
+from raysgd.engine.config import EngineConfig, Precision, current_engine_config, merge_configs
 from raysgd.engine.engine import Engine
 from raysgd.engine.pieces import OptimizerPieces
 from raysgd.errors import ConfigError, UsageError
@@ -66,7 +66,7 @@ def accelerate(
         zero_stage: As in `raysgd.EngineConfig`. 1 and 2 need the optimizer.
         **strategies: More fields of `raysgd.EngineConfig`, such as ``activation_checkpointing="full"`` and
             ``clip_grad_norm=1.0``. With fp16 or a zero stage, clip by ``clip_grad_norm``: until ``optimizer.step()``
-            gradients are scaled, and each rank has only some.
+            gradients are scaled, and each rank has only some. Strategies of the command line override those given here.
 
     Returns:
         The model; ``(model, optimizer)`` if an optimizer is given. Use both in place of those given.
@@ -75,10 +75,13 @@ def accelerate(
         ConfigError: A strategy does not exist, or cannot be used so; the text says what to do.
         UsageError: There are several workers but no torch process group.
     """
-    for name in strategies.keys() & _NOT_HERE.keys():
-        raise ConfigError(f"accelerate(..., {name}={strategies[name]!r}) cannot be used: {_NOT_HERE[name]}.")
-    precision = _precision(mixed_precision)
-    config = EngineConfig(precision=precision, zero_stage=zero_stage, **strategies)
+    if "precision" in strategies:
+        raise _refuse("precision", strategies["precision"])
+    config = EngineConfig(precision=_precision(mixed_precision), zero_stage=zero_stage, **strategies)
+    config = merge_configs(config, current_engine_config())
+    for name, value in config.given().items():
+        if name in _NOT_HERE and (name, value) not in (("precision", "bf16"), ("precision", "fp16")):
+            raise _refuse(name, value)
     if optimizer is None:
         _check_without_optimizer(config)
     _check_loss(loss, config)
@@ -91,6 +94,10 @@ def accelerate(
     kept = set(composed.parameters())
     _refuse_optimizers_of(parameter for parameter in before if parameter not in kept)
     return composed
+
+
+def _refuse(name: str, value: Any) -> ConfigError:
+    return ConfigError(f"accelerate cannot use {name}={value!r}: {_NOT_HERE[name]}.")
 
 
 def _precision(given: MixedPrecision) -> Precision:
@@ -148,7 +155,7 @@ class _LoopEngine(Engine):
         if self._optimizer is None and self.config.zero_stage == 3:
             scalars = [each for each in model.parameters() if each.requires_grad and not each.ndim]
             if scalars:  # which FSDP leaves to the engine
-                self._pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
+                self._made.pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
         if isinstance(loss, nn.Module):
             loss.to(device())
             if self.config.precision == "fp16":
@@ -202,8 +209,8 @@ class _LoopEngine(Engine):
         self.on_backward(0.0 if self._accumulation.is_complete else 1.0)
 
     def _on_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._pieces is not None:
-            self._pieces.take_parameters()
+        if self._made.pieces is not None:
+            self._made.pieces.take_parameters()
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

@@ -19,6 +19,12 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def find_stage_blocks(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return those of a model's blocks that are still in it, after the others were left to other stages."""
+    kept = {id(module) for module in model.modules()}
+    return {name: block for name, block in blocks.items() if id(block) in kept}
+
+
 def _are_layers(children: list[tuple[str, nn.Module]]) -> bool:
     modules = [child for _, child in children]
     if not all(next(child.parameters(), None) is not None for child in modules):

@@ -9,27 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedHook
-from raysgd.engine.blocks import find_blocks
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.composing import Composition
+from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.memory import MemoryUse, measure
-from raysgd.engine.optimizer import EngineOptimizer, follow_steps, replace_parameters
-from raysgd.engine.pieces import OptimizerPieces
-from raysgd.engine.precision import DTYPES, LossScale, autocast_forward, cast_inputs
-from raysgd.engine.recomputation import recompute
+from raysgd.engine.optimizer import EngineOptimizer, follow_steps
+from raysgd.engine.pipelined import PipelinedModel
+from raysgd.engine.precision import LossScale
+from raysgd.engine.saving import complete, spread
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import is_wrapped, prepare_model
+from raysgd.torch.model import is_wrapped
 from raysgd.torch.restoring import restore
 
 _END = object()
@@ -52,6 +52,8 @@ class Engine:
     Without strategies the losses are those of the loop without the engine. It works in a ``train_func``, and alone as a world
     of one.
 
+    Strategies of the command line, as in ``raysgd run --engine.precision bf16 script.py``, override those that are given here.
+
     Args:
         config: All strategies at once, in place of ``strategies``.
         **strategies: Fields of `raysgd.engine.EngineConfig`.
@@ -66,7 +68,7 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **strategies: Any) -> None:
         if config is not None and strategies:
             raise ConfigError("Engine(config, ...) has a config and strategies too; give one of the two.")
-        self.config = EngineConfig(**strategies) if config is None else config
+        self.config = merge_configs(EngineConfig(**strategies) if config is None else config, current_engine_config())
         self._check_workers()
         self._accumulation = Accumulation(self.config.accumulation_steps)
         self._scale = LossScale(self.config.precision == "fp16", self.config.loss_scale)
@@ -74,11 +76,10 @@ class Engine:
         self._model: nn.Module | None = None
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
-        self._pieces: OptimizerPieces | None = None
+        self._made = Composition(self.config, lambda: self.mesh)
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
         self._rows = 1  # of the newest batch
-        self._changes: dict[str, list[str]] = {}  # what was done, by module
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -98,6 +99,7 @@ class Engine:
         lr_scheduler_fn: Callable[[Any], Any] | None = None,
         train_dataloader: DataLoader[Any] | None = None,
         eval_dataloader: DataLoader[Any] | None = None,
+        tensor_plan: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare everything that a training loop uses. All ranks call it.
 
@@ -107,6 +109,8 @@ class Engine:
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
             train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`.
             eval_dataloader: The same.
+            tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
+                model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
 
         Returns:
             model, optimizer, lr_scheduler, train_dataloader, eval_dataloader; None for what was not given.
@@ -118,7 +122,12 @@ class Engine:
         if self._model is not None:
             raise UsageError("engine.compose was called before; make an Engine for each model.")
         self._check_given(model, optimizer, lr_scheduler_fn)
-        self._model = self._compose_model(model, optimizer)
+        self._made.apply(model, optimizer, tensor_plan)
+        self._model = self._made.model
+        if self._made.pipeline is None:
+            self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
+        else:
+            self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             if lr_scheduler_fn is not None:
@@ -126,92 +135,6 @@ class Engine:
         train = None if train_dataloader is None else _FollowedLoader(prepare_data_loader(train_dataloader), self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
-
-    def _compose_model(self, model: nn.Module, optimizer: Optimizer | None) -> nn.Module:
-        config, before = self.config, dict(model.named_parameters())
-        if optimizer is not None:
-            known = set(before.values())
-            replace_parameters(optimizer, {parameter: parameter for parameter in known})  # refuses other parameters
-        model = model.to(device())
-        is_plain = config.zero_stage == 0 and config.workers_per_replica == 1
-        if api.world_size() > 1 and not is_plain:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-        blocks = find_blocks(model)
-        if config.activation_checkpointing is not None:
-            recompute(blocks.values() or [model], selective=config.activation_checkpointing == "selective")
-            self._note(blocks or {"": model}, f"{config.activation_checkpointing} activation checkpointing")
-        self._set_precision(model)
-        if config.zero_stage == 3:
-            self._shard(model, blocks)
-        if optimizer is not None:
-            after = dict(model.named_parameters())
-            replace_parameters(optimizer, {before[name]: after[name] for name in before})
-            self._divide(model, optimizer)
-        if config.compile is not None:
-            self._compile(model, blocks)
-        model.register_forward_pre_hook(AttachedHook(self._before_forward))
-        if is_plain:
-            model = prepare_model(model, move_to_device=False)
-            if api.world_size() > 1:
-                self._note({"": model}, "DDP")
-        return model
-
-    def _set_precision(self, model: nn.Module) -> None:
-        precision = self.config.precision
-        if precision == "fp32":
-            return
-        dtype = DTYPES[precision]
-        if precision == "bf16-true":
-            if self.config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
-                model.to(dtype)
-            cast_inputs(model, dtype)
-            self._note({"": model}, "parameters in bf16, master weights in fp32")
-        else:
-            autocast_forward(model, dtype)
-            self._note({"": model}, f"autocast to {precision}")
-
-    def _shard(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-        policy = MixedPrecisionPolicy()
-        if self.config.precision == "bf16-true":
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-        offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if self.config.cpu_offload else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.mesh["dp"], "mp_policy": policy, "offload_policy": offload}
-        if scalars := {parameter for parameter in model.parameters() if not parameter.ndim}:
-            settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
-        for block in blocks.values():
-            fully_shard(block, **settings)
-        fully_shard(model, **settings)
-        self._note({**blocks, "": model}, f"FSDP over {self.mesh['dp'].size()} ranks")
-
-    def _divide(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Give the optimizer pieces of the parameters, if it shall not update all of them on this rank or in their type."""
-        config = self.config
-        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter in trained]
-        if config.zero_stage == 3:  # FSDP divides all others
-            parameters = [parameter for parameter in parameters if not parameter.ndim]
-        is_divided = config.zero_stage in (1, 2)
-        has_masters = config.precision == "bf16-true" and config.zero_stage < 3
-        is_averaged = config.zero_stage == 0 and config.workers_per_replica == 1  # by DDP
-        if not parameters or (is_averaged and not has_masters):
-            return
-        self._pieces = OptimizerPieces(parameters, self.mesh, is_divided=is_divided, is_averaged=is_averaged)
-        pieces = self._pieces.piece_of
-        replace_parameters(optimizer, {parameter: pieces.get(parameter, parameter) for parameter in trained})
-        if is_divided:
-            what = "optimizer state" if config.zero_stage == 1 else "optimizer state and gradients"
-            self._note({"": model}, f"{what} divided over {self.mesh['dp'].size()} ranks")
-
-    def _compile(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        targets = {"": model} if self.config.compile == "model" or not blocks else blocks
-        for module in targets.values():
-            module.compile()
-        self._note(targets, "compiled")
 
     def _make_scheduler(self, make: Callable[[Any], Any], optimizer: EngineOptimizer) -> Any:
         scheduler = make(optimizer)
@@ -233,16 +156,26 @@ class Engine:
                 that the engine's loader has handed out last.
         """
         weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
-        factor = self._scale.scale * weight
-        (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        if self._made.pipeline is None:
+            factor = self._scale.scale * weight
+            (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        elif loss.requires_grad:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
+                "that the model returned, unchanged."
+            )
         self.on_backward(weight)
 
     def on_backward(self, weight: float) -> None:
         """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
         self._weight += weight
         self._accumulation.on_backward()
-        if self._pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
-            self._pieces.collect_gradients()
+        if self._made.pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
+            self._made.pieces.collect_gradients()
+
+    def _scale_of(self, batch: Any) -> float:
+        """Return what a pipeline multiplies the gradients of a batch by."""
+        return self._scale.scale * (count_rows(batch) if self.config.weighted_gradients else 1.0)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -253,7 +186,7 @@ class Engine:
         if not self._accumulation.is_complete or not self.finish_gradients():
             return None
         gradients = self._gradients()
-        norm = global_norm(gradients, self.mesh)
+        norm = self._norm()
         scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -265,8 +198,15 @@ class Engine:
         model = self._model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = completes
-        if self._pieces is not None:
-            self._pieces.is_collecting = self.config.zero_stage == 2 or completes
+        if self._made.pieces is not None:
+            self._made.pieces.is_collecting = self.config.zero_stage == 2 or completes
+
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of all gradients over all ranks."""
+        assert self._optimizer is not None
+        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
+        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._made.copied]
+        return global_norm(counted, self.mesh)
 
     def _gradients(self) -> list[torch.Tensor]:
         assert self._optimizer is not None
@@ -294,7 +234,7 @@ class Engine:
             factor: Any = 1 / self._divisor()
             self._is_finite = True
             if self.config.clip_grad_norm is not None or self._scale.is_enabled:
-                norm = global_norm(gradients, self.mesh) * factor
+                norm = self._norm() * factor
                 self._is_finite = not self._scale.is_enabled or bool(torch.isfinite(norm))
                 if self.config.clip_grad_norm is not None:
                     factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)
@@ -316,8 +256,8 @@ class Engine:
     def drop_gradients(self) -> None:
         assert self._optimizer is not None
         self._optimizer.inner.zero_grad()
-        if self._pieces is not None:
-            self._pieces.drop_gradients()
+        if self._made.pieces is not None:
+            self._made.pieces.drop_gradients()
 
     def may_schedule(self) -> bool:
         return self._accumulation.may_schedule()
@@ -326,9 +266,9 @@ class Engine:
         self._accumulation.on_schedule()
 
     def update_parameters(self) -> None:
-        if self._pieces is not None:
+        if self._made.pieces is not None:
             with torch.no_grad():
-                self._pieces.update_parameters()
+                self._made.pieces.update_parameters()
 
     def on_batch(self, batch: Any, *, is_last: bool) -> None:
         """The training loader hands out a batch."""
@@ -342,24 +282,22 @@ class Engine:
 
         Every rank calls it. Each saves the pieces that it holds, and any number of ranks with any strategies can load them.
         """
-        self._check_composed()
+        model = self._composed()
         if taken := sorted({"model", "optimizer", "lr_scheduler", "engine"} & set(more)):
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        is_spread = api.world_size() > 1 and (self.config.zero_stage > 0 or self.config.workers_per_replica > 1)
-        model = self._saved_model() if is_spread else self._model
-        state: dict[str, Any] = {"model": model, "engine": {"loss_scale": self._scale.state_dict()}, **more}
-        if self._optimizer is not None:
-            state["optimizer"] = self._optimizer.inner
-            if masters := self._masters():
-                state["engine"]["masters"] = masters
+        state: dict[str, Any] = {"model": extract_state(model), "engine": {"loss_scale": self._scale.state_dict()}}
+        if self._optimizer is not None and self._made.numbers is not None:
+            state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
+            state["engine"]["masters"] = self._masters()
         if self._scheduler is not None:
             state["lr_scheduler"] = self._scheduler.state_dict()
-        if is_spread:
-            api.save_checkpoint(state, all_ranks=True)
+        if api.world_size() > 1 and (self.config.zero_stage > 0 or self.config.workers_per_replica > 1):
+            state = {key: complete(spread(dict(value), self.mesh), self.mesh) for key, value in state.items()}
+            api.save_checkpoint({**state, **more}, all_ranks=True)
         else:
-            api.save_checkpoint(state if api.world_rank() == 0 else None)
+            api.save_checkpoint({**state, **more} if api.world_rank() == 0 else None)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
@@ -367,49 +305,28 @@ class Engine:
         Returns:
             The values that were saved in addition; None if there is no checkpoint.
         """
-        self._check_composed()
+        model = self._composed()
         state = api.load_checkpoint()
         if state is None:
             return None
-        targets: dict[str, Any] = {"model": self._model}
-        if self._optimizer is not None:
-            targets["optimizer"] = self._optimizer.inner
-        restore(state, into=targets)
+        own, saved = extract_state(model), {**state["model"], **state["engine"].get("masters", {})}
+        restore({name: value for name, value in saved.items() if name in own}, into=model)
+        self._scale.load_state_dict(state["engine"]["loss_scale"])
+        if self._made.pieces is not None:
+            self._made.pieces.take_parameters()
+        restore(saved, into=self._masters())
+        if self._optimizer is not None and self._made.numbers is not None:
+            self._made.numbers.load(self._optimizer.inner, state["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["lr_scheduler"])
-        self._scale.load_state_dict(state["engine"]["loss_scale"])
-        if self._pieces is not None:
-            self._pieces.take_parameters()
-            if masters := state["engine"].get("masters"):
-                restore(masters, into=self._masters())
-        return {
-            name: value for name, value in state.items() if name not in ("optimizer", "lr_scheduler", "engine", "model")
-        }
-
-    def _saved_model(self) -> dict[str, Any]:
-        """Return the model's state; of what every rank holds in full, each saves some rows."""
-        assert self._model is not None
-        copies = self.mesh["dp"]
-        state = self._model.state_dict()
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
-                own = Shard(0)._split_tensor(value.detach(), copies.size(), with_padding=False, contiguous=False)[0]
-                state[name] = DTensor.from_local(
-                    own[copies.get_local_rank()],
-                    copies,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=value.shape,
-                    stride=value.stride(),
-                )
-        return state
+        taken = ("model", "optimizer", "lr_scheduler", "engine")
+        return {name: value for name, value in state.items() if name not in taken}
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by the names of their parameters, if they are in another type."""
-        if self._pieces is None or self.config.precision != "bf16-true":
+        if self._made.pieces is None or self._model is None or self.config.precision != "bf16-true":
             return {}
-        assert self._model is not None
-        pieces = self._pieces.piece_of
+        pieces = self._made.pieces.piece_of
         return {
             name: pieces[parameter].detach()
             for name, parameter in self._model.named_parameters()
@@ -431,9 +348,10 @@ class Engine:
                 "the engine needs a torch process group for several workers: use Trainer(backend='torch')."
             )
 
-    def _check_composed(self) -> None:
+    def _composed(self) -> nn.Module:
         if self._model is None:
-            raise UsageError("call engine.compose(...) first: there is no model to save or to load.")
+            raise UsageError("call engine.compose(...) first: there is no model yet.")
+        return self._model
 
     def _check_given(self, model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
         if not isinstance(model, nn.Module):
@@ -473,20 +391,18 @@ class Engine:
 
         After the first step the optimizer has its state, and between ``backward`` and ``zero_grad`` there are gradients.
         """
-        self._check_composed()
-        assert self._model is not None
-        pieces = [] if self._pieces is None else list(self._pieces.piece_of.values())
+        model = self._composed()
+        pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        return measure(self._model.parameters(), pieces, state)
-
-    def _note(self, modules: dict[str, nn.Module], what: str) -> None:
-        for name in modules:
-            self._changes.setdefault(name, []).append(what)
+        return measure(model.parameters(), pieces, state)
 
     def describe(self) -> str:
         """Return a table of what was done to each module."""
-        rows = [("module", "done to it"), *((name or "(model)", "; ".join(did)) for name, did in self._changes.items())]
+        rows = [
+            ("module", "done to it"),
+            *((name or "(model)", "; ".join(did)) for name, did in self._made.changes.items()),
+        ]
         if len(rows) == 1:
             rows.append(("(model)", "nothing"))
         width = max(len(name) for name, _ in rows)

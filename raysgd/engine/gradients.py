@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,17 @@ from torch.distributed.tensor import DTensor
 _DIVIDED: tuple[tuple[str, ...], ...] = ((), ("dp",), ("tp",), ("dp", "tp"))
 
 
-def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, copied: Iterable[int] = ()) -> torch.Tensor:
+def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Return the Euclidean norm of all gradients as one vector; the same on all ranks.
 
     Args:
         gradients: Of this rank's parameters. A DTensor counts once, however many ranks hold parts of it.
         mesh: The mesh of all workers. The gradients of its stages are added up.
-        copied: Indices of gradients that another stage of the pipeline counts.
     """
-    skipped = set(copied)
     device = gradients[0].device if gradients else torch.device(mesh.device_type)
     # By the axes over which a gradient is divided: each sum is added over these.
     squares: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for index, gradient in enumerate(gradients):
-        if index in skipped:
-            continue
+    for gradient in gradients:
         local: torch.Tensor = gradient
         axes: tuple[str, ...] = ()
         if isinstance(gradient, DTensor):

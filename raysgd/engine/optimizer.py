@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -122,17 +122,20 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
             kind.step(self, *args, **kwargs)
             steps.on_schedule()
 
-    # In the class, since the state dict of a scheduler has all attributes of the object.
+    # By its class: a scheduler's state is all of its attributes.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     return scheduler
 
 
-def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor]) -> None:
+def replace_parameters(
+    optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor], *, dropped: Container[nn.Parameter] = ()
+) -> None:
     """Make an optimizer update other tensors in place of its parameters: groups stay, and its state moves to them.
 
     Args:
         optimizer: Changed in place.
         replaced: The new tensors by the old parameters. State of a parameter's shape is distributed as the new one is.
+        dropped: Parameters that other ranks update.
 
     Raises:
         ConfigError: It keeps its parameters in other places too, or has parameters that were not replaced.
@@ -146,13 +149,14 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, tor
         )
     new_groups = []
     for number, group in enumerate(optimizer.param_groups):
-        unknown = [place for place, parameter in enumerate(group["params"]) if parameter not in replaced]
+        known = [parameter in replaced or parameter in dropped for parameter in group["params"]]
+        unknown = [place for place, is_known in enumerate(known) if not is_known]
         if unknown:
             raise ConfigError(
                 f"{name} has parameters that are not the model's (group {number}, parameter {unknown[0]}): make the optimizer of "
                 "model.parameters()."
             )
-        new_groups.append([replaced[parameter] for parameter in group["params"]])
+        new_groups.append([replaced[parameter] for parameter in group["params"] if parameter in replaced])
     for group, parameters in zip(optimizer.param_groups, new_groups, strict=True):
         group["params"] = parameters
     for old, new in replaced.items():

@@ -1,7 +1,7 @@
 """ZeRO stages 1 and 2, and master weights: the optimizer works on its own pieces of the parameters. Worker side.
 
-A piece is the part of a parameter that this rank updates: the rows that a DTensor placed ``Shard(0)`` over the copies of the
-model gives it, or all of it where nothing is divided. It is in fp32 if the parameter is in a smaller type. In each step,
+A piece is the part of a parameter that this rank updates: what a DTensor divided over the copies of the model gives it, by rows
+as a rule, or all of it where nothing is divided. It is in fp32 if the parameter is in a smaller type. In each step,
 gradients come in by reduce-scatter, the optimizer updates the pieces, and an all-gather brings the parameters up to date: the
 stages "P_os" and "P_os+g" of ZeRO (Rajbhandari et al., arXiv 1910.02054), and the master weights of mixed precision training
 (Micikevicius et al., arXiv 1710.03740).
@@ -152,21 +152,21 @@ class OptimizerPieces:
         if last is None or not is_alike or last.num_bytes >= BUCKET_BYTES:
             last = _Bucket()
             self._buckets.append(last)
-        rows = self._rows(parameter, 0)
-        chunk = _local(parameter)[rows].numel() if _local(parameter).ndim else 1
+        chunk = self._own(_local(parameter), parameter, 0).numel()
         last.parts.append(_Part(parameter, self._make_piece(parameter), last.row, chunk))
         last.row += chunk
 
-    def _rows(self, parameter: nn.Parameter, rank: int) -> slice:
-        """Return the rows of a rank; the first ranks have the most, as torch divides them."""
-        local = _local(parameter)
-        num_rows = local.shape[0] if local.ndim else 1
-        each = math.ceil(num_rows / self._num_ranks)
-        return slice(min(num_rows, rank * each), min(num_rows, (rank + 1) * each))
-
     def _own(self, tensor: torch.Tensor, parameter: nn.Parameter, rank: int) -> torch.Tensor:
-        """Return a rank's rows of a tensor that has the local shape of ``parameter``; all of a scalar."""
-        return tensor[self._rows(parameter, rank)] if tensor.ndim else tensor
+        """Return a rank's part of a tensor that has the local shape of ``parameter``; all of a scalar.
+
+        The first ranks have the most, as torch divides tensors.
+        """
+        if not tensor.ndim:
+            return tensor
+        dim = _divided_dim(parameter)
+        each = math.ceil(tensor.shape[dim] / self._num_ranks)
+        begin, end = (min(tensor.shape[dim], at * each) for at in (rank, rank + 1))
+        return tensor.narrow(dim, begin, end - begin)
 
     def _make_piece(self, parameter: nn.Parameter) -> torch.Tensor:
         own = self._own(_local(parameter).detach(), parameter, self._rank)
@@ -181,12 +181,13 @@ class OptimizerPieces:
 
     def _distribute(self, parameter: nn.Parameter, own: torch.Tensor) -> DTensor:
         """Return this rank's rows as a DTensor over the copies of the model, and over the ranks that share the parameter."""
-        placement: Placement = Shard(0) if own.ndim else Replicate()
+        dim = _divided_dim(parameter)
+        placement: Placement = Shard(dim) if own.ndim else Replicate()
         if not isinstance(parameter, DTensor):
             return _dtensor(own, self._mesh["dp"], [placement], parameter.shape)
         (of_tensor,) = parameter.placements
-        if own.ndim and of_tensor.is_shard(0):  # the rows are divided by tensor parallelism first
-            placement = _StridedShard(0, split_factor=self._mesh["tp"].size())
+        if own.ndim and of_tensor.is_shard(dim):  # it is divided by tensor parallelism first
+            placement = _StridedShard(dim, split_factor=self._mesh["tp"].size())
         return _dtensor(own, self._mesh["dp", "tp"], [placement, of_tensor], parameter.shape)
 
     # -- communication ------------------------------------------------------------------------------------------------
@@ -256,6 +257,14 @@ class OptimizerPieces:
             for rank in range(self._num_ranks):
                 own = self._own(target, part.parameter, rank)
                 own.copy_(received[rank, part.offset : part.offset + own.numel()].view(own.shape))
+
+
+def _divided_dim(parameter: nn.Parameter) -> int:
+    """Return the dim along which the copies of the model divide a parameter: one that tensor parallelism leaves, if possible."""
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return 0
+    taken = {place.dim for place in parameter.placements if isinstance(place, (Shard, _StridedShard))}
+    return next((dim for dim in range(parameter.ndim) if dim not in taken), 0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,17 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     model.forward = AttachedForward(forward, autocast)
 
 
-def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model whose parameters are in ``dtype`` inputs of that type; its outputs are fp32."""
+def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = False) -> None:
+    """Give a model whose parameters are in ``dtype`` inputs of that type.
+
+    Its outputs are fp32, unless ``keeps_outputs``: then they go to the next stage of a pipeline.
+    """
     forward = model.forward
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda value: _floats_to(value, dtype), (args, kwargs))
-        return to_fp32(forward(*args, **kwargs))
+        outputs = forward(*args, **kwargs)
+        return outputs if keeps_outputs else to_fp32(outputs)
 
     model.forward = AttachedForward(forward, cast)
 

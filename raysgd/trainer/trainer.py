@@ -48,8 +48,8 @@ class Trainer:
 
     Args:
         num_workers: Number of workers; ``(min, max)`` for elastic training, where ``max`` may be ``math.inf``.
-        backend: ``"torch"`` (or ``"pytorch"``), ``"horovod"``, ``"tensorflow"``, ``"jax"``, ``"none"``, the name of an installed
-            backend, or a `BackendConfig`.
+        backend: ``"torch"`` (or ``"pytorch"``), ``"horovod"``, ``"tensorflow"``, ``"jax"``, ``"env"``, ``"none"``, the name of
+            an installed backend, or a `BackendConfig`.
         backend_args: Settings of the backend: its config, or a dict of the config's fields.
         cpus_per_worker: Logical CPUs of each worker.
         gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.

@@ -197,7 +197,7 @@ def test_public_names_are_completed_and_no_others(server: LanguageServer, packag
     ("text", "options"),
     [
         ('raysgd.Trainer(2, placement_strategy="', {"PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"}),
-        ('raysgd.Trainer(2, "', {"torch", "horovod", "tensorflow", "jax", "none"}),
+        ('raysgd.Trainer(2, "', {"torch", "horovod", "tensorflow", "jax", "env", "none"}),
         ('raysgd.TorchConfig(backend="', {"gloo", "nccl"}),
         ('raysgd.Trainer(2).run(print, returns="', {"first", "all"}),
         ('raysgd.callbacks.ProgressCallback(mode="', {"auto", "live", "lines", "off"}),

@@ -16,8 +16,8 @@ from support.project import ROOT
 #: The public names of each package. `raysgd` has its public packages in addition.
 PUBLIC = {
     "raysgd": """
-        Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Engine EngineConfig Event FailureConfig
-        HorovodConfig
+        Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Engine EngineConfig EnvConfig Event
+        FailureConfig HorovodConfig
         JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
         TorchConfig Trainer barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather get_dataset
         get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank

@@ -77,6 +77,19 @@ class TestTorch(BackendSuite):
         return raysgd.TorchConfig()
 
 
+@keep_only(
+    "test_ranks_and_sums_are_right",
+    "test_killed_rank_is_noticed_and_replaced",
+    "test_group_shrinks_and_grows",
+    "test_error_of_one_rank_is_raised",
+)
+class TestEnv(BackendSuite):
+    make_total = staticmethod(TOTALS["env"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.EnvConfig()
+
+
 @needs_horovod
 class TestHorovodWithTorch(BackendSuite):
     make_total = staticmethod(TOTALS["horovod-torch"])

@@ -25,6 +25,13 @@ class TestTorch(BackendOnNodesSuite):
         return raysgd.TorchConfig()
 
 
+class TestEnv(BackendOnNodesSuite):
+    make_total = staticmethod(TOTALS["env"])
+
+    def make_config(self) -> raysgd.BackendConfig:
+        return raysgd.EnvConfig()
+
+
 @needs_horovod
 class TestHorovod(BackendOnNodesSuite):
     make_total = staticmethod(TOTALS["horovod-torch"])

@@ -75,7 +75,7 @@ def test_reference_shows_no_markup_of_other_languages(site: Path) -> None:
     assert not [page.name for page in (site / "reference").glob("*.html") if "::</p>" in article(page)]
 
 
-@pytest.mark.parametrize("name", ["torch", "horovod", "tensorflow", "jax", "none"])
+@pytest.mark.parametrize("name", ["torch", "horovod", "tensorflow", "jax", "env", "none"])
 def test_reference_names_every_backend(site: Path, name: str) -> None:
     for page in ("trainer.html", "backends.html"):
         text = html.unescape(re.sub(r"<[^>]+>", "", article(site / "reference" / page)))

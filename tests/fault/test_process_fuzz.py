@@ -42,14 +42,14 @@ KINDS = {"WorkerActor": 3, "TrainerActor": 1, "CallbackHost": 1}
 
 
 def train_epochs(config: dict[str, Any]) -> int:
-    """Train whole epochs until a file exists, and save in every step; write each row to a file per attempt and rank."""
+    """Train whole epochs, at least one, until a file exists; save in every step, and write each row to a file."""
     state = raysgd.load_checkpoint()
     step = first = 0 if state is None else state["step"]
     session = context.installed()
     shard = raysgd.get_dataset().get_split()
     with open(Path(config["folder"], f"{session.attempt}-{first}-{raysgd.world_rank()}"), "a") as log:
         is_whole = first == 0  # no epoch is to be completed
-        while not (is_whole and raysgd.broadcast(os.path.exists(config["file"]))):
+        while not (step and is_whole and raysgd.broadcast(os.path.exists(config["file"]))):
             is_whole = True
             for batch in shard.iter_batches(batch_size=4, shuffle="full"):
                 step += 1

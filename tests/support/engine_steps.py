@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -166,4 +165,51 @@ def total(model: nn.Module) -> float:
     return found
 
 
-train_with_defaults = functools.partial(train, 20, batch=16)
+def train_language(kind: str, num_steps: int = 20, **strategies: Any) -> list[float]:
+    """Return the losses of a tiny model of `engine_models` under some strategies, and the sum of its parameters' norms."""
+    from support.engine_models import batch, build
+
+    config = raysgd.EngineConfig(**strategies)
+    with session_of(dist.get_rank(), dist.get_world_size(), config.workers_per_replica):
+        engine = raysgd.Engine(config)
+        model = build(kind, seed=0 if dist.get_rank() == 0 else 7)
+        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=language_optimizer(model))
+        model.train()
+        copies, copy, losses = raysgd.data_parallel_size(), raysgd.data_parallel_rank(), []
+        for step in range(num_steps):
+            whole = batch(kind, step, is_even=True)
+            num_rows = len(whole["input_ids"]) // config.accumulation_steps
+            parts = []
+            for part in range(config.accumulation_steps):
+                own = slice(
+                    part * num_rows + num_rows * copy // copies, part * num_rows + num_rows * (copy + 1) // copies
+                )
+                loss = model(**{key: value[own] for key, value in whole.items()}).loss
+                engine.backward(loss)
+                parts.append(loss.detach().float())
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(mean_over_ranks(parts))
+        return losses
+
+
+def train_language_plainly(kind: str, num_steps: int = 20, clip: float | None = None) -> list[float]:
+    """Return what `train_language` does, of the plain loop."""
+    from support.engine_models import batch, build
+
+    model, losses = build(kind).train(), []
+    optimizer = language_optimizer(model)
+    for step in range(num_steps):
+        loss = model(**batch(kind, step, is_even=True)).loss
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def language_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an AdamW whose eps is above the rounding errors of gradients, which it would otherwise turn into whole steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)

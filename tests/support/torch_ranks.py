@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +18,7 @@ _TIMEOUT_S = 100
 
 
 class RankGroup:
-    """A gloo group of new processes; use as a context manager.
+    """A gloo group of new processes, with one thread each; use as a context manager.
 
     Args:
         world_size: The number of processes.
@@ -25,22 +27,15 @@ class RankGroup:
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        start = multiprocessing.get_context("spawn")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self._ends, self._processes = [], []
-        previous = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for rank in range(world_size):
-                ours, theirs = start.Pipe()
-                process = start.Process(target=_serve, args=(theirs, store, rank, world_size), daemon=True)
-                process.start()
-                self._ends.append(ours)
-                self._processes.append(process)
-        finally:
-            if previous is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = previous
+        # Not multiprocessing's own processes: they leave a helper process behind as long as pytest runs.
+        for rank in range(world_size):
+            ours, theirs = Pipe()
+            command = [sys.executable, __file__, str(theirs.fileno()), store, str(rank), str(world_size)]
+            self._processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
+            theirs.close()
+            self._ends.append(ours)
 
     def __enter__(self) -> RankGroup:
         return self
@@ -48,7 +43,7 @@ class RankGroup:
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         for process, end in zip(self._processes, self._ends, strict=True):
             process.kill()
-            process.join()
+            process.wait()
             end.close()
         self._folder.cleanup()
 
@@ -74,7 +69,7 @@ class RankGroup:
         return answers
 
 
-def _serve(end: Any, store: str, rank: int, world_size: int) -> None:
+def _serve(end: Connection[Any, Any], store: str, rank: int, world_size: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -90,3 +85,7 @@ def _serve(end: Any, store: str, rank: int, world_size: int) -> None:
         except Exception:
             answer = False, traceback.format_exc()
         end.send(answer)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

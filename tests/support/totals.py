@@ -20,6 +20,14 @@ def with_torch() -> Total:
     return total
 
 
+def with_torch_by_itself() -> Total:
+    """Form the group first, as a script for torchrun does."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return with_torch()
+
+
 def with_horovod_and_torch() -> Total:
     import horovod.torch as hvd
     import torch
@@ -72,6 +80,7 @@ def with_jax() -> Total:
 
 TOTALS: dict[str, Callable[[], Total]] = {
     "torch": with_torch,
+    "env": with_torch_by_itself,
     "horovod-torch": with_horovod_and_torch,
     "horovod-tensorflow": with_horovod_and_tensorflow,
     "tensorflow": with_tensorflow,

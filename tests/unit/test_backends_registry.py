@@ -49,6 +49,7 @@ def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("horovod", raysgd.HorovodConfig()),
         ("tensorflow", raysgd.TensorflowConfig()),
         ("jax", raysgd.JaxConfig()),
+        ("env", raysgd.EnvConfig()),
         ("none", raysgd.NoneConfig()),
     ],
 )
@@ -73,6 +74,7 @@ def test_entry_point_cannot_replace_a_built_in_backend(entry_points: None) -> No
         ("othr", "did you mean 'other'"),
         ("toch", "did you mean 'torch'"),
         ("Torch", "did you mean 'torch'"),
+        ("torchrun", "give backend='env'"),
         (3, "backend=3 is not known"),
     ],
 )

@@ -14,6 +14,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.machine.regrouping import (
     AGAIN_S,
     FLAP_S,
+    GROWS,
     MAX_PAUSE_S,
     MIN_PAUSE_S,
     REACH_S,
@@ -259,3 +260,31 @@ def test_stable_growth_resets_the_pause() -> None:
     policy.on_grown(later)
     policy.on_worker_ready(later)
     assert policy.grow_at() == later + MIN_PAUSE_S
+
+
+def test_group_without_checkpoints_grows_at_once_if_the_backend_says_so() -> None:
+    run = running(grows_without_save=True)
+    run.feed(c.JoiningWorkerReady())
+    assert not ended(run)
+    run.advance(SETTLE_S)
+    assert ended(run) == [GROWS] and not run.num_save_points
+    for rank in range(2):
+        run.leave(rank, e.Ended())
+    assert run.prepared_attempts[1:] == [2] and not run.keeps_size
+    assert run.events("failure") == []
+    run.num_ranks = 3
+    run.ready()
+    run.feed(c.JoiningWorkerReady())
+    run.advance(MIN_PAUSE_S - 1)
+    assert ended(run) == [GROWS]
+    run.advance(1)
+    assert ended(run) == [GROWS] * 2
+
+
+def test_group_with_a_checkpoint_grows_after_a_save_whatever_the_backend_says() -> None:
+    run = running(grows_without_save=True)
+    run.save()
+    run.commit()
+    run.feed(c.JoiningWorkerReady())
+    run.advance(SETTLE_S)
+    assert not ended(run) and run.has_save_point

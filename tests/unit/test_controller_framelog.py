@@ -132,6 +132,35 @@ async def test_waiting_reader_gets_the_last_frame(journal: CountingJournal) -> N
     assert [frame.kind for frame in await reading] == [frames.RUN_CLOSED]
 
 
+async def test_last_frame_arrives_when_it_is_on_storage_and_the_others_before(journal: CountingJournal) -> None:
+    log = make_log(journal, memory_bytes=1 << 20)
+    is_written = asyncio.Event()
+    report(log)
+    stream = log.read(0)
+    closing = asyncio.ensure_future(log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, 1), is_written.wait))
+    await asyncio.sleep(0)
+    say(log, frames.EVENT)  # a late warning
+    assert [frame.kind for frame in await anext(stream)] == [frames.REPORTS]
+    waiting = asyncio.ensure_future(anext(stream))
+    late = asyncio.ensure_future(read(log, 1))
+    await turn_loop()
+    assert not waiting.done() and not late.done()
+    is_written.set()
+    await closing
+    assert [frame.kind for frame in await waiting] == [frames.RUN_CLOSED, frames.EVENT]
+    assert [frame.seq for frame in await late] == [1, 2]
+
+
+async def test_last_frame_arrives_although_it_cannot_be_written(journal: CountingJournal) -> None:
+    async def fail() -> None:
+        raise OSError("disk full")
+
+    log = make_log(journal)
+    with pytest.raises(OSError, match="disk full"):
+        await log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, 1), fail)
+    assert [frame.kind for frame in await read(log)] == [frames.RUN_CLOSED]
+
+
 # -- several readers ---------------------------------------------------------------------------------------------------
 
 

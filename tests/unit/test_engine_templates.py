@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
@@ -22,6 +22,8 @@ from raysgd.engine.templates import learning_rate_factor, make_default_optimizer
 from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.samplers import Shard
 from support.engine_steps import session_of
+
+pytestmark = pytest.mark.usefixtures("group")
 
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 Y = X.prod(1, keepdim=True)
@@ -67,8 +69,8 @@ class Tuner(Finetuner, Template):
 
 
 def test_losses_are_those_of_a_loop_by_hand() -> None:
-    settings = {"batch_size": 8, "epochs": 3, "learning_rate": 0.01, "weight_decay": 0.1, "clip_grad_norm": 0.5}
-    template = Template(engine=raysgd.Engine(), **settings)
+    options = {"batch_size": 8, "epochs": 3, "learning_rate": 0.01, "weight_decay": 0.1, "clip_grad_norm": 0.5}
+    template = Template(engine=raysgd.Engine(), **options)
     metrics = template.train()
 
     model, losses = make_model(), []
@@ -100,17 +102,17 @@ def test_losses_are_those_of_a_loop_by_hand() -> None:
 
 @pytest.mark.parametrize("first_steps", [1, 3, 4, 7])
 def test_training_resumes_after_the_step_that_was_saved(first_steps: int, tmp_path: Path) -> None:
-    settings = {"batch_size": 8, "learning_rate": 0.01, "decay": "constant", "warmup": 0.0}
-    whole = Template(engine=raysgd.Engine(), steps=8, **settings)
+    options = {"batch_size": 8, "learning_rate": 0.01, "decay": "constant", "warmup": 0.0}
+    whole = Template(engine=raysgd.Engine(), steps=8, **options)
     torch.manual_seed(5)
     metrics = whole.train()
     with raysgd.local(dir=tmp_path):
-        first = Template(engine=raysgd.Engine(), steps=first_steps, **settings)
+        first = Template(engine=raysgd.Engine(), steps=first_steps, **options)
         torch.manual_seed(5)
         first.train()
-        second = Template(engine=raysgd.Engine(), steps=8, **settings)
+        second = Template(engine=raysgd.Engine(), steps=8, **options)
         resumed = second.train()
-        third = Template(engine=raysgd.Engine(), steps=8, **settings)
+        third = Template(engine=raysgd.Engine(), steps=8, **options)
         assert third.train() == {} and third.losses == [], "there was nothing left to train"
     assert first.losses + second.losses == whole.losses
     assert resumed["eval_loss"] == metrics["eval_loss"]
@@ -180,7 +182,7 @@ def test_biases_and_norms_have_no_weight_decay() -> None:
 def test_learning_rate_rises_and_then_falls(num_steps: int, warmup: float, decay: Any) -> None:
     factors = [learning_rate_factor(step, num_steps, warmup, decay) for step in range(num_steps + 1)]
     top = factors.index(max(factors))
-    assert 0 <= min(factors) and max(factors) == 1.0
+    assert min(factors) >= 0 and max(factors) == 1.0
     assert factors[: top + 1] == sorted(factors[: top + 1]) and factors[top:] == sorted(factors[top:], reverse=True)
     if round(warmup * num_steps) < num_steps:
         assert factors[-1] == pytest.approx(1.0 if decay == "constant" else 0.0, abs=1e-9)
@@ -267,16 +269,17 @@ class Pairs(BatchSampler):
 
 
 @pytest.mark.parametrize("kind", ["rows", "batches"])
+@settings(max_examples=30)
 @given(num=st.integers(1, 30), num_ranks=st.integers(1, 5), size=st.integers(1, 7))
 def test_each_row_is_counted_on_one_rank(kind: str, num: int, num_ranks: int, size: int) -> None:
     data = list(range(num))
     counted: list[int] = []
     for rank in range(num_ranks):
         with session_of(rank, num_ranks):
-            settings: dict[str, Any] = {"batch_size": size}
+            reads: dict[str, Any] = {"batch_size": size}
             if kind == "batches":
-                settings = {"batch_sampler": Pairs(SequentialSampler(data), size, False)}
-            loader = EvaluationLoader(raysgd.torch.prepare_data_loader(DataLoader(data, **settings)))
+                reads = {"batch_sampler": Pairs(SequentialSampler(data), size, False)}
+            loader = EvaluationLoader(raysgd.torch.prepare_data_loader(DataLoader(data, **reads)))
             batches = list(_own(loader))
         assert len(batches) == math.ceil(math.ceil(num / size) / num_ranks if kind == "batches" else len(loader))
         counted += itertools.chain.from_iterable(batches)

@@ -210,8 +210,8 @@ MISTAKES = [
         "Trainer(2, 'toch')",
         lambda: R.Trainer(2, "toch"),
         ConfigError,
-        "backend='toch' is not known (did you mean 'torch'?); give one of 'torch', 'horovod', 'tensorflow', 'jax', 'none' or a "
-        "BackendConfig.",
+        "backend='toch' is not known (did you mean 'torch'?); give one of 'torch', 'horovod', 'tensorflow', 'jax', 'env', 'none' "
+        "or a BackendConfig.",
     ),
     Mistake(
         "Trainer(resources_per_worker={'GPU': 1})",

@@ -22,6 +22,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,24 @@ def torch() -> Any:
         raise ImportError("this checkpoint holds torch tensors: install raysgd[torch] to load it") from error
 
 
+@dataclass(frozen=True)
+class AbsentTensor:
+    """A tensor that other ranks save, in the state of a rank that holds nothing of it.
+
+    Attributes:
+        dtype: A torch dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
     """Return the encoder of a torch value, or None."""
+    if isinstance(value, AbsentTensor):
+        return lambda encoder, absent: encoder.shards.add(
+            encoder.path, f"torch.{_name(absent.dtype)}", absent.shape, {}
+        )
     for name, encoder in _KINDS:
         if isinstance(value, getattr(torch(), name)):
             return encoder

@@ -149,6 +149,11 @@ class CheckpointCoordinator:
         return held is not None and held.number > (self.newest_number or 0)
 
     @property
+    def has_any(self) -> bool:
+        """Whether the run has a checkpoint, on storage or in memory."""
+        return self.newest_number is not None or self.newest_in_memory is not None
+
+    @property
     def is_bound_to_size(self) -> bool:
         """Whether the newest checkpoint can be loaded only by as many ranks as saved it."""
         newest = self.newest_in_memory or self._index.newest

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
@@ -144,6 +145,7 @@ class FrameLog:
         self._kept = list(earlier)  # older frames other than reports; they are few and small
         self._next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
+        self._held: int | None = None  # the last frame of the run, until it is on storage
         self._rounds = RoundCount()
         self._holding: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -161,11 +163,24 @@ class FrameLog:
             self._recent_bytes -= oldest.size_bytes
             if oldest.kind != frames.REPORTS:
                 self._kept.append(oldest)
-        self._is_closed = self._is_closed or frame.kind == frames.RUN_CLOSED
+        self._is_closed = self._is_closed or (frame.kind == frames.RUN_CLOSED and self._held is None)
         if self._rounds.feed(frame):
             self._release()
         elif self._holding is None:
             self._holding = asyncio.get_running_loop().call_later(HOLD_S, self._release)
+
+    async def close(self, make: Callable[[int], Frame], flush: Callable[[], Awaitable[Any]]) -> None:
+        """Add the last frame; readers get it when it is on storage, so that nothing is written any more when they read the files.
+
+        An object is replaced as a whole on an object store, but a file on a remote disk is empty while it is written again.
+        """
+        self._held = self._next_seq
+        self.append(make)
+        try:
+            await flush()
+        finally:
+            self._held, self._is_closed = None, True
+            self._release()
 
     @property
     def iteration(self) -> int:
@@ -196,7 +211,7 @@ class FrameLog:
         if self._holding is not None:
             self._holding.cancel()
             self._holding = None
-        self._released = self._next_seq
+        self._released = self._next_seq if self._held is None else self._held
         self._grown.set()
 
     @property
@@ -207,7 +222,8 @@ class FrameLog:
         first_in_memory = self._first_in_memory
         if seq < first_in_memory:
             return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
-        return _take_batch(map(self._recent.__getitem__, range(seq - first_in_memory, len(self._recent))))
+        end = len(self._recent) if self._held is None else self._held - first_in_memory
+        return _take_batch(map(self._recent.__getitem__, range(seq - first_in_memory, end)))
 
     def _from_journal(self, seq: int, before: int) -> list[Frame]:
         kept = [frame for frame in self._kept if seq <= frame.seq < before]

@@ -140,11 +140,12 @@ class SegmentedLog:
 
     def flush(self) -> None:
         """Blocks; called by one thread at a time."""
+        last = self._open  # another thread may begin a file meanwhile, and close this one
         while self._closed:
             self._closed[0].flush()
             self._closed.pop(0)
-        if self._open is not None:
-            self._open.flush()
+        if last is not None:
+            last.flush()
 
     def unwritten(self) -> dict[str, list[bytes]]:
         """Return the lines that are not on storage yet, by the name of their file."""

@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.machine.lifecycle import RunLifecycle
+from raysgd.controller.machine.regrouping import GROWS
 from raysgd.controller.policies.failure import Failure
 from raysgd.controller.run_plan import RunPlan
 from raysgd.controller.states import (
@@ -53,6 +54,7 @@ class RunMachine:
         self._preemption = self._lifecycle.preemption
         self._pause = self._lifecycle.pause
         self._abort_grace_s = plan.failure.abort_grace_s
+        self._grows_without_save = plan.grows_without_save
         self._has_warned_unsynchronized = False
         self._ignores_write_errors = plan.checkpoint.on_write_error == "warn"
 
@@ -305,11 +307,7 @@ class RunMachine:
             return
         is_undecided = isinstance(state, Ending) and not state.is_decided
         if timer == "grow":
-            undisturbed = self._lifecycle.undisturbed_attempt()
-            if why := self._preemption.why or self._pause.why:
-                self._save_point.request(undisturbed, why)
-            else:
-                self._growth.on_timeout(undisturbed, self.checkpoints.is_bound_to_size)
+            self._on_grow(running)
         elif timer == "preemption" and isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._lifecycle.regroup(running, self._preemption.why or "")
         elif timer == "save_point":
@@ -321,6 +319,17 @@ class RunMachine:
                 self._lifecycle.kill_active(running)
         elif timer in ("gather", "explain") and is_undecided:
             self._lifecycle.decide_after_attempt(is_complete=timer == "explain")
+
+    def _on_grow(self, running: Running) -> None:
+        undisturbed = self._lifecycle.undisturbed_attempt()
+        if why := self._preemption.why or self._pause.why:
+            self._save_point.request(undisturbed, why)
+        elif self._growth.on_timeout(
+            undisturbed,
+            is_bound_to_size=self.checkpoints.is_bound_to_size,
+            is_at_once=self._grows_without_save and not self.checkpoints.has_any,
+        ):
+            self._lifecycle.regroup(running, GROWS)
 
     def _on_stop_requested(self, given: c.StopRequested) -> None:
         state = self.state

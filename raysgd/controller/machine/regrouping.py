@@ -29,6 +29,8 @@ FLAP_S = 60.0
 #: Seconds of a node's remaining time that are kept for leaving the attempt and for writing what was saved.
 LEAVE_S = 5.0
 
+#: The reason for a growth.
+GROWS = "the group grows"
 _PAUSE_REASON = "the run pauses"
 _SIZE_IS_FIXED = (
     "the group does not grow: a checkpoint saved with all_ranks=True can be loaded only by as many ranks as saved it, unless "
@@ -185,17 +187,26 @@ class Growth:
         """A worker has died or was preempted."""
         self._policy.on_worker_lost(self._clock())
 
-    def on_timeout(self, running: Running | None, is_bound_to_size: bool) -> None:
-        """Grow, if it is time. ``is_bound_to_size``: a larger group could not load the newest checkpoint."""
+    def on_timeout(self, running: Running | None, *, is_bound_to_size: bool, is_at_once: bool = False) -> bool:
+        """Grow, if it is time; return whether to end the attempt for that now.
+
+        Args:
+            running: The attempt that could be left, if there is one.
+            is_bound_to_size: A larger group could not load the newest checkpoint.
+            is_at_once: The ranks leave wherever they are, rather than after the next save.
+        """
         due = self._policy.grow_at()
         if running is None or due is None or self._save_point.why is not None:
-            return
+            return False
         if is_bound_to_size:
             self.refuse()
         elif self._clock() < due:
             self._set_timer(running)
+        elif is_at_once:
+            return True
         else:
-            self._save_point.request(running, "the group grows")
+            self._save_point.request(running, GROWS)
+        return False
 
     def refuse(self) -> None:
         """Warn once that a larger group could not load the newest checkpoint."""

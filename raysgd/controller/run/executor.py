@@ -45,6 +45,7 @@ class Run:
 
     Args:
         storage: The run's folder.
+        grows_without_save: See `raysgd.backends.base.BackendConfig`.
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
@@ -63,6 +64,7 @@ class Run:
         *,
         failure: FailureConfig,
         checkpoint: CheckpointConfig,
+        grows_without_save: bool = False,
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
@@ -92,7 +94,8 @@ class Run:
                 if not self._awaited.missing:  # the first rounds have them as a rule, and a journal may have gigabytes
                     break
                 self._awaited.feed(frame.rows)
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce, previous if is_resumed else None)
+        earlier = previous if is_resumed else None
+        plan = RunPlan(failure, checkpoint, request.start, request.reduce, earlier, grows_without_save)
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
         self._barriers.end()  # workers of an earlier controller process may still call it
@@ -151,8 +154,7 @@ class Run:
         await self._files.flush()  # readers of the last frame can read all files
         if (lost := self._files.describe_lost()) is not None:
             self.warn(lost)
-        self._emit_frame(c.EmitFrame(frames.RUN_CLOSED, self._attempt))
-        await self._files.flush()
+        await self.log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, self._attempt), self._files.flush)
         self._files.close()
 
     async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
@@ -382,7 +384,7 @@ class Run:
         for rank in range(size):
             attempt_order = AttemptOrder(
                 attempt=attempt,
-                member=self._group.member(rank, self._rendezvous),
+                member=dataclasses.replace(self._group.member(rank, self._rendezvous), attempt=attempt),
                 checkpoint=start.uri,
                 held=self._held.for_rank(start.held, rank),
                 first_number=command.first_number,

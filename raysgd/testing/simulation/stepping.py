@@ -44,6 +44,7 @@ class SimulatedRun:
         checkpoint_config: CheckpointConfig | None = None,
         reduce: Mapping[str, str] | None = None,
         past: PreviousState | None = None,
+        grows_without_save: bool = False,
     ) -> None:
         self.now = 1000.0
         self.commands: list[c.Command] = []
@@ -58,6 +59,7 @@ class SimulatedRun:
             start or Start(),
             reduce or {},
             past,
+            grows_without_save,
         )
         self._begin()
 

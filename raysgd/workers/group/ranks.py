@@ -67,6 +67,7 @@ def make_members(workers: Sequence[WorkerInfo], gpus_per_worker: float, workers_
                 has_gpu=gpus_per_worker > 0,
                 shares_gpu=shares_gpu,
                 workers_per_replica=workers_per_replica,
+                num_nodes=len(sizes),
             )
         )
         seen[worker.node_id] += 1

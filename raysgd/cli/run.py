@@ -1,0 +1,416 @@
+"""``raysgd run script.py``: a script on workers of a Ray cluster, as one run of a `raysgd.trainer.trainer.Trainer`. Driver side.
+
+What needs Ray is imported after the flags and the script were checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from raysgd.callbacks.progress.callback import Mode, ProgressCallback
+from raysgd.cli.engine_flags import engine_flags, make_engine_config
+from raysgd.cli.flags import Flag, format_help, parse_bool, parse_flags, parse_int, parse_number
+from raysgd.cli.script import Script, ScriptExit
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.checks import check_choice
+from raysgd.config.run import DEFAULT_STORAGE_PATH, Reduction
+from raysgd.engine.config import EngineConfig
+from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, WorkerTraceback
+
+if TYPE_CHECKING:
+    from raysgd.backends.base import BackendConfig
+    from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.trainer.trainer import Trainer
+
+USAGE = "raysgd run [flags] SCRIPT.py [arguments of the script]"
+DESCRIPTION = (
+    "Run a Python script as __main__ on workers of a Ray cluster, with results, checkpoints and recovery as in a run of "
+    "raysgd.Trainer. Flags stand before the script; what follows its name belongs to the script."
+)
+#: ``--resume-from`` this: the newest checkpoint of the earlier runs of this name.
+LAST = "last"
+
+_WORKERS_HINT = "give the number of all workers as --num-workers; Ray places them on its nodes"
+#: What to give for flags of other launchers.
+HINTS = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc", "--nnodes", "--num-nodes", "-np", "--world-size"), _WORKERS_HINT),
+    "--num-processes": _WORKERS_HINT,
+    **dict.fromkeys(("--num-gpus", "--use-gpu", "--gpus"), "give --gpus-per-worker 1"),
+    **dict.fromkeys(
+        (
+            "--rdzv-backend",
+            "--rdzv-endpoint",
+            "--rdzv-conf",
+            "--master-addr",
+            "--master-port",
+            "--standalone",
+            "--node-rank",
+        ),
+        "raysgd chooses where the workers meet; leave it out",
+    ),
+    "--rdzv-id": "give --name",
+    "--log-dir": "the output of all workers comes to the terminal; leave it out",
+    "-m": "give the path of a script",
+    "--module": "give the path of a script",
+    "--precision": "give --engine.precision",
+    "--mixed-precision": "give --engine.precision bf16",
+    "--config": "give --engine-config, or the script's own flag after its name",
+    "--ray-address": "give --address",
+}
+
+
+def parse_num_workers(text: str) -> int | tuple[int, float]:
+    """Return the number of workers that ``8``, or for elastic training ``2:8`` or ``2:inf``, means."""
+    smallest, is_range, largest = text.partition(":")
+    if not is_range:
+        return ScalingConfig(num_workers=parse_int(text)).min_workers
+    limit = math.inf if largest == "inf" else parse_int(largest)
+    scaling = ScalingConfig(num_workers=(parse_int(smallest), limit))
+    return scaling.min_workers, scaling.max_workers
+
+
+def _parse_pair(text: str) -> tuple[str, str]:
+    name, is_pair, value = text.partition("=")
+    if not name or not is_pair:
+        raise ConfigError("give NAME=VALUE")
+    return name, value
+
+
+def _parse_variable(text: str) -> tuple[str, str]:
+    if "=" in text:
+        return _parse_pair(text)
+    if text not in os.environ:
+        raise ConfigError("the variable is not set here; give NAME=VALUE")
+    return text, os.environ[text]
+
+
+def _parse_reduction(text: str) -> tuple[str, str]:
+    name, how = _parse_pair(text)
+    return name, check_choice(name, how, get_args(Reduction))
+
+
+def _parse_progress(text: str) -> str:
+    return check_choice("progress", text, get_args(Mode))
+
+
+FLAGS = [
+    Flag(
+        name="--num-workers",
+        parse=parse_num_workers,
+        metavar="N|MIN:MAX",
+        help="number of workers; MIN:MAX for elastic training, MAX may be inf (default: 1)",
+    ),
+    Flag(name="--cpus-per-worker", parse=parse_number, metavar="NUMBER", help="CPUs of each worker (default: 1)"),
+    Flag(name="--gpus-per-worker", parse=parse_number, metavar="NUMBER", help="GPUs of each worker (default: 0)"),
+    Flag(
+        name="--backend",
+        metavar="NAME",
+        help="torch (the default), horovod, tensorflow, jax, none; or env: the variables of torchrun, for a script that "
+        "forms its group itself",
+    ),
+    Flag(
+        name="--address",
+        metavar="HOST:PORT",
+        help="the Ray cluster; auto: a running one, local: a new one (default: as RAY_ADDRESS says, else one that runs on "
+        "this machine, else a new one)",
+    ),
+    Flag(
+        name="--working-dir",
+        metavar="FOLDER",
+        help="folder that Ray copies to the workers and makes their working directory, for clusters without a shared disk",
+    ),
+    Flag(
+        name="--env",
+        parse=_parse_variable,
+        metavar="NAME[=VALUE]",
+        may_repeat=True,
+        help="environment variable of the workers; without a value, the one of this shell; may be repeated",
+    ),
+    Flag(name="--name", metavar="NAME", help="name of the run's folder (default: the script's name and the time)"),
+    Flag(
+        name="--storage-path",
+        metavar="PATH",
+        help=f"folder, or URI, that holds the folders of runs (default: {DEFAULT_STORAGE_PATH})",
+    ),
+    Flag(
+        name="--resume-from",
+        metavar="PATH|last",
+        help="start from a checkpoint, or from the newest one of a run; last: from the newest one of the earlier runs of "
+        "--name, if there is one",
+    ),
+    Flag(name="--num-to-keep", parse=parse_int, metavar="N", help="checkpoints to keep (default: all)"),
+    Flag(
+        name="--reduce",
+        parse=_parse_reduction,
+        metavar="METRIC=HOW",
+        may_repeat=True,
+        help="compute a metric over all ranks: mean, sum, min, max, last or first; may be repeated",
+    ),
+    Flag(
+        name="--progress",
+        parse=_parse_progress,
+        metavar="auto|live|lines|off",
+        help="how results are shown: a live table, lines, or not at all (default: auto)",
+    ),
+    Flag(name="--seed", parse=parse_int, metavar="N", help="seed of the generators of each rank"),
+    Flag(
+        name="--max-failures",
+        parse=parse_int,
+        metavar="N",
+        help="how often the script may run again after workers died; -1: no limit (default: 3)",
+    ),
+    Flag(
+        name="--max-restarts",
+        parse=parse_int,
+        metavar="N",
+        help="as --max-failures, also after an exception or exit status of the script, as with torchrun",
+    ),
+    Flag(
+        name="--detached",
+        parse=parse_bool,
+        metavar="true|false",
+        is_switch=True,
+        help="the run continues if this command ends before it; needs --name and a running cluster",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The run that a command line asks for, checked without Ray.
+
+    Attributes:
+        given: The values of the flags, by name.
+        token: See `raysgd.cli.script.OutputMark`.
+    """
+
+    given: Mapping[str, Any]
+    script: Script
+    token: str
+
+
+def execute(words: Sequence[str]) -> int:
+    """Run the command; return the exit status: the script's own, or 1 if it or its run failed.
+
+    Raises:
+        ConfigError: A flag cannot work, or there is no such script.
+    """
+    flags = [*FLAGS, *engine_flags()]
+    parsed = parse_flags(words, flags, HINTS)
+    if parsed.wants_help:
+        print(format_help(USAGE, DESCRIPTION, flags))
+        return 0
+    if not parsed.remaining:
+        raise ConfigError(f"there is no script: {USAGE}.")
+    order = make_order(parsed.values, parsed.remaining[0], parsed.remaining[1:])
+    try:
+        order.script.check()
+    except SyntaxError:
+        traceback.print_exc(limit=0)
+        return 1
+    return _run(order)
+
+
+def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) -> Order:
+    """Check what needs no cluster.
+
+    Raises:
+        ConfigError: A flag cannot work, or there is no such script.
+    """
+    if "--max-failures" in given and "--max-restarts" in given:
+        raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
+    if given.get("--resume-from") == LAST and "--name" not in given:
+        raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the script {path} cannot be read: {error.strerror}.") from None
+    token = uuid.uuid4().hex
+    script = Script(
+        os.path.abspath(path),
+        source,
+        tuple(arguments),
+        folder=os.getcwd(),
+        shipped_path=_shipped_path(path, given.get("--working-dir")),
+        engine=make_engine_config(given),
+        token=token,
+    )
+    return Order(given, script, token)
+
+
+def _shipped_path(path: str, working_dir: str | None) -> str | None:
+    """Return the script's path inside of the folder that Ray copies."""
+    if working_dir is None:
+        return None
+    if not os.path.isdir(working_dir):
+        raise ConfigError(f"--working-dir {working_dir}: there is no such folder.")
+    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(working_dir))
+    if inside.startswith(os.pardir):
+        raise ConfigError(f"--working-dir {working_dir} does not contain the script {path}; give a folder that does.")
+    return inside
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `raysgd.Trainer` that the flags mean.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+    limit = given.get("--max-failures", given.get("--max-restarts", FailureConfig.max_failures))
+    failure = FailureConfig(max_failures=limit, retry_on=(Exception,) if "--max-restarts" in given else ())
+    environment = dict(given.get("--env", ()))
+    return {
+        "num_workers": given.get("--num-workers", 1),
+        "backend": _backend(given, limit),
+        "cpus_per_worker": given.get("--cpus-per-worker", 1),
+        "gpus_per_worker": given.get("--gpus-per-worker", 0),
+        "workers_per_replica": (make_engine_config(given) or EngineConfig()).workers_per_replica,
+        "runtime_env": {"env_vars": environment} if environment else None,
+        "seed": given.get("--seed"),
+        "run_config": RunConfig(
+            name=given.get("--name"),
+            storage_path=given.get("--storage-path"),
+            detached=given.get("--detached", False),
+            ray_address=given.get("--address"),
+        ),
+        "failure_config": failure,
+        "checkpoint_config": CheckpointConfig(num_to_keep=given.get("--num-to-keep")),
+    }
+
+
+def _backend(given: Mapping[str, Any], max_failures: int) -> str | BackendConfig:
+    name: str = given.get("--backend", "torch")
+    if name != "env":
+        return name
+    from raysgd.backends.env import EnvConfig
+
+    return EnvConfig(max_restarts=max_failures, run_id=given.get("--name") or EnvConfig.run_id)
+
+
+def _run(order: Order) -> int:
+    # Each rank's lines are shown, as by other launchers. Ray reads these variables when it is imported.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    import ray
+
+    try:
+        with _make_trainer(order.given) as trainer:
+            _run_on(trainer, order)
+    except Exception as error:
+        return report(error)
+    finally:
+        ray.shutdown()  # at the end of the interpreter, Ray would wait for the output, which is here already
+    return 0
+
+
+def _run_on(trainer: Trainer, order: Order) -> None:
+    from raysgd.cli.output import AFTER_FAILURE_S, AFTER_SUCCESS_S, WorkerOutput
+
+    output = WorkerOutput(order.token)
+    start = find_start(order.given)
+    reduce = dict(order.given.get("--reduce", ()))
+    display = ProgressCallback(mode=order.given.get("--progress", "auto"))
+    try:
+        trainer.run(order.script, callbacks=[display], resume_from=start, reduce=reduce or None)
+    except Exception:
+        output.wait(AFTER_FAILURE_S)
+        raise
+    output.wait(AFTER_SUCCESS_S)
+
+
+def _make_trainer(given: Mapping[str, Any]) -> Trainer:
+    from raysgd.trainer.trainer import Trainer
+
+    trainer = Trainer(**trainer_arguments(given))
+    if (folder := given.get("--working-dir")) is not None:
+        import ray
+
+        try:
+            ray.init(
+                given.get("--address"), runtime_env={"working_dir": folder}
+            )  # Ray ships it for whole programs only
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(f"the Ray cluster cannot be reached: {error}") from None
+    return trainer
+
+
+def find_start(given: Mapping[str, Any]) -> Checkpoint | str | None:
+    """Return what ``--resume-from`` means.
+
+    Raises:
+        CheckpointNotFoundError: A path was given, and there is no checkpoint.
+    """
+    path: str | None = given.get("--resume-from")
+    if path is None:
+        return None
+    from raysgd.checkpoint.storage.storage import Storage
+
+    if path != LAST:
+        folder = Storage.from_uri(path)
+        if not folder.exists("run.json"):
+            return path
+        if (found := newest_checkpoint(folder)) is None:
+            raise CheckpointNotFoundError(f"the run in {path} has no checkpoint.")
+        return found
+    runs = Storage.from_uri(given.get("--storage-path") or DEFAULT_STORAGE_PATH).child(given["--name"])
+    numbers = sorted((int(name[4:]) for name in runs.list_names() if name.startswith("run_")), reverse=True)
+    for number in numbers:
+        if (found := newest_checkpoint(runs.child(f"run_{number:03d}"))) is not None:
+            return found
+    return None
+
+
+def newest_checkpoint(run: Any) -> Checkpoint | None:
+    """Return the newest checkpoint in a run's folder that is whole, or None."""
+    from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(run.child("checkpoints"))
+    manifest = store.newest().manifest
+    return None if manifest is None else Checkpoint.of_manifest(store.path(manifest.number), manifest)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def report(error: Exception) -> int:
+    """Print why a run has failed; return the exit status.
+
+    Raises:
+        ConfigError: That is the error, and not one of the script.
+    """
+    cause = error.__cause__
+    if isinstance(cause, WorkerTraceback):
+        status = error.status if isinstance(error, ScriptExit) else 1
+        if isinstance(error, ScriptExit):
+            _print(f"raysgd run: rank {cause.rank} on {cause.node} called sys.exit({status}).")
+        else:
+            _print(f"raysgd run: the script failed {cause}")
+        for note in getattr(error, "__notes__", ()):
+            _print(str(note))
+        return status
+    if isinstance(error, ConfigError):
+        raise error
+    if isinstance(error, RaySGDError):
+        _print(f"raysgd run: {type(error).__name__}: {error}")
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)

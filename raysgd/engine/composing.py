@@ -1,0 +1,222 @@
+"""Applies the strategies to a model and its optimizer. Worker side.
+
+The order: pipeline stages, shared layers, activation checkpointing, precision, FSDP, the optimizer's parameters, pieces of them,
+compilation, DDP. Each step finds parameters by the names that they have in the user's model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from raysgd.engine.blocks import find_blocks, find_stage_blocks
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.optimizer import replace_parameters
+from raysgd.engine.pieces import OptimizerPieces
+from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
+from raysgd.engine.recomputation import recompute
+from raysgd.engine.saving import OptimizerNumbers
+from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.errors import ConfigError
+from raysgd.session import api
+from raysgd.torch.devices import device
+from raysgd.torch.model import prepare_model
+
+
+class Composition:
+    """What was made of a model and its optimizer.
+
+    Args:
+        mesh: Returns the mesh of all workers; called only if a strategy needs it, because it makes process groups.
+
+    Attributes:
+        model: The model to train.
+        pipeline: The stage of the model that this rank has, if there are several.
+        pieces: What the optimizer updates in place of parameters, if it does not update all of them as they are.
+        numbers: Of the optimizer's parameters, before any was replaced.
+        copied: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
+        changes: What was done to each module, by its name.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Callable[[], DeviceMesh]) -> None:
+        self._config = config
+        self._mesh = mesh
+        self.model: nn.Module = nn.Identity()
+        self.pipeline: PipelineModel | None = None
+        self.pieces: OptimizerPieces | None = None
+        self.numbers: OptimizerNumbers | None = None
+        self.copied: set[int] = set()
+        self.changes: dict[str, list[str]] = {}
+
+    def apply(self, model: nn.Module, optimizer: Optimizer | None, tensor_plan: Any) -> None:
+        """Apply all strategies. All ranks call it.
+
+        Raises:
+            ConfigError: A strategy cannot be applied to the model, or the optimizer has other parameters.
+        """
+        before = dict(model.named_parameters(remove_duplicate=False))
+        if optimizer is not None:
+            self.numbers = OptimizerNumbers(optimizer)
+            replace_parameters(optimizer, {parameter: parameter for parameter in before.values()})  # refuses others
+        model = model.to(device())
+        self._start_alike(model)
+        blocks = find_blocks(model)
+        if self._config.pipeline_parallel > 1:
+            blocks = self._split(model, blocks)
+        if self._config.tensor_parallel > 1:
+            self._share_layers(model, tensor_plan)
+        self._recompute(model, blocks)
+        self._set_precision(model)
+        if self._config.zero_stage == 3:
+            self._shard(model, blocks)
+        if optimizer is not None:
+            self._move_optimizer(optimizer, model, before)
+        self._compile(model, blocks)
+        self.model = self._distribute(model)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether each rank holds and updates the whole model."""
+        return self._config.zero_stage == 0 and self._config.workers_per_replica == 1
+
+    def _start_alike(self, model: nn.Module) -> None:
+        """Give all ranks the values of rank 0, as DDP does."""
+        if api.world_size() > 1 and not self._is_plain:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
+    def _split(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        stages = self._mesh()["pp"]
+        self.pipeline = split_model(model, stages)
+        blocks = find_stage_blocks(model, blocks)
+        self._note(blocks, f"stage {stages.get_local_rank()} of {stages.size()}")
+        return blocks
+
+    def _share_layers(self, model: nn.Module, plan: Any) -> None:
+        config, mesh = self._config, self._mesh()["tp"]
+        if plan is None:
+            plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
+        apply_tensor_plan(model, mesh, plan)
+        self._note({"": model}, f"layers shared by {config.tensor_parallel} ranks")
+        # Outside of the shared layers, all ranks of a copy draw the same random numbers.
+        seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
+        dist.broadcast(seed, group=mesh.get_group(), group_src=0)
+        torch.manual_seed(int(seed))
+
+    def _recompute(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        kind = self._config.activation_checkpointing
+        if kind is not None:
+            for config in {
+                id(each): each for each in (getattr(part, "config", None) for part in model.modules())
+            }.values():
+                if getattr(
+                    config, "use_cache", False
+                ):  # of transformers: the second computation would fill the cache again
+                    config.use_cache = False
+            recompute(blocks.values() or [model], selective=kind == "selective")
+            self._note(blocks or {"": model}, f"{kind} activation checkpointing")
+
+    def _set_precision(self, model: nn.Module) -> None:
+        precision = self._config.precision
+        if precision == "fp32":
+            return
+        dtype = DTYPES[precision]
+        if precision == "bf16-true":
+            if self._config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
+                model.to(dtype)
+            cast_inputs(model, dtype, keeps_outputs=self.pipeline is not None)
+            self._note({"": model}, "parameters in bf16, master weights in fp32")
+        else:
+            autocast_forward(model, dtype)
+            self._note({"": model}, f"autocast to {precision}")
+
+    def _shard(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if self._config.precision == "bf16-true":
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        is_offloaded, copies = self._config.cpu_offload, self._mesh()["dp"]
+        offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if is_offloaded else OffloadPolicy()
+        settings: dict[str, Any] = {"mesh": copies, "mp_policy": policy, "offload_policy": offload}
+        if self._config.tensor_parallel > 1:
+            settings["shard_placement_fn"] = fsdp_shard_placement(copies.size())
+        if scalars := {parameter for parameter in model.parameters() if not parameter.ndim}:
+            settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
+        for block in blocks.values():
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        self._note({**blocks, "": model}, f"FSDP over {copies.size()} ranks")
+
+    def _move_optimizer(self, optimizer: Optimizer, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+        """Make the optimizer update the parameters that this rank has now, or pieces of them."""
+        assert self.numbers is not None
+        after = dict(model.named_parameters(remove_duplicate=False))
+        replaced: dict[Any, torch.Tensor] = {before[name]: parameter for name, parameter in after.items()}
+        replace_parameters(optimizer, replaced, dropped=set(before.values()))
+        self.numbers.replace(replaced)
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        self.pieces = self._make_pieces([each for each in model.parameters() if each.requires_grad and each in trained])
+        pieces = {} if self.pieces is None else self.pieces.piece_of
+        replace_parameters(optimizer, {parameter: pieces.get(parameter, parameter) for parameter in trained})
+        if self._config.fused_optimizer:
+            _fuse(optimizer)
+        self.numbers.replace(pieces)
+        if self.pipeline is not None:
+            copied = (after[name] for name in self.pipeline.copied_parameters)
+            self.copied = {id(pieces.get(parameter, parameter)) for parameter in copied}
+
+    def _make_pieces(self, parameters: list[nn.Parameter]) -> OptimizerPieces | None:
+        config = self._config
+        if config.zero_stage == 3:  # FSDP divides all others
+            parameters = [parameter for parameter in parameters if not parameter.ndim]
+        has_masters = config.precision == "bf16-true" and config.zero_stage < 3
+        if not parameters or (self._is_plain and not has_masters):
+            return None
+        is_divided = config.zero_stage in (1, 2)
+        if is_divided:
+            what = "optimizer state" if config.zero_stage == 1 else "optimizer state and gradients"
+            self._note({"": nn.Identity()}, f"{what} divided over {self._mesh()['dp'].size()} ranks")
+        return OptimizerPieces(parameters, self._mesh(), is_divided=is_divided, is_averaged=self._is_plain)
+
+    def _compile(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        if self._config.compile is None:
+            return
+        targets = {"": model} if self._config.compile == "model" or not blocks else blocks
+        for module in targets.values():
+            module.compile()
+        self._note(targets, "compiled")
+
+    def _distribute(self, model: nn.Module) -> nn.Module:
+        if not self._is_plain:
+            return model
+        if api.world_size() > 1:
+            self._note({"": model}, "DDP")
+        return prepare_model(model, move_to_device=False)
+
+    def _note(self, modules: dict[str, nn.Module], what: str) -> None:
+        for name in modules:
+            self.changes.setdefault(name, []).append(what)
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    """Make the optimizer's steps be one kernel.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if "fused" not in optimizer.defaults:
+        raise ConfigError(
+            f"fused_optimizer=True: {type(optimizer).__name__} has no fused step; give torch.optim.AdamW, Adam, SGD or Adagrad."
+        )
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update(fused=True, foreach=False)

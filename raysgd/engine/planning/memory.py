@@ -1,0 +1,310 @@
+"""The memory that one rank needs for a strategy. Pure arithmetic on a `ModelProfile`.
+
+Sources: Rajbhandari et al., ZeRO (2020) for what each stage shards; Korthikanti et al., Reducing Activation Recomputation
+in Large Transformer Models (2022) for activations under tensor, sequence and pipeline parallelism; Zhao et al., PyTorch
+FSDP (2023) for the parameters that are gathered at a time. The activations themselves are not estimated by a formula: they
+are traced, operation by operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment
+
+# FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
+# are computed (Zhao et al. 2023, section 3.3: at most two all-gathers are in flight).
+_BLOCKS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The memory of the rank that needs most, in bytes.
+
+    Attributes:
+        parameters: Parameters and buffers that stay on the device, with ZeRO-3 the rank's shards.
+        gradients: Gradients that stay until the optimizer's step.
+        optimizer: The optimizer's state; with ``precision="bf16-true"`` also the fp32 master weights.
+        activations: The peak of what the forward pass keeps for the backward pass and of what both compute with. A pipeline
+            keeps several micro-batches.
+        buffers: Whole parameters and gradients of the blocks that ZeRO works on, or the gradient on its way into DDP's bucket.
+        step: What the optimizer's step needs in addition to its state, after the activations were freed.
+        host: With ``cpu_offload``, what the host holds instead of the device.
+        stage: The pipeline stage of this rank.
+    """
+
+    parameters: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    activations: float = 0
+    buffers: float = 0
+    step: float = 0
+    host: float = 0
+    stage: int = 0
+
+    @property
+    def total(self) -> float:
+        """The peak on the device: in the passes or in the optimizer's step, whichever is higher."""
+        return self.parameters + self.gradients + self.optimizer + max(self.activations + self.buffers, self.step)
+
+
+def estimate_memory(
+    profile: ModelProfile, config: EngineConfig, *, data_parallel: int, num_rows: int
+) -> MemoryEstimate:
+    """Estimate the memory of the rank that needs most.
+
+    Args:
+        profile: The traced model, with a step of ``num_rows``.
+        config: The strategy.
+        data_parallel: Copies of the model, between which ZeRO shards.
+        num_rows: Rows of a micro-batch.
+    """
+    stages = range(config.pipeline_parallel)
+    return max(
+        (_estimate_stage(profile, config, data_parallel, num_rows, stage) for stage in stages),
+        key=lambda one: one.total,
+    )
+
+
+def blocks_of_stage(num_blocks: int, num_stages: int, stage: int) -> range:
+    """Return the blocks of a pipeline stage: contiguous, and as equal in number as possible."""
+    return range(stage * num_blocks // num_stages, (stage + 1) * num_blocks // num_stages)
+
+
+def segments_of_stage(
+    segments: tuple[Segment, ...], num_blocks: int, num_stages: int, stage: int
+) -> tuple[Segment, ...]:
+    """Return the segments of a pipeline stage: the first stage also embeds, the last one also computes the loss."""
+    if num_stages == 1:
+        return segments
+    blocks = blocks_of_stage(num_blocks, num_stages, stage)
+    chosen = []
+    is_before = True
+    for segment in segments:
+        is_before = is_before and segment.block is None
+        is_ours = (
+            segment.block in blocks if segment.block is not None else stage == (0 if is_before else num_stages - 1)
+        )
+        if is_ours:
+            chosen.append(segment)
+    return tuple(chosen)
+
+
+def parameters_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> tuple[ParameterInfo, ...]:
+    """Return the parameters of a pipeline stage. A tied weight that the first and the last stage use is on both."""
+    if num_stages == 1:
+        return profile.parameters
+    blocks = blocks_of_stage(profile.num_blocks, num_stages, stage)
+    side = {0: "first", num_stages - 1: "last"}.get(stage)
+    return tuple(
+        one
+        for one in profile.parameters
+        if (one.block in blocks if one.block is not None else side in (one.sides or {"first"}))
+    )
+
+
+def has_whole_gradients(config: EngineConfig) -> bool:
+    """Whether gradients stay whole with ZeRO-2 and 3: they do while several micro-batches add to them.
+
+    They are communicated once for each optimizer step, so the sum has to be whole until then.
+    """
+    return config.zero_stage < 2 or config.accumulation_steps * (config.micro_batches or 1) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSums:
+    """Bytes of a stage's parameters, gradients and optimizer state, whole on one data-parallel rank and sharded.
+
+    Attributes:
+        parameters: All parameters.
+        parameter_shards: The rank's shards of them.
+        gradients: Gradients of the parameters that are trained.
+        gradient_shards: The rank's shards of them.
+        state: The optimizer's state.
+        state_shards: The rank's shards of it.
+        largest_block: Parameters of the largest block.
+        all_blocks: Parameters of all blocks.
+        outside: Parameters outside the blocks.
+        largest_parameter: The largest single parameter.
+    """
+
+    parameters: float
+    parameter_shards: float
+    gradients: float
+    gradient_shards: float
+    state: float
+    state_shards: float
+    largest_block: float
+    all_blocks: float
+    outside: float
+    largest_parameter: float
+
+
+def sum_states(
+    profile: ModelProfile, *, tensor_parallel: int, data_parallel: int, num_stages: int, stage: int
+) -> StateSums:
+    """Sum the bytes of a pipeline stage's parameters, gradients and optimizer state on one rank."""
+    key = ("states", tensor_parallel, data_parallel, num_stages, stage)
+    return profile.cached(
+        key, lambda: _sum_states(parameters_of_stage(profile, num_stages, stage), tensor_parallel, data_parallel)
+    )
+
+
+def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, data_parallel: int) -> StateSums:
+    parameter_bytes, gradient_bytes, state_bytes = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # whole, and the rank's shards
+    blocks: dict[int, float] = {}
+    outside = largest = 0.0
+    for one in parameters:
+        whole = one.num_elements(tensor_parallel=tensor_parallel)
+        shard = one.num_elements(tensor_parallel=tensor_parallel, shards=data_parallel)
+        for index, count in ((0, whole), (1, shard)):
+            parameter_bytes[index] += count * one.itemsize
+            if one.is_trainable:
+                is_whole = one.has_whole_gradient and index == 0
+                gradient_bytes[index] += (one.num_elements() if is_whole else count) * one.itemsize
+                state_bytes[index] += count * one.state_bytes_per_element + one.state_bytes
+        size = float(whole * one.itemsize)
+        largest = max(largest, size)
+        if one.block is None:
+            outside += size
+        else:
+            blocks[one.block] = blocks.get(one.block, 0) + size
+    return StateSums(
+        parameters=parameter_bytes[0],
+        parameter_shards=parameter_bytes[1],
+        gradients=gradient_bytes[0],
+        gradient_shards=gradient_bytes[1],
+        state=state_bytes[0],
+        state_shards=state_bytes[1],
+        largest_block=max(blocks.values(), default=0),
+        all_blocks=sum(blocks.values()),
+        outside=outside,
+        largest_parameter=largest,
+    )
+
+
+def _estimate_stage(
+    profile: ModelProfile, config: EngineConfig, data_parallel: int, num_rows: int, stage: int
+) -> MemoryEstimate:
+    zero_stage = config.zero_stage if data_parallel > 1 else 0
+    states = sum_states(
+        profile,
+        tensor_parallel=config.tensor_parallel,
+        data_parallel=data_parallel,
+        num_stages=config.pipeline_parallel,
+        stage=stage,
+    )
+    kept = states.parameter_shards if zero_stage == 3 else states.parameters
+    gradients = states.gradients if zero_stage < 2 or has_whole_gradients(config) else states.gradient_shards
+    optimizer = states.state_shards if zero_stage >= 1 else states.state
+    # torch's foreach optimizers compute on all parameters at once, with temporary tensors of their size.
+    step = 0 if config.fused_optimizer else states.gradient_shards if zero_stage >= 1 else states.gradients
+    on_device = 0.0 if config.cpu_offload else 1.0
+    return MemoryEstimate(
+        parameters=kept * on_device + profile.buffer_bytes,
+        gradients=gradients * on_device,
+        optimizer=optimizer * on_device,
+        activations=_estimate_activations(profile, config, num_rows, stage),
+        buffers=_estimate_buffers(states, config, zero_stage, data_parallel),
+        step=step * on_device,
+        host=(kept + gradients + optimizer) * (1 - on_device),
+        stage=stage,
+    )
+
+
+def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, data_parallel: int) -> float:
+    """Estimate what is whole for a while.
+
+    ZeRO-3 gathers two blocks at a time, and everything outside the blocks during both passes, since ``fully_shard`` keeps
+    the outermost module gathered. ZeRO-2 and 3 have as much of the gradients, before these are sharded. DDP adds each
+    gradient to a bucket; so does accumulation on one rank.
+    """
+    several = config.accumulation_steps * (config.micro_batches or 1) > 1
+    if zero_stage < 2:
+        return states.largest_parameter if data_parallel > 1 or several else 0
+    blocks = min(_BLOCKS_IN_FLIGHT * states.largest_block, states.all_blocks)
+    whole_gradients = states.largest_block if several else blocks + states.outside
+    whole_parameters = blocks + states.outside if zero_stage == 3 else 0
+    return whole_gradients + whole_parameters
+
+
+def _estimate_activations(profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int) -> float:
+    """Estimate the peak of activations of a pipeline stage.
+
+    With 1F1B, stage ``s`` of ``p`` holds ``p - s`` micro-batches, or all if there are fewer (Narayanan et al., Efficient
+    Large-Scale Language Model Training, 2021): one that is computed, and others that wait for their backward pass.
+    """
+    in_flight = min(config.pipeline_parallel - stage, config.micro_batches or 1)
+    key = (
+        "activations", num_rows, stage, in_flight, config.pipeline_parallel, config.tensor_parallel,
+        config.sequence_parallel, config.activation_checkpointing,
+    )  # fmt: skip
+    return profile.cached(key, lambda: _follow_micro_batches(profile, config, num_rows, stage, in_flight))
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What one segment adds on one rank, in bytes."""
+
+    kept: float
+    forward_peak: float
+    recomputed: float
+    carried: float
+    output: float
+    backward_peak: float
+
+
+def _follow_micro_batches(
+    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int
+) -> float:
+    num_stages = config.pipeline_parallel
+    segments = segments_of_stage(profile.steps[num_rows], profile.num_blocks, num_stages, stage)
+    received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
+    converted: dict[int, _Level] = {}  # blocks that are built alike share their segment's amounts
+    levels = []
+    for one in segments:
+        key = id(one.retained)
+        if key not in converted or one.block is None:
+            converted[key] = _convert(one, config)
+        levels.append(converted[key])
+    kept = sum(one.kept for one in levels) + received
+    return (in_flight - 1) * kept + received + _find_peak(levels, is_last=stage == num_stages - 1)
+
+
+def _find_peak(levels: list[_Level], *, is_last: bool) -> float:
+    """Follow one micro-batch forward and back, and return the highest level."""
+    level = peak = 0.0
+    before = []
+    for one in levels:
+        before.append(level)
+        peak = max(peak, level + one.forward_peak)
+        level += one.kept
+    for one, start in zip(reversed(levels), reversed(before), strict=True):
+        # What checkpointing dropped is computed again at the start of the backward pass.
+        peak = max(peak, start + one.recomputed + (one.carried if is_last else one.output) + one.backward_peak)
+    return peak
+
+
+def _convert(segment: Segment, config: EngineConfig) -> _Level:
+    is_shared = config.sequence_parallel and segment.block is not None
+
+    def per_rank(amount: Amount) -> float:
+        return amount.per_rank(config.tensor_parallel, sequence_parallel=is_shared)
+
+    retained, output = per_rank(segment.retained), per_rank(segment.output)
+    kept, recomputed = retained, retained
+    if segment.block is not None and config.activation_checkpointing is not None:
+        kept = output
+        if config.activation_checkpointing == "selective":
+            kept += per_rank(segment.selected)
+            recomputed += max(0.0, per_rank(segment.selected.minus(segment.selected_retained)))
+        kept = min(kept, retained)
+    return _Level(
+        kept=kept,
+        forward_peak=max(map(per_rank, segment.forward_peaks)),
+        recomputed=recomputed,
+        carried=per_rank(segment.carried),
+        output=output,
+        backward_peak=max(map(per_rank, segment.backward_peaks)),
+    )

@@ -1,0 +1,434 @@
+"""`plan`: choose the strategies that fit a model into the memory of the devices, the fastest first.
+
+It runs anywhere: the model is on the meta device, and neither Ray, nor a process group, nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysgd.config.checks import check_amount, check_choice, check_count, check_instance
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed, evaluate, list_space
+from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory
+from raysgd.engine.planning.profile import ModelProfile, Segment
+from raysgd.engine.planning.step_time import Hardware
+from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, OptimizerFn, TracedModel
+from raysgd.errors import ConfigError
+
+_GB = 1e9
+_SHOWN = 4
+_EXPLAINED = 6
+# Of candidates whose times differ by less than this, the one with the fewest strategies is chosen.
+_SAME_TIME = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice of strategies and what it was chosen from. Printing it shows a table and the reason.
+
+    Attributes:
+        chosen: The strategy, with its estimates of memory and time.
+        candidates: All strategies that can work, the fastest that fit first, then those that do not fit.
+        refused: Why other strategies cannot work.
+        profile: What was found of the model.
+        num_workers: Devices.
+        memory_per_device: Bytes of a device.
+        margin: The part of it that is kept free.
+        fixed: The fields that were not varied.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    refused: Mapping[str, str] = field(repr=False)
+    profile: ModelProfile = field(repr=False)
+    num_workers: int
+    memory_per_device: float
+    margin: float
+    fixed: Mapping[str, Any]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The chosen strategy, for `raysgd.Engine`."""
+        return self.chosen.config
+
+    @property
+    def loader_batch_size(self) -> int:
+        """Rows of a batch of each worker's loader."""
+        return self.chosen.loader_batch_size
+
+    @property
+    def reason(self) -> str:
+        """Why this strategy was chosen, and what kept simpler ones from it."""
+        fitting = [one for one in self.candidates if one.is_fitting]
+        lines = [
+            f"Chosen: {self.chosen.describe()}. {len(fitting)} of {len(self.candidates)} strategies fit into "
+            f"{_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}."
+        ]
+        for one in _find_simpler(self.candidates, self.chosen):
+            if not one.is_fitting:
+                lines.append(f"Not {one.describe()}: needs {_gb(one.memory.total)} GB, {_explain(one.memory)}.")
+            else:
+                lines.append(f"Not {one.describe()}: {_seconds(one)} a step, {_explain_time(one, self.chosen)}.")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return a table of the best strategies, and the reason."""
+        profile = self.profile
+        stacks = ", ".join(f"{count} {name or 'model'}" for name, count in profile.stacks.items()) or "none"
+        title = (
+            f"Plan for {profile.num_parameters:,} parameters (layers: {stacks}) on {self.num_workers} x "
+            f"{_gb(self.memory_per_device)} GB, of which {self.margin:.0%} are kept free"
+        )
+        shown = [one for one in self.candidates if one.is_fitting and one is not self.chosen][:_SHOWN]
+        shown += _find_simpler(self.candidates, self.chosen)[:_SHOWN]
+        rows = [_HEAD, *(_row(one, self.chosen) for one in [self.chosen, *_unique(shown)])]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([title, "", *lines, "", self.reason])
+
+
+_HEAD = (
+    "",
+    "strategy",
+    "rows",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "total GB",
+    "s/step",
+    "fits",
+)
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    batch: Batch,
+    num_workers: int,
+    memory_per_device: float,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer_fn: OptimizerFn = torch.optim.AdamW,
+    device: DeviceType = "cuda",
+    hardware: Hardware | None = None,
+    margin: float = 0.05,
+    refuse: Refuse | None = None,
+    **fixed: Any,
+) -> Plan:
+    """Choose the strategies for training a model on a number of devices: the fastest that fits into their memory.
+
+    Nothing is allocated: the model is built on the meta device, and one step of it is traced for each size of a
+    micro-batch. Combinations of data, tensor, sequence and pipeline parallelism, ZeRO stages, activation checkpointing
+    and micro-batches are compared by the memory of the rank that needs most, and by an estimated time.
+
+    Args:
+        model_fn: Makes the model; it is called under ``torch.device("meta")``.
+        batch: The rows of one optimizer step, of all workers together: a dict of tensors or shapes (``model(**batch)``), a
+            tuple (``model(*batch)``) or one tensor. A shape stands for int64 token ids. The first dimension is the rows.
+        num_workers: Devices.
+        memory_per_device: Bytes of a device, such as ``80e9``.
+        loss_fn: Computes the loss of a model and a batch. None: the ``loss`` of the model's output; where it has none, the sum
+            of the output's first tensor stands for it.
+        optimizer_fn: Makes the optimizer of a list of parameters; its state is counted after one step.
+        device: Where the training will run: attention and dropout keep less on a GPU.
+        hardware: Speeds of devices and connections, for the estimate of time.
+        margin: Part of the memory that is kept free, for the CUDA context and fragmentation.
+        refuse: Returns why a strategy is not supported, or None if it is.
+        **fixed: Fields of `EngineConfig` that are chosen by hand and not varied, such as ``zero_stage=3``.
+
+    Returns:
+        The plan; ``print(plan)`` shows a table with the reason, ``plan.config`` is for `raysgd.Engine`.
+
+    Raises:
+        UnknownArgumentError: A fixed field does not exist.
+        ConfigError: The fixed choices cannot work, the model cannot be traced, or no strategy fits. The message has the
+            numbers and what would help.
+    """
+    check_count("num_workers", num_workers, minimum=1)
+    check_amount("memory_per_device", memory_per_device, positive=True)
+    check_choice("device", device, ("cuda", "cpu"))
+    if not 0 <= check_amount("margin", margin) < 1:
+        raise ConfigError(
+            f"margin={margin} is the part of the memory that is kept free: give 0 or more, and less than 1."
+        )
+    hardware = check_instance("hardware", hardware, Hardware)
+    fixed = _fuse(fixed, optimizer_fn, device)
+    precision = check_fixed(fixed).precision
+    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device)
+    planner = _Planner(model, optimizer_fn, num_workers, memory_per_device * (1 - margin), hardware, refuse)
+    candidates, refused = planner.compare(fixed)
+    if not candidates:
+        raise ConfigError(_say_impossible(refused, fixed))
+    if not candidates[0].is_fitting:
+        raise ConfigError(planner.say_what_would_help(candidates, fixed, memory_per_device))
+    return Plan(
+        chosen=_choose(candidates),
+        candidates=candidates,
+        refused=refused,
+        profile=planner.profile,
+        num_workers=num_workers,
+        memory_per_device=memory_per_device,
+        margin=margin,
+        fixed=dict(fixed),
+    )
+
+
+def predict_memory(
+    model_fn: Callable[[], nn.Module],
+    batch: Batch,
+    config: EngineConfig,
+    num_workers: int,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer_fn: OptimizerFn = torch.optim.AdamW,
+    device: DeviceType = "cuda",
+) -> MemoryEstimate:
+    """Predict the memory of the rank that needs most under a given strategy. It is the prediction of ``Engine.memory()``.
+
+    Args:
+        model_fn: As of `plan`.
+        batch: The rows of one micro-batch of one rank.
+        config: The strategy.
+        num_workers: Devices.
+        loss_fn: As of `plan`.
+        optimizer_fn: As of `plan`.
+        device: As of `plan`.
+
+    Raises:
+        ConfigError: The strategy does not fit the number of workers, or the model cannot be traced.
+    """
+    data_parallel, remainder = divmod(check_count("num_workers", num_workers, minimum=1), config.workers_per_replica)
+    if remainder:
+        raise ConfigError(
+            f"num_workers={num_workers} is not a multiple of tensor_parallel={config.tensor_parallel} x "
+            f"pipeline_parallel={config.pipeline_parallel} = {config.workers_per_replica}."
+        )
+    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device)
+    profile = profile_model(model, optimizer_fn, [model.num_rows])
+    return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
+
+
+def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]) -> ModelProfile:
+    """Trace a model for sizes of a micro-batch, and describe its parameters."""
+    steps = {count: model.trace(count) for count in rows}
+    first = next(iter(steps.values()))
+    obstacle = None
+    if not any(kind != "vocabulary" for kind, _ in model.layout.kinds.values()):
+        obstacle = "no layers were found that ranks can share"
+    elif model.layout.unknown:
+        obstacle = f"it is not known how ranks share {model.layout.unknown[0]}"
+    elif first.leaking_block is not None:
+        obstacle = f"the layers of {first.leaking_block} are not pairs of column- and row-parallel layers"
+    segments: dict[int, tuple[Segment, ...]] = {count: step.segments for count, step in steps.items()}
+    return ModelProfile(
+        parameters=model.describe_parameters(optimizer_fn, first.sides),
+        buffer_bytes=model.count_buffer_bytes(),
+        num_blocks=len(model.layout.blocks),
+        stacks={name: len(blocks) for name, blocks in model.layout.stacks.items()},
+        head_counts=model.layout.head_counts,
+        tensor_parallel_obstacle=obstacle,
+        steps=segments,
+    )
+
+
+class _Planner:
+    """Compares strategies for one model; sizes of micro-batches are traced when they are first needed."""
+
+    def __init__(
+        self,
+        model: TracedModel,
+        optimizer_fn: OptimizerFn,
+        num_workers: int,
+        limit_bytes: float,
+        hardware: Hardware,
+        refuse: Refuse | None,
+    ) -> None:
+        self._model = model
+        self._num_workers = num_workers
+        self._limit_bytes = limit_bytes
+        self._hardware = hardware
+        self._refuse = refuse
+        self.profile = profile_model(model, optimizer_fn, [1])
+
+    def compare(
+        self, fixed: Mapping[str, Any], *, num_workers: int | None = None
+    ) -> tuple[tuple[Candidate, ...], Mapping[str, str]]:
+        """Estimate all strategies, and return them with the reasons against those that cannot work."""
+        space = list_space(
+            self.profile,
+            fixed,
+            num_workers=num_workers or self._num_workers,
+            batch_rows=self._model.num_rows,
+            refuse=self._refuse,
+        )
+        steps = dict(self.profile.steps)
+        for count in sorted({num_rows for _, _, num_rows in space.configs} - set(steps)):
+            steps[count] = self._model.trace(count).segments
+        self.profile = replace(self.profile, steps=steps)
+        return evaluate(self.profile, space, self._hardware, self._limit_bytes), space.refused
+
+    def say_what_would_help(
+        self, candidates: tuple[Candidate, ...], fixed: Mapping[str, Any], memory_per_device: float
+    ) -> str:
+        """Describe the smallest need, and the changes with which the model would fit."""
+        smallest = min(candidates, key=lambda one: one.memory.total)
+        lines = [
+            f"The model fits nowhere: {self.profile.num_parameters:,} parameters on {self._num_workers} x "
+            f"{_gb(memory_per_device)} GB, of which {_gb(self._limit_bytes)} GB may be used. The smallest need is "
+            f"{_gb(smallest.memory.total)} GB per device, with {smallest.describe()} and {smallest.num_rows} rows in a "
+            f"micro-batch: {_explain(smallest.memory)}."
+        ]
+        helps = list(self._find_what_helps(fixed))
+        lines.append(
+            "What would help: " + "; ".join(helps) + "." if helps else "A smaller model or larger devices are needed."
+        )
+        return " ".join(lines)
+
+    def _find_what_helps(self, fixed: Mapping[str, Any]) -> list[str]:
+        helps = []
+        if fixed and (freed := self._find_freed_choice(fixed)):
+            helps.append(freed)
+        for factor in (2, 4, 8):
+            count = self._num_workers * factor
+            if fitting := self._first_fitting(fixed, num_workers=count):
+                helps.append(f"{count} workers ({_gb(fitting.memory.total)} GB each)")
+                break
+        may_offload = not fixed.get("cpu_offload") and fixed.get("zero_stage", 3) == 3
+        if may_offload and (fitting := self._first_fitting({**fixed, "cpu_offload": True})):
+            helps.append(
+                f"cpu_offload=True ({_gb(fitting.memory.total)} GB on the device, {_gb(fitting.memory.host)} GB of the host "
+                "for each worker)"
+            )
+        return helps
+
+    def _find_freed_choice(self, fixed: Mapping[str, Any]) -> str | None:
+        for name in fixed:
+            if name in ("precision", "fused_optimizer"):
+                continue
+            others = {key: value for key, value in fixed.items() if key != name}
+            if fitting := self._first_fitting(others):
+                value = getattr(fitting.config, name)
+                return f"{name}={value!r} instead of {fixed[name]!r} ({_gb(fitting.memory.total)} GB)"
+        return None
+
+    def _first_fitting(self, fixed: Mapping[str, Any], *, num_workers: int | None = None) -> Candidate | None:
+        candidates, _ = self.compare(fixed, num_workers=num_workers)
+        return candidates[0] if candidates and candidates[0].is_fitting else None
+
+
+def _fuse(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str, Any]:
+    """Choose a fused step where torch has one: it needs no temporary tensors of the size of the parameters.
+
+    On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
+    """
+    base = getattr(optimizer_fn, "func", optimizer_fn)
+    is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    if "fused_optimizer" in fixed or not (is_fusible or device == "cpu"):
+        return dict(fixed)
+    return {**fixed, "fused_optimizer": is_fusible and device == "cuda"}
+
+
+def _choose(candidates: tuple[Candidate, ...]) -> Candidate:
+    fastest = candidates[0].time.total_s
+    equal = [one for one in candidates if one.is_fitting and one.time.total_s <= fastest * (1 + _SAME_TIME)]
+    return min(equal, key=lambda one: (one.num_strategies, one.time.total_s))
+
+
+def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
+    """Return the best of each simpler kind of strategy that a reader would try first.
+
+    These are the ZeRO stages without checkpointing, and full checkpointing with the highest of them.
+    """
+    highest = max(one.config.zero_stage for one in candidates)
+    best: dict[Any, Candidate] = {}
+    for one in candidates:
+        config = one.config
+        kind = (
+            config.tensor_parallel > 1,
+            config.pipeline_parallel > 1,
+            config.zero_stage,
+            config.activation_checkpointing,
+        )
+        is_tried = config.activation_checkpointing is None or (
+            config.activation_checkpointing == "full" and config.zero_stage in (highest, chosen.config.zero_stage)
+        )
+        if one.num_strategies >= chosen.num_strategies or not is_tried:
+            continue
+        if kind not in best or (not best[kind].is_fitting and one.memory.total < best[kind].memory.total):
+            best[kind] = one
+    return sorted(best.values(), key=lambda one: one.num_strategies)[:_EXPLAINED]
+
+
+def _unique(candidates: list[Candidate]) -> list[Candidate]:
+    return list({id(one): one for one in candidates}.values())
+
+
+def _row(one: Candidate, chosen: Candidate) -> tuple[str, ...]:
+    memory = one.memory
+    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers, memory.total)
+    return (
+        ">" if one is chosen else "",
+        one.describe(),
+        str(one.num_rows),
+        *(_gb(part) for part in parts),
+        f"{one.time.total_s:.3g}",
+        "yes" if one.is_fitting else "no",
+    )
+
+
+def _explain(memory: MemoryEstimate) -> str:
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": memory.activations,
+        "buffers": memory.buffers,
+    }
+    if memory.step > memory.activations + memory.buffers:
+        parts = {**parts, "activations": 0.0, "buffers": 0.0, "temporary tensors of the optimizer's step": memory.step}
+    shown = sorted(((size, name) for name, size in parts.items() if size >= memory.total / 100), reverse=True)
+    return ", ".join(f"{name} {_gb(size)}" for size, name in shown)
+
+
+def _explain_time(one: Candidate, chosen: Candidate) -> str:
+    names = ("compute_s", "recompute_s", "tensor_s", "bubble_s", "data_s", "optimizer_s")
+    extra = {name: getattr(one.time, name) - getattr(chosen.time, name) for name in names}
+    worst = max(extra, key=lambda name: extra[name])
+    words = {
+        "compute_s": "computation",
+        "recompute_s": "repeated forward passes",
+        "tensor_s": "tensor-parallel communication",
+        "bubble_s": "waiting in the pipeline",
+        "data_s": "communication between copies of the model",
+        "optimizer_s": "the optimizer's step",
+    }
+    return f"{words[worst]} takes {extra[worst]:.3g} s more"
+
+
+def _say_impossible(refused: Mapping[str, str], fixed: Mapping[str, Any]) -> str:
+    chosen = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if name != "fused_optimizer")
+    reasons = list(dict.fromkeys(refused.values())) or ["no size of a micro-batch divides the batch"]
+    given = f"with {chosen} " if chosen else ""
+    return f"No strategy {given}can work: {'; '.join(reasons[:3])}."
+
+
+def _gb(size: float) -> str:
+    number = size / _GB
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
+
+
+def _seconds(one: Candidate) -> str:
+    return f"{one.time.total_s:.3g} s"

@@ -1,0 +1,190 @@
+"""What a plan knows of a model: sizes of its parameters, and the memory and work of one training step. Plain data, no torch.
+
+`raysgd.engine.planning.trace` makes these records; `memory` and `step_time` compute with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+T = TypeVar("T")
+
+#: Where a parameter outside the blocks is used: before the first block, or after the last one.
+Side = Literal["first", "last"]
+
+
+class Amount(NamedTuple):
+    """An amount of bytes or FLOPs, split by what tensor parallelism does to it.
+
+    Attributes:
+        whole: Each tensor-parallel rank has all of it; sequence parallelism divides it by the ranks.
+        gathered: Inputs of column-parallel layers, which each rank has whole even with sequence parallelism.
+        sharded: Each tensor-parallel rank has its shard of it.
+    """
+
+    whole: float = 0
+    gathered: float = 0
+    sharded: float = 0
+
+    def plus(self, other: Amount) -> Amount:
+        return Amount(self.whole + other.whole, self.gathered + other.gathered, self.sharded + other.sharded)
+
+    def minus(self, other: Amount) -> Amount:
+        return Amount(self.whole - other.whole, self.gathered - other.gathered, self.sharded - other.sharded)
+
+    def per_rank(self, tensor_parallel: int, *, sequence_parallel: bool = False) -> float:
+        """Return what one tensor-parallel rank has of it."""
+        whole = self.whole / tensor_parallel if sequence_parallel else self.whole
+        return whole + self.gathered + self.sharded / tensor_parallel
+
+
+_NOTHING = Amount()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterInfo:
+    """One parameter; tied parameters are one.
+
+    Attributes:
+        name: Its first name in the model.
+        shape: Its whole shape.
+        itemsize: Bytes of an element.
+        block: Index of its block, or None for a parameter outside the blocks.
+        sides: Where a parameter outside the blocks is used; pipeline stages of both sides hold a copy.
+        tensor_dim: The dimension that tensor parallelism shards; None if each rank has it whole.
+        has_whole_gradient: Whether each tensor-parallel rank has its whole gradient: DTensor makes that of an embedding whose
+            rows are sharded so, until the optimizer's step. A weight that is also the head's has a sharded one.
+        is_trainable: Whether it has a gradient and optimizer state.
+        state_bytes_per_element: Optimizer state that has the parameter's shape.
+        state_bytes: Optimizer state of other shapes, such as step counts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    block: int | None = None
+    sides: frozenset[Side] = frozenset()
+    tensor_dim: int | None = None
+    has_whole_gradient: bool = False
+    is_trainable: bool = True
+    state_bytes_per_element: float = 0
+    state_bytes: float = 0
+
+    def num_elements(self, *, tensor_parallel: int = 1, shards: int = 1) -> int:
+        """Count the elements on the rank that has most of them.
+
+        Tensor parallelism shards `tensor_dim`. ZeRO shards dimension 0 of what is left, as FSDP2's ``fully_shard`` does:
+        each rank gets ``ceil(rows / shards)`` rows, the last ones fewer.
+        """
+        shape = list(self.shape)
+        if self.tensor_dim is not None:
+            shape[self.tensor_dim] = _ceil(shape[self.tensor_dim], tensor_parallel)
+        if shape:
+            shape[0] = _ceil(shape[0], shards)
+        count = 1
+        for size in shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A part of the step in forward order: one block, or what lies between stacks of blocks.
+
+    All bytes are activations: neither parameters, buffers nor gradients of parameters. Peaks are relative, so that the
+    segment can be placed anywhere: to what is in memory when its forward or its backward pass starts.
+
+    Attributes:
+        block: Index of the block; None outside the blocks.
+        retained: What stays in memory between its forward and its backward pass.
+        output: What its forward pass leaves with activation checkpointing: the output, which is the next block's input.
+        selected: Outputs of matrix products and attention, which selective checkpointing keeps.
+        selected_retained: The part of `selected` that is retained without checkpointing too.
+        forward_peaks: Highest states of memory of the forward pass, relative to its start.
+        carried: What is in memory when its backward pass starts in addition to what was there when its forward pass ended:
+            the gradient of its output, and what the caller still holds, such as logits.
+        backward_peaks: Highest states of memory of the backward pass, relative to its start.
+        forward_flops: FLOPs of its forward pass.
+        selected_flops: FLOPs of the forward pass that selective checkpointing does not repeat.
+        backward_flops: FLOPs of its backward pass.
+        forward_kernels: Operations of the forward pass that compute something.
+        backward_kernels: The same of the backward pass.
+        forward_reduced_bytes: What tensor-parallel ranks add up in the forward pass: outputs of row-parallel layers.
+        backward_reduced_bytes: The same of the backward pass: gradients of the inputs of column-parallel layers.
+    """
+
+    block: int | None = None
+    retained: Amount = _NOTHING
+    output: Amount = _NOTHING
+    selected: Amount = _NOTHING
+    selected_retained: Amount = _NOTHING
+    forward_peaks: tuple[Amount, ...] = (_NOTHING,)
+    carried: Amount = _NOTHING
+    backward_peaks: tuple[Amount, ...] = (_NOTHING,)
+    forward_flops: Amount = _NOTHING
+    selected_flops: Amount = _NOTHING
+    backward_flops: Amount = _NOTHING
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    forward_reduced_bytes: float = 0
+    backward_reduced_bytes: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model, and its training step for each size of a micro-batch that was traced.
+
+    Attributes:
+        parameters: All parameters.
+        buffer_bytes: Bytes of all buffers.
+        num_blocks: Repeated layers in all stacks.
+        stacks: The name of each stack of blocks, and how many it has.
+        head_counts: Numbers of attention heads, which ``tensor_parallel`` must divide.
+        tensor_parallel_obstacle: Why layers cannot be shared by ranks; None if they can.
+        steps: The segments of a step by rows of the micro-batch.
+        cache: Sums that several strategies share, by what they depend on; see `cached`.
+    """
+
+    parameters: tuple[ParameterInfo, ...]
+    buffer_bytes: int = 0
+    num_blocks: int = 0
+    stacks: Mapping[str, int]
+    head_counts: tuple[int, ...] = ()
+    tensor_parallel_obstacle: str | None = None
+    steps: Mapping[int, tuple[Segment, ...]]
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def cached(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """Return what was computed for a key, or compute it. The cache is not shared by profiles that were made apart."""
+        if key not in self.cache:
+            self.cache[key] = compute()
+        return cast(T, self.cache[key])
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(one.num_elements() for one in self.parameters)
+
+    @property
+    def pipeline_obstacle(self) -> str | None:
+        """Why the layers cannot be divided into pipeline stages; None if they can."""
+        if not self.stacks:
+            return "no repeated layers were found in the model"
+        if len(self.stacks) > 1:
+            names = ", ".join(f"{name} ({count})" for name, count in self.stacks.items())
+            return f"the model has {len(self.stacks)} stacks of layers: {names}; a pipeline needs one"
+        return None
+
+
+def find_highest(states: list[Amount]) -> tuple[Amount, ...]:
+    """Return the states that no other state exceeds in every part: one of them is the peak, for any number of ranks."""
+    highest: list[Amount] = []
+    for state in sorted(set(states), reverse=True):
+        if not any(all(a >= b for a, b in zip(other, state, strict=True)) for other in highest):
+            highest.append(state)
+    return tuple(highest) or (Amount(),)
+
+
+def _ceil(size: int, parts: int) -> int:
+    return -(-size // parts)

@@ -1,0 +1,114 @@
+"""Apply a plan to a model: parameters become DTensors on the tensor-parallel mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
+from raysgd.engine.tensor_parallel.context import TensorContext
+from raysgd.engine.tensor_parallel.plan import TensorPlan
+from raysgd.engine.tensor_parallel.styles import Whole
+from raysgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: A plan of a user: styles by module path, or a function that changes the model in place.
+OwnPlan = Mapping[str, ParallelStyle] | Callable[[nn.Module, "DeviceMesh"], object]
+
+
+def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | OwnPlan) -> nn.Module:
+    """Share a model's layers among the ranks of a mesh; every rank calls it.
+
+    All parameters become DTensors on the mesh, with the values of the mesh's first rank; buffers get that rank's values too.
+    The names of parameters stay. An optimizer is made afterwards. `torch.distributed.fsdp.fully_shard` over a data-parallel
+    axis of the same parent mesh may follow, with `fsdp_shard_placement`.
+
+    Args:
+        model: The model, which is changed in place.
+        mesh: The tensor-parallel axis, ``mesh["tp"]``.
+        plan: A plan of `make_tensor_plan`; or a user's: a dict of module paths (``*`` matches one name) and torch
+            ParallelStyles, or a function that is called with the model and the mesh. Layers that a user's plan leaves out are
+            replicated.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: The plan is for another number of ranks, or gives tied parameters two placements.
+    """
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"A tensor plan is applied to one axis of a mesh, and this one has {mesh.ndim}: give mesh['tp']."
+        )
+    if isinstance(plan, TensorPlan):
+        _apply_own(model, mesh, plan)
+    else:
+        _apply_users(model, mesh, plan)
+    for buffer in model.buffers():
+        broadcast_from_first(buffer, mesh.get_group())
+    return model
+
+
+def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    if plan.size != mesh.size():
+        raise ConfigError(f"The tensor plan is for {plan.size} ranks, and the mesh has {mesh.size()}.")
+    plan.context.bind(mesh)
+    for path, style in plan.styles.items():
+        parallelize_module(model.get_submodule(path), mesh, style)
+    plan.context.forget_parameters()
+    if plan.sequence_parallel:
+        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+
+
+def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
+    ties = _ties(model)
+    context = TensorContext()
+    context.bind(mesh)
+    if callable(plan):
+        plan(model, mesh)
+    else:
+        parallelize_module(model, mesh, dict(plan))
+    _tie_again(ties)
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and not any(isinstance(one, DTensor) for one in own):
+            parallelize_module(module, mesh, Whole(context, path))
+    context.forget_parameters()
+
+
+def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return the places of each parameter that has more than one."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((path, module, name))
+    return [one for one in places.values() if len(one) > 1]
+
+
+def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    for places in ties:
+        found = [module.get_parameter(name) for _, module, name in places]
+        shared = [one.placements for one in found if isinstance(one, DTensor)]
+        if not shared:
+            continue
+        if len(shared) < len(found) or len(set(shared)) > 1:
+            raise ConfigError(
+                f"{', '.join(path for path, _, _ in places)} share one parameter, and the plan gives them different placements. "
+                "Give each the same, or untie them."
+            )
+        for _, module, name in places:
+            module.register_parameter(name, found[0])
+
+
+def _refuse_hidden_states(model: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+    config = getattr(model, "config", None)
+    if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+        raise ConfigError(
+            "output_hidden_states=True is not possible with sequence_parallel=True: each rank has its part of the sequence."
+        )

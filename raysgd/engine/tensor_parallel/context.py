@@ -1,0 +1,236 @@
+"""What the layers of one tensor-parallel model share: the group, the state of sequence parallelism, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from raysgd.engine.tensor_parallel.collectives import (
+    concatenate_ranks,
+    copy_to_ranks,
+    gather_for_shares,
+    split_among_ranks,
+    sum_and_split,
+    sum_over_ranks,
+)
+from raysgd.engine.tensor_parallel.placements import distribute_parameter
+from raysgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass
+class SequenceStack:
+    """Blocks that run one after the other on parts of the sequence.
+
+    Attributes:
+        dim: The sequence's dim in the hidden states.
+        is_sharded: Whether the current forward pass is on parts. The first block decides it.
+    """
+
+    dim: int
+    is_sharded: bool = False
+
+
+class TensorContext:
+    """The state that the layers of one tensor-parallel model share in one process.
+
+    A layer's inputs and outputs are ordinary tensors. Outside a region all ranks have the same tensors; under sequence
+    parallelism, each has its part of the sequence. Inside a region each rank has its own heads or features.
+
+    Random numbers: outside regions all ranks draw the same, from the default generator, which `bind` makes equal. Inside,
+    each draws its own, from a seed that is drawn from the default generator. So a block that is computed again by
+    activation checkpointing, which restores the default generator, draws the same numbers.
+
+    Attributes:
+        mesh: The tensor-parallel mesh, of one axis.
+        group: Its process group.
+        rank: This process's rank in the group.
+        size: The group's size.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def __init__(self) -> None:
+        self._stack: SequenceStack | None = None
+        self._outer: Any = None
+        self._is_in_region = False
+        self._distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def __deepcopy__(self, memo: Any) -> TensorContext:
+        return self
+
+    def bind(self, mesh: DeviceMesh) -> None:
+        """Take the mesh, and give all its ranks the generator state of the first."""
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._share_generator_state(torch.default_generator)
+        if mesh.device_type == "cuda":
+            self._share_generator_state(torch.cuda.default_generators[torch.cuda.current_device()])
+
+    def _share_generator_state(self, generator: torch.Generator) -> None:
+        state = generator.get_state().to(self.mesh.device_type)
+        dist.broadcast(state, group=self.group, group_src=0)
+        generator.set_state(state.cpu())
+
+    # Parameters
+
+    def distribute(self, parameter: nn.Parameter, placement: Placement, name: str, *, follows: bool) -> nn.Parameter:
+        """Make the parameter a DTensor; a tied parameter becomes one DTensor.
+
+        Args:
+            parameter: The full parameter.
+            placement: How it is cut.
+            name: Its name, for messages.
+            follows: Whether a tied parameter may have another placement, that of the layer which was first.
+
+        Raises:
+            ConfigError: A tied parameter is needed with two placements.
+        """
+        known = self._distributed.get(id(parameter))
+        if known is None:
+            known = self._distributed[id(parameter)] = (
+                parameter,
+                distribute_parameter(parameter, self.mesh, placement),
+            )
+        new = known[1]
+        assert isinstance(new, DTensor)
+        if not follows and tuple(new.placements) != (placement,):
+            raise ConfigError(
+                f"{name} is tied to a parameter that tensor parallelism places as {new.placements[0]}, and needs {placement} "
+                "itself. Give a plan in which both layers have the same placement, or untie them."
+            )
+        return new
+
+    def forget_parameters(self) -> None:
+        """Release the parameters that were replaced."""
+        self._distributed.clear()
+
+    def local(self, parameter: Tensor | None) -> Any:
+        """Return this rank's values of a parameter, differentiably."""
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def replicated(self, parameter: Tensor | None) -> Any:
+        """Return the values of a replicated parameter of a layer between regions.
+
+        Under sequence parallelism each rank's gradient is that of its part of the sequence, and they are added up.
+        """
+        values = self.local(parameter)
+        if self._is_on_parts and isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
+            return copy_to_ranks(values, self.group)
+        return values
+
+    # Regions
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Bring hidden states into a region."""
+        if self._is_on_parts:
+            assert self._stack is not None
+            return gather_for_shares(hidden, self._stack.dim, self.group)
+        return self.copy(hidden)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """Bring the ranks' partial sums out of a region."""
+        if self._is_on_parts:
+            assert self._stack is not None
+            return sum_and_split(partial, self._stack.dim, self.group)
+        return self.sum(partial)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Bring a tensor that all ranks have into a region."""
+        return copy_to_ranks(tensor, self.group)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Add up the ranks' partial sums."""
+        return sum_over_ranks(partial, self.group)
+
+    def split(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor that all ranks have."""
+        return split_among_ranks(tensor, dim, self.group)
+
+    def concatenate(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of which each rank has a part."""
+        return concatenate_ranks(tensor, dim, self.group)
+
+    # Sequence parallelism
+
+    @property
+    def _is_on_parts(self) -> bool:
+        return self._stack is not None and self._stack.is_sharded
+
+    def set_stack(self, stack: SequenceStack | None) -> SequenceStack | None:
+        """Run blocks of a stack from now on, and return the stack of until now."""
+        outer, self._stack = self._stack, stack
+        return outer
+
+    def open_sequence(self, hidden: Tensor, stack: SequenceStack, is_training: bool) -> Tensor:
+        """Return this rank's part of the sequence, before the first block.
+
+        Raises:
+            ConfigError: A training batch has a sequence length that the group's size does not divide.
+        """
+        length = hidden.shape[stack.dim]
+        stack.is_sharded = length % self.size == 0
+        if stack.is_sharded:
+            return self.split(hidden, stack.dim)
+        if is_training:
+            raise ConfigError(
+                f"sequence_parallel=True needs sequence lengths that tensor_parallel={self.size} divides: "
+                f"{length} % {self.size} = {length % self.size}. Pad batches to a multiple of {self.size}."
+            )
+        return hidden
+
+    def close_sequence(self, hidden: Tensor, stack: SequenceStack) -> Tensor:
+        """Return the whole sequence, after the last block."""
+        return self.concatenate(hidden, stack.dim) if stack.is_sharded else hidden
+
+    # Random numbers
+
+    @contextmanager
+    def own_generator(self) -> Iterator[None]:
+        """Draw this rank's own random numbers."""
+        if self._is_in_region:
+            yield
+            return
+        generator = self._generator()
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        self._outer, self._is_in_region = generator.get_state(), True
+        generator.manual_seed((seed + self.rank * 0x9E3779B97F4A7C15) % 2**63)
+        try:
+            yield
+        finally:
+            generator.set_state(self._outer)
+            self._outer, self._is_in_region = None, False
+
+    @contextmanager
+    def shared_generator(self) -> Iterator[None]:
+        """Draw the numbers that all ranks draw, inside a region; under sequence parallelism there is no such place."""
+        if not self._is_in_region or self._is_on_parts:
+            yield
+            return
+        generator = self._generator()
+        inner = generator.get_state()
+        generator.set_state(self._outer)
+        self._is_in_region = False
+        try:
+            yield
+        finally:
+            self._outer, self._is_in_region = generator.get_state(), True
+            generator.set_state(inner)
+
+    def _generator(self) -> torch.Generator:
+        if self.mesh.device_type == "cuda":
+            return torch.cuda.default_generators[torch.cuda.current_device()]
+        return torch.default_generator

@@ -1,0 +1,304 @@
+"""The plan of tensor parallelism: which style each layer of a model gets, and why a model has no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
+from raysgd.engine.tensor_parallel.structure import (
+    BLOCKS,
+    STACKS,
+    Unit,
+    UnsureError,
+    has_linear_weights,
+    is_linear,
+    known_class,
+    units_of,
+)
+from raysgd.engine.tensor_parallel.styles import (
+    Block,
+    Columns,
+    Dropout,
+    EmbeddingColumns,
+    EmbeddingRows,
+    Heads,
+    MultiheadHeads,
+    Rows,
+    Style,
+    Whole,
+)
+from raysgd.errors import ConfigError
+
+#: Names in one message; a model of 96 equal blocks has the same problem 96 times.
+_MAX_NAMES = 8
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A style for each layer that holds parameters or draws random numbers.
+
+    Attributes:
+        size: The ranks that share each layer.
+        sequence_parallel: Whether they also share the activations between regions.
+        styles: The styles by the layers' paths.
+        context: What the layers will share; a plan is applied once.
+    """
+
+    size: int
+    sequence_parallel: bool
+    styles: Mapping[str, Style]
+    context: TensorContext
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return each layer's path, and what becomes of it."""
+        return [(path or "(the model)", style.describe()) for path, style in self.styles.items()]
+
+
+def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = False) -> TensorPlan:
+    """Make a plan from the structure of a model; the model may be on the meta device.
+
+    Known are GPT-2, LLaMA, BERT and T5 of transformers, and the layers ``nn.MultiheadAttention``,
+    ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer`` in any model.
+
+    Args:
+        model: The model, with ordinary parameters.
+        size: The ranks that share each layer.
+        sequence_parallel: Whether they also share the activations between regions, along the sequence.
+
+    Raises:
+        ConfigError: `size` does not divide heads or features, or the structure is not known; the message has the modules'
+            names.
+    """
+    return _Planner(model, size, sequence_parallel).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, size: int, is_on_parts: bool) -> None:
+        self.model, self.size, self.is_on_parts = model, size, is_on_parts
+        self.context = TensorContext()
+        self.styles: dict[str, Style] = {}
+        self.unsure: dict[str, str] = {}
+        self.undivided: dict[str, str] = {}
+        self.unit_paths: list[str] = []
+        self.modules = dict(model.named_modules())
+
+    def plan(self) -> TensorPlan:
+        for path, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ConfigError(
+                    f"{path} is a DTensor already; a tensor plan is made for a model of ordinary parameters."
+                )
+        for path, module in self.modules.items():
+            self._read_units(path, module)
+        self._plan_vocabulary()
+        blocks = self._blocks()
+        self._plan_blocks(blocks)
+        self._plan_others(blocks)
+        self._raise_problems()
+        return TensorPlan(self.size, self.is_on_parts, self.styles, self.context)
+
+    # Units
+
+    def _read_units(self, path: str, module: nn.Module) -> None:
+        try:
+            for unit in units_of(module):
+                self.unit_paths.append(path)
+                self._plan_unit(path, unit)
+        except UnsureError as problem:
+            self.unsure[path] = str(problem)
+
+    def _plan_unit(self, path: str, unit: Unit) -> None:
+        for what, number in unit.counts.items():
+            if number % self.size:
+                self.undivided[path] = f"{number} {what} ({number} % {self.size} = {number % self.size})"
+                return
+        context = self.context
+        for column in unit.columns:
+            at = _join(path, column.path)
+            self.styles[at] = Columns(context, at, column.num_parts, column.is_entrance)
+        for row in unit.rows:
+            at = _join(path, row)
+            self.styles[at] = Rows(context, at)
+        self._plan_dropouts(path, unit)
+        for at in (_join(path, one) for one in unit.head_embeddings):
+            self.styles[at] = EmbeddingColumns(context, at, is_inside=True)
+        if unit.is_multihead:
+            self.styles[path] = MultiheadHeads(context, path)
+        if unit.region is not None:
+            at = _join(path, unit.region)
+            local = {name: value // self.size for name, value in unit.local.items()}
+            self.styles[at] = Heads(context, at, unit.entrances, unit.weights, unit.draws, local)
+
+    def _plan_dropouts(self, path: str, unit: Unit) -> None:
+        for dropouts, is_shared in ((unit.own_dropouts, False), (unit.shared_dropouts, True)):
+            for at in (_join(path, one) for one in dropouts):
+                if isinstance(self.modules.get(at), nn.Dropout):
+                    self.styles[at] = Dropout(self.context, at, is_shared)
+
+    # Embeddings and the output layer
+
+    def _plan_vocabulary(self) -> None:
+        """Share the model's vocabulary, in its embeddings and in the output layer.
+
+        If the size does not divide the vocabulary, the ranks share its features instead: a cut that is not even has no good
+        description as a DTensor.
+        """
+        for path, module in self._vocabulary_layers():
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            rows, features = weight.shape
+            is_embedding = isinstance(module, nn.Embedding)
+            style: Style
+            if rows % self.size == 0:
+                style = EmbeddingRows(self.context, path) if is_embedding else Columns(self.context, path, is_head=True)
+            elif features % self.size == 0:
+                style = EmbeddingColumns(self.context, path) if is_embedding else Rows(self.context, path, is_head=True)
+            else:
+                style = Whole(self.context, path)
+            self.styles[path] = style
+
+    def _vocabulary_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        embeddings = {path: one for path, one in self.modules.items() if type(one) is nn.Embedding and _is_plain(one)}
+        embeddings = {path: one for path, one in embeddings.items() if path not in self.styles}
+        heads = {path: one for path, one in self.modules.items() if type(one) is nn.Linear and path not in self.styles}
+        inputs, outputs = (_call(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+        head_weights = {id(one.weight) for one in heads.values()}
+        if inputs is None and embeddings:
+            # Without transformers' interface: the largest embedding is the vocabulary, if it outweighs a linear layer.
+            largest = max(embeddings.values(), key=lambda one: one.weight.numel())
+            weights = (one.weight for one in self.model.modules() if is_linear(one))
+            if largest.weight.numel() > max((one.numel() for one in weights if isinstance(one, Tensor)), default=0):
+                inputs = largest
+        wanted = {id(one.weight) for one in (inputs, outputs) if isinstance(one, (nn.Embedding, nn.Linear))}
+        wanted |= {id(one.weight) for one in embeddings.values() if id(one.weight) in head_weights}
+        # Tied layers must be cut alike, so one that cannot be cut keeps the others whole.
+        tied = [
+            path
+            for path, one in self.modules.items()
+            if isinstance(one, (nn.Embedding, nn.Linear)) and path not in embeddings and path not in heads
+        ]
+        wanted -= {id(self.modules[path].weight) for path in tied}
+        for path, one in (*embeddings.items(), *heads.items()):
+            if id(one.weight) in wanted:
+                yield path, one
+
+    # Blocks
+
+    def _blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks: the elements of lists, and modules of known classes, that hold units."""
+        blocks: dict[str, nn.Module] = {}
+        for unit in (*self.unit_paths, *self.unsure):
+            names = unit.split(".") if unit else []
+            prefixes = [".".join(names[:end]) for end in range(len(names) + 1)]
+            for at in prefixes:
+                parent = self.modules.get(at.rpartition(".")[0]) if at else None
+                if isinstance(parent, nn.ModuleList) or self._is_block(at):
+                    blocks[at] = self.modules[at]
+                    break
+            else:
+                blocks[unit] = self.modules[unit]
+        return blocks
+
+    def _is_block(self, path: str) -> bool:
+        try:
+            return known_class(self.modules[path], BLOCKS) is not None
+        except UnsureError as problem:
+            self.unsure[path] = str(problem)
+            return True
+
+    def _plan_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
+        for path, block in blocks.items():
+            if not self.is_on_parts:
+                if isinstance(block, nn.TransformerEncoderLayer):
+                    self.styles.setdefault(path, Block(self.context, path))
+            elif self._is_block(path):
+                self._plan_sequence_block(path, block)
+            else:
+                self.unsure[path] = (
+                    f"sequence_parallel=True does not know how a {type(block).__name__} uses the sequence"
+                )
+
+    def _plan_sequence_block(self, path: str, block: nn.Module) -> None:
+        parent = path.rpartition(".")[0]
+        siblings = [path]
+        owner = self.modules.get(parent.rpartition(".")[0]) if parent else None
+        if isinstance(self.modules.get(parent), nn.ModuleList) and owner is not None and _is_stack(owner):
+            siblings = [f"{parent}.{name}" for name in self.modules[parent]._modules]
+        first = self.styles.get(siblings[0])
+        stack = (
+            first.stack if isinstance(first, Block) and first.stack is not None else SequenceStack(_sequence_dim(block))
+        )
+        self.styles[path] = Block(self.context, path, stack, is_first=path == siblings[0], is_last=path == siblings[-1])
+
+    # Everything else
+
+    def _plan_others(self, blocks: Mapping[str, nn.Module]) -> None:
+        for path, module in self.modules.items():
+            if path in self.styles or not any(True for _ in module.parameters(recurse=False)):
+                continue
+            if self._is_below(path, blocks) and not self._is_below(path, self.unsure) and has_linear_weights(module):
+                self.unsure[path] = f"a {type(module).__name__} that no known layer uses"
+            self.styles[path] = Whole(self.context, path)
+
+    def _is_below(self, path: str, paths: Mapping[str, Any]) -> bool:
+        return any(path == one or not one or path.startswith(one + ".") for one in paths)
+
+    def _raise_problems(self) -> None:
+        if self.undivided:
+            raise ConfigError(
+                f"tensor_parallel={self.size} does not divide {_listed(self.undivided)}. Give a number that divides them all."
+            )
+        if self.unsure:
+            raise ConfigError(
+                f"The tensor-parallel plan is not sure about {_listed(self.unsure)}. Give a plan of your own: a dict of "
+                "module paths and torch ParallelStyles, or a function."
+            )
+        if not self.unit_paths:
+            linears = {path: type(one).__name__ for path, one in self.modules.items() if has_linear_weights(one)}
+            raise ConfigError(
+                f"{type(self.model).__name__} has no layer that the tensor-parallel plan knows (GPT-2, LLaMA, BERT and T5 of "
+                f"transformers, nn.Transformer*); it has {_listed(linears) or 'no linear layers'}. Give a plan of your own: a "
+                "dict of module paths and torch ParallelStyles, or a function."
+            )
+
+
+def _join(path: str, name: str) -> str:
+    return ".".join(one for one in (path, name) if one)
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    shown = [f"{path or 'the model'}: {text}" for path, text in list(problems.items())[:_MAX_NAMES]]
+    return "; ".join(shown) + (f"; and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else "")
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def _call(model: nn.Module, name: str) -> Any:
+    try:
+        return getattr(model, name)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _is_stack(module: nn.Module) -> bool:
+    try:
+        if known_class(module, STACKS) is None:
+            return False
+    except UnsureError:
+        return False
+    wanted = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    layers = getattr(module, "layers", None)
+    # LLaMA runs as many blocks as its config says; if that is not all, the last one never closes the sequence.
+    return not isinstance(layers, nn.ModuleList) or wanted is None or wanted >= len(layers)
+
+
+def _sequence_dim(block: nn.Module) -> int:
+    attention = getattr(block, "self_attn", None)
+    return 0 if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first else 1

@@ -1,0 +1,321 @@
+"""What the layers of a model are to tensor parallelism: found from their classes, shapes and connections.
+
+A unit is a group of layers whose inputs and outputs all ranks have, and inside of which they share heads or features: an
+attention layer, or a feed-forward layer. Each known class has a function here that reads a module's sizes and says which
+linear layer feeds which. A class that is not known has none, and neither has a subclass with another forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+_GPT2 = "transformers.models.gpt2.modeling_gpt2."
+_LLAMA = "transformers.models.llama.modeling_llama."
+_BERT = "transformers.models.bert.modeling_bert."
+_T5 = "transformers.models.t5.modeling_t5."
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_ENCODER_LAYER = "torch.nn.modules.transformer.TransformerEncoderLayer"
+_DECODER_LAYER = "torch.nn.modules.transformer.TransformerDecoderLayer"
+
+#: Classes of blocks, which pass hidden states on to the next block of their stack.
+BLOCKS = frozenset(
+    {
+        _GPT2 + "GPT2Block",
+        _LLAMA + "LlamaDecoderLayer",
+        _BERT + "BertLayer",
+        _T5 + "T5Block",
+        _ENCODER_LAYER,
+        _DECODER_LAYER,
+    }
+)
+
+#: Classes that call the blocks of a list one after the other.
+STACKS = frozenset(
+    {
+        _GPT2 + "GPT2Model",
+        _LLAMA + "LlamaModel",
+        _BERT + "BertEncoder",
+        _T5 + "T5Stack",
+        "torch.nn.modules.transformer.TransformerEncoder",
+        "torch.nn.modules.transformer.TransformerDecoder",
+    }
+)
+
+
+@dataclass
+class Linear:
+    """A linear layer of a unit.
+
+    Attributes:
+        path: Its path below the unit's module.
+        num_parts: The fused layers in it.
+        is_entrance: Whether its input comes from outside of the unit, and not through the unit's module.
+    """
+
+    path: str
+    num_parts: int = 1
+    is_entrance: bool = False
+
+
+@dataclass
+class Unit:
+    """A group of layers inside of which ranks share heads or features.
+
+    Attributes:
+        counts: What the group's size must divide, by name: heads, key-value heads, features.
+        columns: The linear layers at the unit's start.
+        rows: The linear layers at its end.
+        region: The module, below the unit's own, through which inputs enter; None if they enter through `columns`.
+        entrances: The region's arguments that come from outside: hidden states, and another stack's states.
+        weights: Where the region's outputs have the attention's weights; None if there are none.
+        draws: Whether the region draws random numbers when it trains.
+        local: The attributes that count heads or features in the region's forward pass.
+        own_dropouts: Dropouts inside of the unit.
+        shared_dropouts: Dropouts of the region's module after the unit's end.
+        head_embeddings: Embeddings with a column for each head.
+        is_multihead: Whether the unit is an ``nn.MultiheadAttention``, which holds its weights itself.
+    """
+
+    counts: dict[str, int]
+    columns: list[Linear] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    region: str | None = None
+    entrances: tuple[str, str | None] = ("hidden_states", None)
+    weights: int | None = 1
+    draws: Callable[[Any], bool] = lambda module: False
+    local: dict[str, int] = field(default_factory=dict)
+    own_dropouts: list[str] = field(default_factory=list)
+    shared_dropouts: list[str] = field(default_factory=list)
+    head_embeddings: list[str] = field(default_factory=list)
+    is_multihead: bool = False
+
+
+class UnsureError(Exception):
+    """The structure of a module is not what its class promises."""
+
+
+def qualified_name(of: type) -> str:
+    """Return a class's name with its module's."""
+    return f"{of.__module__}.{of.__qualname__}"
+
+
+def known_class(module: nn.Module, names: frozenset[str] | dict[str, Any]) -> str | None:
+    """Return which of the classes the module has: its own class, or a base class whose forward pass it has kept.
+
+    Raises:
+        UnsureError: The module has one of the classes, but another forward pass.
+    """
+    for base in type(module).__mro__:
+        if (name := qualified_name(base)) in names:
+            if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+                raise UnsureError(f"its class {type(module).__name__} changes the forward pass of {base.__name__}")
+            return name
+    return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer as torch or transformers have it, and not a class derived from it."""
+    return type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear) or (
+        qualified_name(type(module)) == _CONV1D
+    )
+
+
+def holds_for_others(module: nn.Module) -> bool:
+    """Whether a module's own parameters are used by other modules only: BERT's output bias, tied to its output layer's."""
+    return qualified_name(type(module)) == _BERT + "BertLMPredictionHead"
+
+
+def has_linear_weights(module: nn.Module) -> bool:
+    """Whether a module holds weights that tensor parallelism would share: a linear layer, or anything unknown."""
+    return not isinstance(module, nn.Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False))
+
+
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """Return a linear layer's numbers of inputs and outputs.
+
+    Raises:
+        UnsureError: The module is another kind of layer.
+    """
+    if not is_linear(module):
+        raise UnsureError(f"it holds a {type(module).__name__} where a plain linear layer is expected")
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    first, second = weight.shape
+    return (second, first) if isinstance(module, nn.Linear) else (first, second)
+
+
+def units_of(module: nn.Module) -> Iterator[Unit]:
+    """Find the units that a module's class defines.
+
+    Raises:
+        UnsureError: The module has a known class, but another structure.
+    """
+    name = known_class(module, _READERS)
+    if name is not None:
+        yield from _READERS[name](module)
+
+
+def _check(module: nn.Module, path: str, inputs: int | None, outputs: int | None) -> None:
+    found = sizes(module.get_submodule(path))
+    for kind, number, expected in zip(("inputs", "outputs"), found, (inputs, outputs), strict=True):
+        if expected is not None and number != expected:
+            raise UnsureError(f"{path} has {number} {kind}, and {expected} are expected")
+
+
+def _heads(module: nn.Module, path: str, head_dim: int) -> int:
+    width = sizes(module.get_submodule(path))[1]
+    if width % head_dim:
+        raise UnsureError(f"{path} has {width} outputs, which the head size {head_dim} does not divide")
+    return width // head_dim
+
+
+def _gpt2_attention(module: Any) -> Iterator[Unit]:
+    embed, parts = module.embed_dim, 2 if module.is_cross_attention else 3
+    _check(module, "c_attn", None, parts * embed)
+    _check(module, "c_proj", embed, None)
+    columns = [Linear("c_attn", num_parts=parts)]
+    if module.is_cross_attention:
+        _check(module, "q_attn", None, embed)
+        columns.append(Linear("q_attn"))
+    yield Unit(
+        {"heads": embed // module.head_dim},
+        columns,
+        ["c_proj"],
+        region="",
+        entrances=("hidden_states", "encoder_hidden_states"),
+        draws=lambda one: one.attn_dropout.p > 0,
+        local={"num_heads": module.num_heads, "split_size": embed},
+        own_dropouts=["attn_dropout"],
+        shared_dropouts=["resid_dropout"],
+    )
+
+
+def _llama_attention(module: Any) -> Iterator[Unit]:
+    heads, kv_heads = (_heads(module, path, module.head_dim) for path in ("q_proj", "k_proj"))
+    _check(module, "v_proj", None, kv_heads * module.head_dim)
+    _check(module, "o_proj", heads * module.head_dim, None)
+    yield Unit(
+        {"heads": heads, "key-value heads": kv_heads},
+        [Linear("q_proj"), Linear("k_proj"), Linear("v_proj")],
+        ["o_proj"],
+        region="",
+        draws=lambda one: one.attention_dropout > 0,
+    )
+
+
+def _llama_mlp(module: Any) -> Iterator[Unit]:
+    features = sizes(module.gate_proj)[1]
+    _check(module, "up_proj", None, features)
+    _check(module, "down_proj", features, None)
+    yield Unit(
+        {"features": features},
+        [Linear("gate_proj"), Linear("up_proj")],
+        ["down_proj"],
+        region="",
+        entrances=("x", None),
+        weights=None,
+    )
+
+
+def _gpt2_mlp(module: Any) -> Iterator[Unit]:
+    features = sizes(module.c_fc)[1]
+    _check(module, "c_proj", features, None)
+    yield Unit({"features": features}, [Linear("c_fc", is_entrance=True)], ["c_proj"])
+
+
+def _bert_attention(module: Any) -> Iterator[Unit]:
+    inner = module.self
+    known = {_BERT + "BertSelfAttention": None, _BERT + "BertCrossAttention": "encoder_hidden_states"}
+    name = known_class(inner, known)
+    if name is None or known_class(module.output, frozenset({_BERT + "BertSelfOutput"})) is None:
+        raise UnsureError(f"it joins a {type(inner).__name__} and a {type(module.output).__name__}")
+    width = inner.all_head_size
+    for path in ("query", "key", "value"):
+        _check(inner, path, None, width)
+    _check(module, "output.dense", width, None)
+    yield Unit(
+        {"heads": inner.num_attention_heads},
+        [Linear("self.query"), Linear("self.key"), Linear("self.value")],
+        ["output.dense"],
+        region="self",
+        entrances=("hidden_states", known[name]),
+        draws=lambda one: one.dropout.p > 0,
+        local={"num_attention_heads": inner.num_attention_heads, "all_head_size": width},
+    )
+
+
+def _bert_layer(module: Any) -> Iterator[Unit]:
+    names = (_BERT + "BertIntermediate", _BERT + "BertOutput")
+    for part, name in zip((module.intermediate, module.output), names, strict=True):
+        if known_class(part, frozenset({name})) is None:
+            raise UnsureError(f"it holds a {type(part).__name__}")
+    features = sizes(module.intermediate.dense)[1]
+    _check(module, "output.dense", features, None)
+    yield Unit({"features": features}, [Linear("intermediate.dense", is_entrance=True)], ["output.dense"])
+
+
+def _t5_attention(module: Any) -> Iterator[Unit]:
+    heads = module.n_heads
+    for path in ("q", "k", "v"):
+        _check(module, path, None, heads * module.key_value_proj_dim)
+    _check(module, "o", heads * module.key_value_proj_dim, None)
+    yield Unit(
+        {"heads": heads},
+        [Linear("q"), Linear("k"), Linear("v")],
+        ["o"],
+        region="",
+        entrances=("hidden_states", "key_value_states"),
+        weights=2,
+        draws=lambda one: one.dropout > 0,
+        local={"n_heads": heads, "inner_dim": module.inner_dim},
+        head_embeddings=["relative_attention_bias"] if module.has_relative_attention_bias else [],
+    )
+
+
+def _t5_dense(module: Any) -> Iterator[Unit]:
+    firsts = ["wi_0", "wi_1"] if hasattr(module, "wi_0") else ["wi"]
+    features = sizes(module.get_submodule(firsts[0]))[1]
+    for path in firsts[1:]:
+        _check(module, path, None, features)
+    _check(module, "wo", features, None)
+    yield Unit(
+        {"features": features},
+        [Linear(path) for path in firsts],
+        ["wo"],
+        region="",
+        weights=None,
+        own_dropouts=["dropout"],
+    )
+
+
+def _multihead_attention(module: Any) -> Iterator[Unit]:
+    if module.bias_k is not None or module.add_zero_attn:
+        raise UnsureError("add_bias_kv=True and add_zero_attn=True add a key that no rank owns")
+    _check(module, "out_proj", module.embed_dim, module.embed_dim)
+    yield Unit({"heads": module.num_heads}, [], ["out_proj"], is_multihead=True)
+
+
+def _transformer_layer(module: Any) -> Iterator[Unit]:
+    features = sizes(module.linear1)[1]
+    _check(module, "linear2", features, None)
+    yield Unit({"features": features}, [Linear("linear1", is_entrance=True)], ["linear2"], own_dropouts=["dropout"])
+
+
+_READERS: dict[str, Callable[[Any], Iterator[Unit]]] = {
+    _GPT2 + "GPT2Attention": _gpt2_attention,
+    _GPT2 + "GPT2MLP": _gpt2_mlp,
+    _LLAMA + "LlamaAttention": _llama_attention,
+    _LLAMA + "LlamaMLP": _llama_mlp,
+    _BERT + "BertAttention": _bert_attention,
+    _BERT + "BertLayer": _bert_layer,
+    _T5 + "T5Attention": _t5_attention,
+    _T5 + "T5DenseActDense": _t5_dense,
+    _T5 + "T5DenseGatedActDense": _t5_dense,
+    "torch.nn.modules.activation.MultiheadAttention": _multihead_attention,
+    _ENCODER_LAYER: _transformer_layer,
+    _DECODER_LAYER: _transformer_layer,
+}

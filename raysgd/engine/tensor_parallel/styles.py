@@ -1,0 +1,247 @@
+"""The `ParallelStyle`s of raysgd's own plans: each cuts the parameters of one layer, and changes its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from raysgd.engine.tensor_parallel.attention import SharedMultiheadAttention
+from raysgd.engine.tensor_parallel.layers import (
+    ColumnLinear,
+    FeatureEmbedding,
+    Region,
+    RegionDropout,
+    Replicated,
+    RowLinear,
+    SequenceBlock,
+    SharedDropout,
+    VocabularyEmbedding,
+    mix_in,
+)
+from raysgd.engine.tensor_parallel.placements import fused_shard
+from raysgd.engine.tensor_parallel.structure import holds_for_others
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
+
+
+@dataclass
+class Style(ParallelStyle):
+    """Base of the styles.
+
+    Attributes:
+        context: What the model's layers share.
+        path: The layer's name, for messages.
+    """
+
+    context: TensorContext = field(repr=False)
+    path: str
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placements = self.placements(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            path = f"{self.path}.{name}" if self.path else name
+            placement = placements.get(name, Replicate())
+            new = self.context.distribute(parameter, placement, path, follows=self.follows(module))
+            module.register_parameter(name, new)
+        self.change(module)
+        return module
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        """Return how the module's own parameters are cut; others are replicated."""
+        return {}
+
+    def follows(self, module: nn.Module) -> bool:
+        """Whether the module's own parameters may be cut as the layers need that they are tied to."""
+        return False
+
+    def change(self, module: nn.Module) -> None:
+        """Change the module's forward pass."""
+
+    def describe(self) -> str:
+        """Say in a few words what the style does."""
+        raise NotImplementedError
+
+
+@dataclass
+class Columns(Style):
+    """Share the outputs of a linear layer."""
+
+    num_parts: int = 1
+    is_entrance: bool = False
+    is_head: bool = False
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        dim = 0 if isinstance(module, nn.Linear) else 1
+        return {
+            "weight": fused_shard(dim, self.num_parts),
+            "bias": Replicate() if self.num_parts > 1 else Shard(0),
+        }
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(
+            module,
+            ColumnLinear,
+            self.context,
+            _tp_num_parts=self.num_parts,
+            _tp_is_entrance=self.is_entrance,
+            _tp_is_head=self.is_head,
+        )
+
+    def describe(self) -> str:
+        return "outputs shared" + (f", {self.num_parts} fused parts" if self.num_parts > 1 else "")
+
+
+@dataclass
+class Rows(Style):
+    """Share the inputs of a linear layer."""
+
+    is_head: bool = False
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {"weight": Shard(1 if isinstance(module, nn.Linear) else 0)}
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, RowLinear, self.context, _tp_is_head=self.is_head)
+
+    def describe(self) -> str:
+        return "inputs shared"
+
+
+@dataclass
+class EmbeddingRows(Style):
+    """Share the rows of an embedding."""
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {"weight": Shard(0)}
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, VocabularyEmbedding, self.context)
+
+    def describe(self) -> str:
+        return "vocabulary shared"
+
+
+@dataclass
+class EmbeddingColumns(Style):
+    """Share the columns of an embedding."""
+
+    is_inside: bool = False
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {"weight": Shard(1)}
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, FeatureEmbedding, self.context, _tp_is_inside=self.is_inside)
+
+    def describe(self) -> str:
+        return "heads shared" if self.is_inside else "features shared"
+
+
+@dataclass
+class Whole(Style):
+    """Replicate the parameters of a layer."""
+
+    def follows(self, module: nn.Module) -> bool:
+        return holds_for_others(module)
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, Replicated, self.context)
+
+    def describe(self) -> str:
+        return "replicated"
+
+
+@dataclass
+class Heads(Style):
+    """Share the heads or features of a layer whose linear layers have styles of their own.
+
+    Attributes:
+        entrances: See `Region`.
+        weights: See `Region`.
+        draws: See `Region`.
+        local: Attributes with which the layer's forward pass counts heads or features: this rank's values.
+    """
+
+    entrances: tuple[str, str | None]
+    weights: int | None
+    draws: Callable[[Any], bool]
+    local: Mapping[str, int]
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(
+            module,
+            Region,
+            self.context,
+            _tp_entrances=self.entrances,
+            _tp_weights=self.weights,
+            _tp_draws=self.draws,
+            **self.local,
+        )
+
+    def describe(self) -> str:
+        return "heads shared" if self.weights is not None else "features shared"
+
+
+@dataclass
+class MultiheadHeads(Style):
+    """Share the heads of an ``nn.MultiheadAttention``."""
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {
+            "in_proj_weight": fused_shard(0, 3),
+            **{f"{name}_proj_weight": Shard(0) for name in "qkv"},
+        }
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, SharedMultiheadAttention, self.context, _tp_draws=lambda one: one.dropout > 0)
+
+    def describe(self) -> str:
+        return "heads shared"
+
+
+@dataclass
+class Dropout(Style):
+    """Draw the random numbers of a dropout per rank, or as all ranks do."""
+
+    is_shared: bool = False
+
+    def change(self, module: nn.Module) -> None:
+        mix_in(module, SharedDropout if self.is_shared else RegionDropout, self.context)
+
+    def describe(self) -> str:
+        return "draws as all ranks" if self.is_shared else "draws its own numbers"
+
+
+@dataclass
+class Block(Style):
+    """Run a block on parts of the sequence, where the stack is given, and never through torch's inference path."""
+
+    stack: SequenceStack | None = None
+    is_first: bool = False
+    is_last: bool = False
+
+    def change(self, module: nn.Module) -> None:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # That path hands all weights to one kernel, which knows no DTensors; without this flag it is not taken.
+            module.activation_relu_or_gelu = 0
+        if self.stack is not None:
+            mix_in(
+                module,
+                SequenceBlock,
+                self.context,
+                _tp_stack=self.stack,
+                _tp_is_first=self.is_first,
+                _tp_is_last=self.is_last,
+            )
+
+    def describe(self) -> str:
+        return "on parts of the sequence" if self.stack is not None else "heads and features shared"

@@ -1,0 +1,356 @@
+"""What the ranks of `support.torch_ranks` do in the tests of tensor, sequence and pipeline parallelism."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
+from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
+
+Shape = tuple[int, int, int]
+
+
+def prepare(
+    kind: str, shape: Shape, sequence_parallel: bool, data_parallel: str | None, **options: Any
+) -> tuple[nn.Module, PipelineModel | None]:
+    """Build a model on all ranks, of which only the first of each replica has the reference's weights, and apply a mesh."""
+    axes = mesh(*shape)
+    is_first = axes["pp"].get_local_rank() == axes["tp"].get_local_rank() == 0
+    model = build(kind, seed=0 if is_first else 7, **options)
+    pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
+    if shape[2] > 1:
+        apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel))
+    if data_parallel == "replicate":
+        replicate(model, mesh=axes["dp"])
+    elif data_parallel == "fsdp":
+        policy: Any = {"mesh": axes["dp"], "shard_placement_fn": fsdp_shard_placement(shape[0])}
+        blocks = [
+            one for one in model.modules() if type(one).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
+        ]
+        for block in (*blocks, model):
+            fully_shard(block, **policy)
+    elif data_parallel == "ddp":
+        assert pipeline is not None
+        pipeline.module = DistributedDataParallel(model, process_group=axes["dp"].get_group())
+    return model, pipeline
+
+
+def compare(
+    kind: str,
+    shape: Shape,
+    *,
+    sequence_parallel: bool = False,
+    data_parallel: str | None = None,
+    micro_batches: int | None = None,
+    **options: Any,
+) -> tuple[float, float, float]:
+    """Train with and without strategies, and return the largest relative differences of losses and gradients."""
+    of_model, of_batch = split_options(options)
+    model, pipeline = prepare(kind, shape, sequence_parallel, data_parallel, **of_model)
+    dp = mesh(*shape)["dp"]
+
+    def step(whole: dict[str, Tensor]) -> Tensor:
+        own = whole
+        if data_parallel is not None:
+            own = {key: value.chunk(dp.size())[dp.get_local_rank()] for key, value in whole.items()}
+        if pipeline is not None:
+            loss = pipeline.step(own, micro_batches)
+        else:
+            loss = model(**own).loss
+            loss.backward()
+            loss = loss.detach()
+        dist.all_reduce(loss, group=dp.get_group())
+        return loss / dp.size()
+
+    found = list(train(model, [batch(kind, one, **of_batch) for one in range(STEPS)], step))
+    assert found[0][1], "no gradients"
+    return differences(found, plain(kind, **options))
+
+
+def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, float, float]:
+    """Train with bf16 autocast, or parameters in bf16, with and without strategies; return the differences."""
+    model, reference = build(kind), build(kind)
+    if not is_autocast:
+        model.bfloat16(), reference.bfloat16()
+    axes = mesh(*shape)
+    pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
+    if shape[2] > 1:
+        apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel=True))
+
+    def context() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+
+    def step_of(trained: nn.Module, one: dict[str, Tensor]) -> Tensor:
+        if trained is model and pipeline is not None:
+            return pipeline.step(one, 4, forward_context=context)
+        with context():
+            loss: Tensor = trained(**one).loss
+        loss.backward()
+        return loss
+
+    batches = [batch(kind, step) for step in range(STEPS)]
+    found, expected = (list(train(one, batches, partial(step_of, one))) for one in (model, reference))
+    return differences(found, expected)
+
+
+def clipped(kind: str, data_parallel: str | None) -> tuple[float, float]:
+    """Clip gradients with torch's own function; return the differences of the norm and of the clipped gradients."""
+    model, _ = prepare(kind, (2, 1, 2), True, data_parallel)
+    reference, one = build(kind), batch(kind, 0, is_even=True)
+    norms = []
+    for trained in (model, reference):
+        trained(**one).loss.backward()
+        norms.append(float(full(nn.utils.clip_grad_norm_(trained.parameters(), 0.1))))
+    theirs = dict(reference.named_parameters())
+    pairs = [(full(own.grad), theirs[name].grad) for name, own in model.named_parameters()]
+    return abs(norms[0] / norms[1] - 1), max(float((own - other).abs().max()) for own, other in pairs)
+
+
+def checkpointed_pipeline(kind: str, shape: Shape) -> tuple[float, float, float]:
+    """Train stages with activation checkpointing; return the differences to the plain loop."""
+    model, pipeline = prepare(kind, shape, True, None)
+    assert pipeline is not None
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    found = list(train(model, [batch(kind, one) for one in range(STEPS)], partial(pipeline.step, micro_batches=4)))
+    return differences(found, plain(kind))
+
+
+def same_on_all(value: Any) -> bool:
+    """Whether all ranks have the same value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(one == values[0] for one in values)
+
+
+def parameters(
+    kind: str, shape: Shape, sequence_parallel: bool, data_parallel: str | None, **options: Any
+) -> list[str]:
+    """Return what is wrong with the parameters: their types, their values, and the boxes of their pieces."""
+    model, _ = prepare(kind, shape, sequence_parallel, data_parallel, **options)
+    expected = dict(build(kind, **options).named_parameters())
+    wrong = []
+    if model.state_dict().keys() != build(kind, **options).state_dict().keys():
+        wrong.append("names of the state dict")
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            wrong.append(f"{name} is not a DTensor")
+            continue
+        if not torch.equal(full(parameter), expected[name]):
+            wrong.append(f"{name}: full_tensor()")
+        local, count = parameter.to_local(), 0
+        for box, place in local_boxes(parameter):
+            count += local[place].numel()
+            if not torch.equal(local[place], expected[name][box]):
+                wrong.append(f"{name}: {box}")
+        if count != local.numel():
+            wrong.append(f"{name}: boxes of {count} values for {local.numel()}")
+    return wrong
+
+
+def bytes_of_parameters(kind: str, shape: Shape, sequence_parallel: bool = False) -> tuple[int, int]:
+    """Return the numbers of values that this rank has and that the model has."""
+    model, _ = prepare(kind, shape, sequence_parallel, None)
+    return (
+        sum(one.to_local().numel() for one in model.parameters() if isinstance(one, DTensor)),
+        sum(one.numel() for one in model.parameters()),
+    )
+
+
+def random_numbers(kind: str, sequence_parallel: bool) -> dict[str, bool]:
+    """Train with dropout on four ranks, and say what is equal on all of them."""
+    torch.manual_seed(dist.get_rank())
+    model, _ = prepare(kind, (1, 1, 4), sequence_parallel, None, dropout=0.3)
+    masks: dict[str, Tensor] = {}
+
+    def watch(name: str, output: Tensor, input: Tensor) -> None:
+        masks.setdefault(name, (output == 0) & (input != 0))
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            module.register_forward_hook(lambda module, args, output, name=name: watch(name, output, args[0]))
+    losses = [loss for loss, _ in train(model, [batch(kind, step) for step in range(3)])]
+    replicated = [
+        one.to_local().sum().item()
+        for one in model.parameters()
+        if isinstance(one, DTensor) and one.placements == (Replicate(),)
+    ]
+    inside = {name for name, module in model.named_modules() if type(module).__mro__[1].__name__ == "RegionDropout"}
+    own = inside if not sequence_parallel else {name for name in masks if re.search(r"\.\d+\.", name)}
+    is_same = {name: same_on_all(mask.tolist()) for name, mask in masks.items()}
+    return {
+        "losses": same_on_all(losses),
+        "replicated parameters": same_on_all(replicated),
+        "own masks": any(is_same[name] for name in is_same if name in own),
+        "other masks": all(is_same[name] for name in is_same if name not in own),
+        "finite": all(math.isfinite(loss) for loss in losses),
+    }
+
+
+def attention_masks_differ(kind: str) -> bool:
+    """Whether ranks drop different attention weights in heads that have the same weights."""
+    model, _ = prepare(kind, (1, 1, 4), False, None, dropout=0.5)
+    model.train()
+    seen = []
+    original = nn.functional.dropout
+
+    def watch(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        output = original(input, p, training, inplace)
+        if input.dim() == 4:
+            seen.append((output == 0).tolist())
+        return output
+
+    nn.functional.dropout = watch
+    try:
+        model(**batch(kind, 0))
+    finally:
+        nn.functional.dropout = original
+    assert seen
+    return not same_on_all(seen)
+
+
+def checkpointed(kind: str, sequence_parallel: bool) -> float:
+    """Return how much activation checkpointing changes gradients, with dropout."""
+    gradients = []
+    for is_checkpointed in (False, True):
+        model, _ = prepare(kind, (1, 1, 4), sequence_parallel, None, dropout=0.3)
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        torch.manual_seed(3)
+        gradients.append(list(train(model, [batch(kind, 0)])))
+    return differences(gradients[1], gradients[0])[2]
+
+
+def inference(kind: str, sequence_parallel: bool) -> dict[str, bool]:
+    """Evaluate without gradients, and generate, with and without tensor parallelism."""
+    model, _ = prepare(kind, (2, 1, 2), sequence_parallel, None)
+    reference = build(kind)
+    found = {}
+    inputs = batch(kind, 0)
+    with torch.no_grad():
+        found["loss"] = torch.allclose(model.eval()(**inputs).loss, reference.eval()(**inputs).loss, rtol=1e-5)
+        if hasattr(model, "generate"):
+            rows = {key: inputs[key][:1] for key in ("input_ids", "attention_mask")}
+            options: Any = {"max_new_tokens": 5, "do_sample": False}
+            generated = [one.generate(**rows, **options) for one in (model, reference)]  # type: ignore[operator]
+            found["tokens"] = torch.equal(*generated)
+    return found
+
+
+def attention_weights(kind: str) -> bool:
+    """Whether the attention weights that a model returns are those of all heads."""
+    model, _ = prepare(kind, (2, 1, 2), False, None)
+    outputs = [one.eval()(**batch(kind, 0), output_attentions=True) for one in (model, build(kind))]
+    return all(
+        torch.allclose(own, other, atol=1e-6) for own, other in zip(*(one.attentions for one in outputs), strict=True)
+    )
+
+
+def own_plan(kind: str) -> tuple[float, list[str]]:
+    """Train a small network with a user's plan; return the difference to a plain one, and parameters that are not DTensors."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plan: Any = styles
+    if kind == "function":
+
+        def plan(model: nn.Module, mesh: Any) -> None:
+            from torch.distributed.tensor.parallel import parallelize_module
+
+            parallelize_module(model, mesh, styles)
+
+    model, reference = network(), network()
+    apply_tensor_plan(model, mesh(2, 1, 2)["tp"], plan)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for one in (model, reference):
+        one(inputs).square().mean().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    odd = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    return max(float((full(own.grad) - other.grad).abs().max()) for own, other in pairs), odd
+
+
+def raised(kind: str, what: str) -> str:
+    """Return the message of what a rank raises."""
+    try:
+        if what == "odd length":
+            model, _ = prepare(kind, (1, 1, 4), True, None)
+            model.train()(**batch(kind, 0, length=10))
+        elif what == "hidden states":
+            model, _ = prepare(kind, (1, 1, 4), True, None)
+            model(**batch(kind, 0), output_hidden_states=True)
+        elif what == "plan of another size":
+            apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], make_tensor_plan(build(kind), 4))
+        elif what == "blocks":
+            split_model(build(kind, num_blocks=1), mesh(2, 2, 1)["pp"])
+        elif what == "unknown argument":
+            pipeline = split_model(build(kind), mesh(2, 2, 1)["pp"])
+            pipeline.step({**batch(kind, 0), "head_weights": torch.ones(8)})
+        else:
+            split_model(build(kind), mesh(2, 2, 1)["pp"])
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+def accumulated(kind: str) -> float:
+    """Return the difference of gradients of two pipeline steps to those of two plain ones, scaled by a half each."""
+    model, reference = build(kind), build(kind)
+    pipeline = split_model(model, mesh(2, 2, 1)["pp"])
+    for step in range(2):
+        pipeline.step(batch(kind, step), 4, scale=0.5)
+        (reference(**batch(kind, step)).loss / 2).backward()
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    norm = torch.stack([one.grad.norm() for one in reference.parameters() if one.grad is not None]).norm()
+    own = model.named_parameters(remove_duplicate=False)
+    return max(float((one.grad - theirs[name].grad).norm() / norm) for name, one in own if one.grad is not None)
+
+
+def stages(kind: str, num_blocks: int) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names of a stage's parameters, and which of them are copies."""
+    pipeline = split_model(build(kind, num_blocks=num_blocks), mesh(2, 2, 1)["pp"])
+    return [name for name, _ in pipeline.module.named_parameters()], pipeline.copied_parameters
+
+
+def evaluated(kind: str) -> tuple[float, bool]:
+    """Return the difference of an evaluation's loss to the plain one, and whether gradients came of it."""
+    model, reference = build(kind).eval(), build(kind).eval()
+    pipeline = split_model(model, mesh(2, 2, 1)["pp"])
+    loss = pipeline.evaluate(batch(kind, 0, rows=6), 4)
+    expected = reference(**batch(kind, 0, rows=6)).loss
+    return abs(float(loss / expected.detach()) - 1), any(one.grad is not None for one in model.parameters())
+
+
+def own_loss(kind: str) -> float:
+    """Return the difference of gradients with a loss that is given, on batches whose rows change."""
+    model, reference = build(kind), build(kind)
+
+    def loss(outputs: Any, one: Any) -> Tensor:
+        return (outputs.logits.mean(dim=(1, 2)) * one["weights"]).mean()
+
+    pipeline = split_model(model, mesh(2, 2, 1)["pp"], loss=loss)
+    for rows in (8, 7, 6):
+        one = {**batch(kind, rows, rows=rows), "weights": torch.arange(rows) + 1.0}
+        del one["labels"]
+        found = pipeline.step(one, 4)
+        inputs = {key: value for key, value in one.items() if key != "weights"}
+        expected = loss(reference(**inputs), one)
+        expected.backward()
+        assert abs(float(found) - float(expected.detach())) < 1e-6, (found, expected)
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    own = model.named_parameters(remove_duplicate=False)
+    return max(float((one.grad - theirs[name].grad).abs().max()) for name, one in own if one.grad is not None)

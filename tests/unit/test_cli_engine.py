@@ -1,0 +1,154 @@
+"""Flags and a file make the engine's config; errors name the flag or the file, and the field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.cli.engine_flags import FILE_FLAG, PREFIX, engine_flags, make_engine_config
+from raysgd.cli.flags import parse_flags
+from raysgd.engine.config import EngineConfig, current_engine_config, using_engine_config
+from raysgd.errors import ConfigError, UnknownArgumentError
+
+
+def config_of(*words: str) -> EngineConfig | None:
+    return make_engine_config(parse_flags(words, engine_flags(), {}).values)
+
+
+CONFIGS = st.builds(
+    EngineConfig,
+    precision=st.sampled_from(["fp32", "bf16", "fp16", "bf16-true"]),
+    zero_stage=st.integers(0, 3),
+    tensor_parallel=st.integers(1, 8),
+    accumulation_steps=st.integers(1, 64),
+    activation_checkpointing=st.sampled_from([None, "full", "selective"]),
+    clip_grad_norm=st.none() | st.floats(1e-6, 1e6),
+    compile=st.sampled_from([None, "model", "blocks"]),
+    fused_optimizer=st.booleans(),
+    weighted_gradients=st.booleans(),
+)
+
+
+@given(CONFIGS)
+def test_every_config_can_be_written_as_flags(config: EngineConfig) -> None:
+    words = []
+    for field in fields(config):
+        words += [f"{PREFIX}{field.name.replace('_', '-')}", str(getattr(config, field.name)).lower()]
+    assert config_of(*words) == config
+
+
+@given(CONFIGS)
+def test_every_config_can_be_written_as_a_file(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> None:
+    path = tmp_path_factory.mktemp("engine") / "engine.json"
+    path.write_text(json.dumps({field.name: getattr(config, field.name) for field in fields(config)}))
+    assert config_of(FILE_FLAG, str(path)) == config
+
+
+def test_no_flag_is_no_config() -> None:
+    assert config_of() is None
+    assert config_of("--engine.cpu-offload", "--engine.zero-stage=3") == EngineConfig(cpu_offload=True, zero_stage=3)
+    assert config_of("--engine.precision=fp32") == EngineConfig()
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        "# all of it\nprecision: bf16\nzero-stage: 3\ncpu_offload: true\nclip_grad_norm: 1e-1\ncompile: null\n"
+    )
+    assert config_of(FILE_FLAG, str(path)) == EngineConfig(
+        precision="bf16", zero_stage=3, cpu_offload=True, clip_grad_norm=0.1
+    )
+    words = ["--engine.precision", "fp16", "--engine.cpu-offload", "false", "--engine.clip-grad-norm", "none"]
+    assert config_of(FILE_FLAG, str(path), *words) == EngineConfig(precision="fp16", zero_stage=3)
+
+
+def test_file_of_comments_is_a_config_of_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("# precision: bf16\n")
+    assert config_of(FILE_FLAG, str(path)) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--engine.zero-stage", "7"], "--engine.zero-stage: zero_stage=7 is not known; give 0, 1, 2 or 3."),
+        (["--engine.precision", "bf61"], "--engine.precision: precision='bf61' is not known"),
+        (["--engine.tensor-parallel", "two"], "--engine.tensor-parallel two: 'two' is not an int."),
+        (["--engine.cpu-offload=maybe"], "--engine.cpu-offload maybe: give true or false."),
+        (["--engine.cpu-offload"], "--engine.cpu-offload: cpu_offload=True needs zero_stage=3"),
+        (["--engine.zero", "3"], "did you mean '--engine.zero-stage'?"),
+        (["--engine.micro-batches", "4"], "--engine.micro-batches: micro_batches cuts the batches of a pipeline"),
+        ([FILE_FLAG, "engine.toml"], "give a file that ends in .yaml or .json"),
+        ([FILE_FLAG, "missing.yaml"], "missing.yaml: the file cannot be read"),
+    ],
+)
+def test_unusable_flag_is_named(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*words)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("engine.yaml", "zero_stage: 7", "engine.yaml: zero_stage=7 is not known"),
+        ("engine.yaml", "tensor_parallel: two", "engine.yaml: tensor_parallel: 'two' is not an int."),
+        ("engine.yaml", "tensor_parallel: 2.5", "engine.yaml: tensor_parallel=2.5 is a float"),
+        ("engine.yaml", "zero-stage: 1\nzero_stage: 2", "engine.yaml: 'zero_stage' is given twice"),
+        (
+            "engine.yaml",
+            "precison: bf16",
+            "engine.yaml: 'precison' is not a field of the engine (did you mean 'precision'?)",
+        ),
+        ("engine.yaml", "- bf16", "engine.yaml: the file is not a mapping"),
+        ("engine.yaml", "precision: [", "engine.yaml: "),
+        ("engine.json", '{"zero_stage": 1,\n}', "engine.json, line 2: "),
+        ("engine.json", '{"cpu_offload": 1}', "engine.json: cpu_offload=1 is not a bool"),
+    ],
+)
+def test_unusable_file_is_named_with_its_key(tmp_path: Path, name: str, content: str, text: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        config_of(FILE_FLAG, str(tmp_path / name))
+    assert text in str(caught.value)
+
+
+def test_unknown_key_is_an_unknown_argument(tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text("zero: 1")
+    with pytest.raises(UnknownArgumentError):
+        config_of(FILE_FLAG, str(tmp_path / "engine.yaml"))
+
+
+def test_error_of_a_flag_that_does_not_fit_the_file_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text("zero_stage: 2")
+    with pytest.raises(ConfigError, match=r"^--engine\.cpu-offload: cpu_offload=True needs zero_stage=3"):
+        config_of(FILE_FLAG, str(tmp_path / "engine.yaml"), "--engine.cpu-offload")
+
+
+def test_help_has_a_text_for_every_field() -> None:
+    flags: dict[str, Any] = {flag.name: flag for flag in engine_flags()}
+    assert len(flags) == 1 + len(fields(EngineConfig))
+    assert all(flag.help for flag in flags.values())
+    assert flags["--engine.precision"].metavar == "fp32|bf16|fp16|bf16-true"
+    assert [flag.name for flag in flags.values() if flag.is_switch] == [
+        "--engine.cpu-offload",
+        "--engine.sequence-parallel",
+        "--engine.fused-optimizer",
+        "--engine.weighted-gradients",
+    ]
+
+
+def test_current_engine_config_is_the_innermost() -> None:
+    assert current_engine_config() is None
+    outer, inner = EngineConfig(zero_stage=1), EngineConfig(zero_stage=2)
+    with using_engine_config(outer):
+        with using_engine_config(inner):
+            assert current_engine_config() is inner
+        assert current_engine_config() is outer
+    assert current_engine_config() is None

@@ -1,0 +1,235 @@
+"""What ``raysgd run`` makes of its flags, where it resumes, and which exit status an error has."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd.cli.flags import parse_flags
+from raysgd.cli.main import main
+from raysgd.cli.run import FLAGS, HINTS, execute, find_start, make_order, report, trainer_arguments
+from raysgd.cli.script import ScriptExit
+from raysgd.errors import CheckpointNotFoundError, ConfigError, UnknownArgumentError, WorkerDiedError, WorkerTraceback
+
+
+def given(*words: str) -> dict[str, Any]:
+    return parse_flags(words, FLAGS, HINTS).values
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text("raise RuntimeError('it must not run')\n")
+    return str(tmp_path / "train.py")
+
+
+def test_without_flags_the_trainer_has_its_defaults() -> None:
+    made, default = raysgd.Trainer(**trainer_arguments({})), raysgd.Trainer(runtime_env=None)
+    assert made._spec == default._spec
+
+
+def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL_HAS", "it")
+    arguments = trainer_arguments(
+        given(
+            *("--num-workers", "2:inf", "--cpus-per-worker", "0.5", "--gpus-per-worker", "1", "--backend", "none"),
+            *("--env", "A=b=c", "--env", "SHELL_HAS", "--seed", "3", "--name", "exp", "--storage-path", "/runs"),
+            *("--address", "auto", "--max-failures", "7", "--num-to-keep", "2", "--detached"),
+        )
+    )
+    assert arguments == {
+        "num_workers": (2, math.inf),
+        "backend": "none",
+        "cpus_per_worker": 0.5,
+        "gpus_per_worker": 1,
+        "runtime_env": {"env_vars": {"A": "b=c", "SHELL_HAS": "it"}},
+        "seed": 3,
+        "run_config": raysgd.RunConfig(name="exp", storage_path="/runs", detached=True, ray_address="auto"),
+        "failure_config": raysgd.FailureConfig(max_failures=7),
+        "checkpoint_config": raysgd.CheckpointConfig(num_to_keep=2),
+    }
+
+
+def test_restarts_include_exceptions() -> None:
+    arguments = trainer_arguments(given("--max-restarts", "2", "--backend", "env", "--name", "exp"))
+    assert arguments["failure_config"] == raysgd.FailureConfig(max_failures=2, retry_on=Exception)
+    assert arguments["backend"] == raysgd.EnvConfig(max_restarts=2, run_id="exp")
+    assert trainer_arguments(given("--backend", "env"))["backend"] == raysgd.EnvConfig(max_restarts=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--num-workers", "0"], "--num-workers 0: num_workers=0 is too small"),
+        (["--num-workers", "two"], "--num-workers two: 'two' is not an int."),
+        (["--num-workers", "8:2"], "has its minimum above its maximum"),
+        (["--num-workers", "2:"], "--num-workers 2:: '' is not an int."),
+        (["--env", "NOT_SET_ANYWHERE"], "the variable is not set here; give NAME=VALUE."),
+        (["--reduce", "loss"], "--reduce loss: give NAME=VALUE."),
+        (["--reduce", "loss=avg"], "loss='avg' is not known; give one of"),
+        (["--progress", "bar"], "progress='bar' is not known; give one of 'auto', 'live', 'lines', 'off'"),
+        (["--nproc_per_node", "2"], "give the number of all workers as --num-workers"),
+        (["--rdzv-endpoint=here:1"], "raysgd chooses where the workers meet"),
+        (["--num_workers", "2"], "--num_workers is not known (did you mean '--num-workers'?)"),
+        (["--mixed-precision", "bf16"], "give --engine.precision bf16"),
+    ],
+)
+def test_unusable_flag_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        given(*words)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--max-failures", "1", "--max-restarts", "1"], "set the same limit"),
+        (["--resume-from", "last"], "--resume-from last needs --name"),
+        (["--working-dir", "missing"], "--working-dir missing: there is no such folder."),
+        (["--working-dir", str(Path(__file__).parent)], "does not contain the script"),
+        (["--engine.zero-stage", "9"], "zero_stage=9"),
+        (["--engine.precison", "bf16"], "did you mean '--engine.precision'?"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_anything_starts(script: str, words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        execute([*words, script])
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "there is no script: raysgd run [flags] SCRIPT.py"),
+        (["missing.py"], "the script missing.py cannot be read: No such file"),
+    ],
+)
+def test_script_must_exist(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        execute(words)
+    assert text in str(caught.value)
+
+
+def test_folder_that_ray_copies_has_the_script(tmp_path: Path, script: str) -> None:
+    order = make_order({"--working-dir": str(tmp_path.parent)}, script, ["--lr", "1"])
+    assert order.script._shipped_path == f"{tmp_path.name}/train.py"
+
+
+def test_script_that_is_not_python_ends_with_its_syntax_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("if True\n")
+    assert main(["run", str(tmp_path / "train.py")]) == 1
+    shown = capsys.readouterr().err
+    assert f'File "{tmp_path / "train.py"}", line 1' in shown and "SyntaxError" in shown
+    assert "raysgd" not in shown.replace(str(tmp_path), ""), "frames of the command are shown"
+
+
+# -- where a run resumes -----------------------------------------------------------------------------------------------
+
+
+def save(run: Path, *steps: int) -> None:
+    """Write checkpoints as a run has them."""
+    with raysgd.local(dir=run / "checkpoints"):
+        for step in steps:
+            raysgd.save_checkpoint({"step": step})
+
+
+def resumed_step(*words: str) -> int | None:
+    start = find_start(given(*words))
+    if isinstance(start, str):
+        start = raysgd.Checkpoint.from_path(start)
+    return None if start is None else int(start.load()["step"])
+
+
+def test_last_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
+    words = ["--name", "exp", "--storage-path", str(tmp_path), "--resume-from", "last"]
+    assert resumed_step(*words) is None, "a first run starts from the beginning"
+    save(tmp_path / "exp" / "run_001", 1, 2)
+    assert resumed_step(*words) == 2
+    save(tmp_path / "exp" / "run_002", 5, 6)
+    save(tmp_path / "exp" / "run_003")
+    assert resumed_step(*words) == 6
+
+
+def test_run_or_checkpoint_can_be_resumed_from(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert resumed_step("--resume-from", str(tmp_path / "checkpoints" / "checkpoint_000001")) == 1
+    (tmp_path / "run.json").write_text(json.dumps({}))
+    assert resumed_step("--resume-from", str(tmp_path)) == 2
+
+
+def test_run_without_a_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(CheckpointNotFoundError, match="has no checkpoint"):
+        find_start({"--resume-from": str(tmp_path)})
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def of_worker(error: Exception) -> Exception:
+    error.__cause__ = WorkerTraceback("Traceback ...\nValueError: bad", 3, "host (10.0.0.1)", ((0, "lost a peer"),))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "texts"),
+    [
+        (
+            of_worker(ValueError("bad")),
+            1,
+            ["the script failed in the worker of rank 3 on host (10.0.0.1)", "ValueError: bad", "rank 0: lost a peer"],
+        ),
+        (of_worker(ConfigError("of the script")), 1, ["the script failed in the worker of rank 3"]),
+        (of_worker(ScriptExit(7)), 7, ["rank 3 on host (10.0.0.1) called sys.exit(7)"]),
+        (WorkerDiedError("rank 1 died"), 1, ["WorkerDiedError: rank 1 died"]),
+        (KeyError("a bug"), 1, ["KeyError: 'a bug'"]),
+    ],
+)
+def test_error_has_its_status(
+    capsys: pytest.CaptureFixture[str], error: Exception, status: int, texts: list[str]
+) -> None:
+    assert report(error) == status
+    shown = capsys.readouterr().err
+    assert [text for text in texts if text not in shown] == []
+
+
+def test_error_of_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--num-worker", "2", "train.py"]) == 2
+    assert main(["rnu"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("raysgd run: --num-worker is not known (did you mean '--num-workers'?)")
+    assert lines[1] == "raysgd: rnu is not a command (did you mean 'run'?); `raysgd --help` lists them."
+
+
+def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in [([], "run a script"), (["--help"], "run a script"), (["run", "--help"], "--engine.precision")]:
+        assert main(words) == 0
+        assert text in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("raysgd ")
+
+
+def test_command_checks_its_flags_without_ray_and_frameworks(script: str) -> None:
+    code = f"""
+import sys
+from raysgd.cli.main import main
+status = main(["run", "--help"])
+status |= main(["run", "--engine.zero-stage", "8", {script!r}]) - 2
+heavy = {{"ray", "torch", "numpy", "pandas", "pyarrow", "rich", "tensorflow", "jax"}} & set(sys.modules)
+sys.exit(f"{{status}} {{heavy}}" if status or heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_flag_is_an_unknown_argument() -> None:
+    with pytest.raises(UnknownArgumentError):
+        given("--workers", "2")

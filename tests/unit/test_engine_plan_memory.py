@@ -1,0 +1,247 @@
+"""The cost model of memory and time: pure arithmetic on profiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.planning import Hardware, MemoryEstimate
+from raysgd.engine.planning.memory import blocks_of_stage, estimate_memory
+from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment, find_highest
+from raysgd.engine.planning.step_time import estimate_time
+
+MB = 1_000_000
+
+
+def make_profile(
+    *, num_blocks: int = 16, width: int = 1024, activation_mb: int = 40, output_mb: int = 4, num_rows: int = 1
+) -> ModelProfile:
+    """Make a profile of blocks with a column- and a row-parallel weight, an embedding and a head."""
+    kinds = [(("up", (4 * width, width), 0)), ("down", (width, 4 * width), 1), ("norm", (width,), None)]
+    blocks = [
+        _parameter(f"layers.{index}.{name}", shape, block=index, tensor_dim=dim)
+        for index in range(num_blocks)
+        for name, shape, dim in kinds
+    ]
+    outside = [
+        _parameter("embedding", (8000, width), sides=frozenset({"first"}), tensor_dim=0),
+        _parameter("head", (8000, width), sides=frozenset({"last"}), tensor_dim=0),
+    ]
+    part = activation_mb * MB * num_rows / 4
+    output = Amount(whole=output_mb * MB * num_rows)
+    block = Segment(
+        retained=Amount(whole=part + output.whole, gathered=part, sharded=2 * part),
+        output=output,
+        selected=Amount(whole=part / 2, sharded=part),
+        selected_retained=Amount(sharded=part),
+        forward_peaks=(Amount(whole=part, gathered=part, sharded=2 * part),),
+        backward_peaks=(Amount(whole=part / 2, sharded=part),),
+        carried=output,
+        forward_flops=Amount(sharded=1e12 * num_rows),
+        backward_flops=Amount(sharded=2e12 * num_rows),
+        selected_flops=Amount(sharded=0.9e12 * num_rows),
+        forward_kernels=20,
+        backward_kernels=40,
+        forward_reduced_bytes=2 * output.whole,
+        backward_reduced_bytes=2 * output.whole,
+    )
+    edge = Segment(retained=output)
+    steps = (edge, *(replace(block, block=index) for index in range(num_blocks)), edge)
+    return ModelProfile(
+        parameters=(outside[0], *blocks, outside[1]),
+        num_blocks=num_blocks,
+        stacks={"layers": num_blocks},
+        steps={num_rows: steps},
+    )
+
+
+def _parameter(name: str, shape: tuple[int, ...], **options: Any) -> ParameterInfo:
+    return ParameterInfo(name=name, shape=shape, itemsize=4, state_bytes_per_element=8, state_bytes=4, **options)
+
+
+def estimate(profile: ModelProfile, *, data_parallel: int = 1, **fields: Any) -> MemoryEstimate:
+    return estimate_memory(
+        profile, EngineConfig(**fields), data_parallel=data_parallel, num_rows=next(iter(profile.steps))
+    )
+
+
+profiles = st.builds(
+    make_profile,
+    num_blocks=st.integers(8, 40),
+    width=st.sampled_from([256, 1000, 4096]),
+    activation_mb=st.integers(8, 400),
+    output_mb=st.integers(1, 2),
+)
+ranks = st.sampled_from([2, 3, 4, 8, 16])
+checkpointing = st.sampled_from([None, "selective", "full"])
+
+
+@given(profiles, ranks, checkpointing)
+def test_each_zero_stage_needs_no_more_than_the_one_before(
+    profile: ModelProfile, data_parallel: int, kind: Any
+) -> None:
+    estimates = [
+        estimate(profile, data_parallel=data_parallel, zero_stage=stage, activation_checkpointing=kind)
+        for stage in range(4)
+    ]
+    for before, after in pairwise(estimates):
+        assert after.parameters <= before.parameters
+        assert after.gradients <= before.gradients
+        assert after.optimizer <= before.optimizer
+    # The shards of the states: a quarter of the optimizer state on four ranks, and nothing of it twice.
+    whole, sharded = estimates[0], estimates[3]
+    for name in ("parameters", "gradients", "optimizer"):
+        share = getattr(whole, name) / data_parallel
+        assert share <= getattr(sharded, name) <= 1.03 * share
+
+
+@given(profiles, st.sampled_from([(2, 4), (2, 8), (3, 6), (4, 16)]), st.integers(0, 3), checkpointing)
+def test_more_data_parallel_ranks_never_need_more_memory(
+    profile: ModelProfile, counts: tuple[int, int], stage: int, kind: Any
+) -> None:
+    few, many = (
+        estimate(profile, data_parallel=count, zero_stage=stage, activation_checkpointing=kind).total
+        for count in counts
+    )
+    assert many <= few
+
+
+@given(profiles, st.sampled_from([1, 2, 4]), st.booleans(), checkpointing)
+def test_more_tensor_parallel_ranks_never_need_more_memory(
+    profile: ModelProfile, count: int, is_shared: bool, kind: Any
+) -> None:
+    fields = {"activation_checkpointing": kind}
+    few = estimate(profile, tensor_parallel=count, sequence_parallel=is_shared and count > 1, **fields)
+    many = estimate(profile, tensor_parallel=2 * count, sequence_parallel=is_shared, **fields)
+    assert many.total < few.total
+
+
+@given(profiles, ranks)
+def test_checkpointing_needs_less_and_full_checkpointing_least(profile: ModelProfile, data_parallel: int) -> None:
+    kinds: tuple[Any, ...] = (None, "selective", "full")
+    kept, selective, full = (
+        estimate(profile, data_parallel=data_parallel, activation_checkpointing=kind).activations for kind in kinds
+    )
+    assert full <= selective <= kept
+
+
+@given(st.integers(8, 40), checkpointing, st.integers(0, 3))
+def test_twice_the_layers_need_about_twice_the_memory(num_blocks: int, kind: Any, stage: int) -> None:
+    small, large = (
+        estimate(make_profile(num_blocks=count), data_parallel=4, zero_stage=stage, activation_checkpointing=kind)
+        for count in (num_blocks, 2 * num_blocks)
+    )
+    outside = 2 * 8000 * 1024 * 16
+    assert 2 * small.parameters - outside <= large.parameters <= 2 * small.parameters
+    assert 2 * small.optimizer - outside <= large.optimizer <= 2 * small.optimizer
+    assert large.activations <= 2 * small.activations
+    if kind is None:
+        assert large.activations >= 1.8 * small.activations
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_pipeline_stages_divide_the_blocks(num_blocks: int, num_stages: int) -> None:
+    stages = [blocks_of_stage(num_blocks, num_stages, stage) for stage in range(num_stages)]
+    assert [block for stage in stages for block in stage] == list(range(num_blocks))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+@given(st.lists(st.tuples(*[st.integers(-3, 3)] * 3).map(lambda parts: Amount(*parts)), min_size=1), st.integers(1, 8))
+def test_the_highest_states_have_the_peak_for_any_number_of_ranks(states: list[Amount], count: int) -> None:
+    for is_shared in (False, True):
+        peaks = [
+            max(state.per_rank(count, sequence_parallel=is_shared) for state in some)
+            for some in (states, find_highest(states))
+        ]
+        assert peaks[0] == peaks[1]
+
+
+def test_zero_shares_what_its_paper_says() -> None:
+    # ZeRO (2020), figure 1, with fp32: 16 bytes for each parameter; stages share the state, the gradients, the parameters.
+    profile = make_profile(num_blocks=64)
+    size = 4 * profile.num_parameters
+    expected = [(1, 1, 1), (1, 1, 1 / 8), (1, 1 / 8, 1 / 8), (1 / 8, 1 / 8, 1 / 8)]
+    for stage, (parameters, gradients, state) in enumerate(expected):
+        found = estimate(profile, data_parallel=8, zero_stage=stage)
+        assert found.parameters == pytest.approx(parameters * size, rel=0.001)
+        assert found.gradients == pytest.approx(gradients * size, rel=0.001)
+        assert found.optimizer == pytest.approx(2 * state * size, rel=0.001)
+
+
+def test_gradients_stay_whole_while_several_micro_batches_add_to_them() -> None:
+    profile = make_profile()
+    one = estimate(profile, data_parallel=4, zero_stage=3)
+    several = estimate(profile, data_parallel=4, zero_stage=3, accumulation_steps=2)
+    assert several.gradients == pytest.approx(4 * one.gradients, rel=0.01)
+    assert several.parameters == one.parameters
+
+
+def test_zero_3_has_two_blocks_and_everything_outside_them_whole() -> None:
+    profile = make_profile(num_blocks=8, width=1024)
+    block = 4 * (2 * 4 * 1024 * 1024 + 1024)
+    outside = 4 * 2 * 8000 * 1024
+    assert estimate(profile, data_parallel=4, zero_stage=3).buffers == 2 * (2 * block + outside)
+    assert estimate(profile, data_parallel=1, zero_stage=3).buffers == 0
+
+
+def test_offloaded_states_are_in_the_host() -> None:
+    profile = make_profile()
+    on_device = estimate(profile, data_parallel=4, zero_stage=3)
+    offloaded = estimate(profile, data_parallel=4, zero_stage=3, cpu_offload=True)
+    assert offloaded.parameters == offloaded.gradients == offloaded.optimizer == 0
+    assert offloaded.host == on_device.parameters + on_device.gradients + on_device.optimizer
+    assert offloaded.buffers == on_device.buffers
+
+
+def test_first_pipeline_stage_holds_a_micro_batch_for_each_stage() -> None:
+    profile = make_profile(num_blocks=16)
+    few = estimate(profile, pipeline_parallel=4, micro_batches=1)
+    many = estimate(profile, pipeline_parallel=4, micro_batches=8)
+    kept = 4 * 44 * MB
+    # Stage 0 keeps 4 micro-batches of its 4 blocks; a single one needs what one micro-batch needs.
+    assert many.activations - few.activations == pytest.approx(3 * kept, rel=0.05)
+    assert many.stage == 0
+
+
+def test_foreach_step_needs_temporary_tensors_and_a_fused_one_does_not() -> None:
+    profile = make_profile(activation_mb=1)
+    foreach, fused = (estimate(profile, fused_optimizer=is_fused) for is_fused in (False, True))
+    assert foreach.step == foreach.gradients
+    assert fused.total < foreach.total
+
+
+def step_s(profile: ModelProfile, *, data_parallel: int = 1, hardware: Hardware | None = None, **fields: Any) -> float:
+    config = EngineConfig(**fields)
+    num_rows = next(iter(profile.steps))
+    return estimate_time(
+        profile, config, hardware or Hardware(), data_parallel=data_parallel, num_rows=num_rows
+    ).total_s
+
+
+def test_recomputation_takes_time() -> None:
+    profile = make_profile(num_rows=8)
+    kept, selective, full = (step_s(profile, activation_checkpointing=kind) for kind in (None, "selective", "full"))  # type: ignore[arg-type]
+    assert kept < selective < full
+    # A third of the computation is the forward pass: full checkpointing repeats it.
+    assert full / kept == pytest.approx(4 / 3, rel=0.05)
+
+
+def test_more_micro_batches_make_a_pipeline_idle_less() -> None:
+    profile = make_profile()
+    few, many = (step_s(profile, pipeline_parallel=4, micro_batches=count) / count for count in (4, 32))
+    # Narayanan et al. (2021): the idle time is (p - 1) / m of the computation.
+    assert few / many == pytest.approx((1 + 3 / 4) / (1 + 3 / 32), rel=0.1)
+
+
+def test_slower_connections_make_sharing_slower_and_computing_alone_not() -> None:
+    profile = make_profile(width=4096)
+    slow = Hardware(bandwidth_bytes_per_s=1e9)
+    for fields in ({"tensor_parallel": 4}, {"data_parallel": 4}, {"data_parallel": 4, "zero_stage": 3}):
+        assert step_s(profile, hardware=slow, **fields) > 1.5 * step_s(profile, **fields)  # type: ignore[arg-type]
+    assert step_s(profile, hardware=slow) == step_s(profile)

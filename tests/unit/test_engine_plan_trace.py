@@ -1,0 +1,353 @@
+"""What a traced step says, against the same step on real tensors, followed by torch's own memory tracker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.planning import MemoryEstimate, predict_memory
+from raysgd.engine.planning.memory import estimate_memory
+from raysgd.engine.planning.plan import profile_model
+from raysgd.engine.planning.trace import TracedModel
+from raysgd.engine.planning.tracker import SELECTED
+from raysgd.errors import ConfigError
+from support.planned_models import WIDTH, Perceptron, SmallModel, small_models
+
+MODELS = small_models()
+# Blocks of each model, for checkpointing.
+STACKS = {"gpt2": ("transformer.h",), "llama": ("model.layers",), "encoder": ("encoder.layers",), "mlp": ("layers",)}
+
+
+@dataclass
+class Measured:
+    """Bytes of a real step: states after the optimizer's step, activations at their peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows_of(name: str) -> int:
+    return MODELS[name].num_rows
+
+
+def measure(model: nn.Module, batch: dict[str, torch.Tensor], *, has_autocast: bool = False) -> Measured:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *batch.values())
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            out = model(**batch)
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        gradients = sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
+        optimizer.step()
+    bytes_of = {getattr(kind, "name", kind): size for kind, size in peak.items()}
+    states = sum(bytes_of[name] for name in ("PARAM", "BUFFER", "GRAD", "OPT"))
+    return Measured(
+        parameters=sum(one.nbytes for one in (*model.parameters(), *model.buffers())),
+        gradients=gradients,
+        optimizer=sum(one.nbytes for state in optimizer.state.values() for one in state.values()),
+        activations=bytes_of["Total"] - states - sum(one.nbytes for one in batch.values()),
+    )
+
+
+def predict(one: SmallModel, num_rows: int, **fields: Any) -> MemoryEstimate:
+    return predict_memory(one.make, one.batch(num_rows), EngineConfig(**fields), 1, device="cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prediction_is_what_a_real_step_needs(name: str) -> None:
+    model, num_rows = MODELS[name], rows_of(name)
+    found, expected = predict(model, num_rows), measure(model.make(), model.batch(num_rows))
+    assert found.parameters == pytest.approx(expected.parameters, rel=0.03)
+    assert found.gradients == pytest.approx(expected.gradients, rel=0.03)
+    assert found.optimizer == pytest.approx(expected.optimizer, rel=0.03)
+    assert found.activations == pytest.approx(expected.activations, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "encoder", "mlp", "cnn"])
+def test_prediction_with_autocast(name: str) -> None:
+    model, num_rows = MODELS[name], rows_of(name)
+    found = predict(model, num_rows, precision="bf16")
+    expected = measure(model.make(), model.batch(num_rows), has_autocast=True)
+    assert found.activations == pytest.approx(expected.activations, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("name", STACKS)
+def test_prediction_with_activation_checkpointing(name: str, kind: str) -> None:
+    one, num_rows = MODELS[name], rows_of(name)
+    model = one.make()
+    for stack in STACKS[name]:
+        for block in model.get_submodule(stack).children():
+            checkpoint_block(block, kind)
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # as transformers does when it checkpoints: blocks fill the cache in both passes
+    found, expected = predict(one, num_rows, activation_checkpointing=kind), measure(model, one.batch(num_rows))
+    assert found.activations == pytest.approx(expected.activations, rel=0.2)
+    assert found.activations < predict(one, num_rows).activations
+
+
+def checkpoint_block(block: nn.Module, kind: str) -> None:
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = op.overloadpacket in SELECTED
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    extra = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if kind == "selective" else {}
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)  # type: ignore[method-assign]
+
+
+def profile(make: Callable[[], nn.Module], batch: Any, rows: list[int], **options: Any) -> Any:
+    return profile_model(TracedModel(make, batch, **options), torch.optim.AdamW, rows)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "encoder", "cnn"])
+def test_flops_are_those_of_the_flop_counter(name: str) -> None:
+    one, num_rows = MODELS[name], rows_of(name)
+    segments = profile(one.make, one.batch(num_rows), [num_rows]).steps[num_rows]
+    model, batch = one.make().eval(), one.batch(num_rows)
+    with FlopCounterMode(display=False) as counter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        out = model(**batch)
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+    traced = sum(sum(one.forward_flops) + sum(one.backward_flops) for one in segments)
+    # Fused attention computes the scores again in the backward pass: up to a quarter more in attention alone.
+    assert counter.get_total_flops() * 0.99 <= traced <= counter.get_total_flops() * 1.1
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "t5"])
+def test_blocks_that_stand_in_for_each_other_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = MODELS[name]
+    quick = profile(one.make, one.batch(2), [2]).steps[2]
+    monkeypatch.setattr("raysgd.engine.planning.trace._TRACED_OCCURRENCES", 10**6)
+    whole = profile(one.make, one.batch(2), [2]).steps[2]
+    assert [segment.block for segment in quick] == [segment.block for segment in whole]
+    assert [segment.forward_flops for segment in quick] == [segment.forward_flops for segment in whole]
+    assert sum(sum(segment.retained) for segment in quick) == pytest.approx(
+        sum(sum(segment.retained) for segment in whole), rel=0.01
+    )
+
+
+def test_trace_of_a_deep_model_takes_few_operations() -> None:
+    class Deep(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([self.layers[0], *(type(self.layers[0])() for _ in range(99))])
+
+    found = profile(Deep, MODELS["mlp"].batch(8), [8])
+    assert found.num_blocks == 100
+    assert len({id(segment.retained) for segment in found.steps[8] if segment.block is not None}) <= 4
+
+
+def test_tied_weights_count_once() -> None:
+    found = profile(MODELS["gpt2"].make, MODELS["gpt2"].batch(1), [1])
+    model = MODELS["gpt2"].make()
+    assert found.num_parameters == sum(one.numel() for one in model.parameters())
+    tied = next(one for one in found.parameters if one.name == "transformer.wte.weight")
+    assert tied.sides == {"first", "last"}
+    assert not any(one.name.startswith("lm_head") for one in found.parameters)
+
+
+def test_micro_batches_of_several_sizes_are_traced() -> None:
+    one = MODELS["mlp"]
+    steps = profile(one.make, one.batch(64), [1, 8, 64]).steps
+    retained = {rows: sum(sum(segment.retained) for segment in segments) for rows, segments in steps.items()}
+    assert retained[64] == pytest.approx(64 * retained[1], rel=0.01)
+    assert retained[8] == pytest.approx(8 * retained[1], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "opt", "encoder", "mlp"])
+def test_tensor_parallel_layers_are_found(name: str) -> None:
+    one = MODELS[name]
+    found = profile(one.make, one.batch(4), [4])
+    assert found.tensor_parallel_obstacle is None
+    weights = [parameter for parameter in found.parameters if parameter.block is not None and len(parameter.shape) == 2]
+    # All matrices of the blocks but T5's table of relative positions.
+    assert [
+        parameter.name for parameter in weights if parameter.tensor_dim is None and "relative" not in parameter.name
+    ] == []
+    blocks = [segment for segment in found.steps[4] if segment.block is not None]
+    assert all(segment.retained.sharded > 0 and segment.output.sharded == 0 for segment in blocks)
+
+
+def test_tensor_parallel_activations_are_those_of_the_megatron_papers() -> None:
+    """Korthikanti et al. (2022), equations 1 and 2, for a layer with GELU, dropout and fused attention, in bytes of fp32.
+
+    A layer keeps its input for two norms (8 sbh in fp32), the norms' outputs (8), queries, keys, values and the attention's
+    output (16 / t), the MLP's two inner tensors (32 / t), and two masks of dropout (2, one byte each); with sequence
+    parallelism everything but the norms' outputs is divided, as torch keeps these gathered.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.out_proj = nn.Linear(WIDTH, WIDTH)
+            self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm1(x)
+            q, k, v = (one(y).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+            x = x + self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
+            return x + self.dropout(self.fc2(nn.functional.gelu(self.fc1(self.norm2(x)))))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    found = profile(Stack, {"x": torch.zeros(2, 256, WIDTH)}, [2])
+    retained = next(segment.retained for segment in found.steps[2] if segment.block == 1)
+    sbh = 2 * 256 * WIDTH
+    for count in (1, 2, 4):
+        assert retained.per_rank(count) == pytest.approx(sbh * (8 + 8 + 2 + 48 / count), rel=0.02)
+        shared = retained.per_rank(count, sequence_parallel=True)
+        assert shared == pytest.approx(sbh * (8 + (8 + 2 + 48) / count), rel=0.02)
+
+
+def test_layers_that_are_no_pairs_are_not_shared() -> None:
+    class Odd(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.fc2, layer.up_proj = nn.Identity(), nn.Linear(8 * WIDTH, WIDTH)
+                layer.forward = lambda x, layer=layer: x + layer.up_proj(layer.fc1(layer.norm(x)))  # type: ignore[method-assign]
+
+    obstacle = profile(Odd, MODELS["mlp"].batch(8), [8]).tensor_parallel_obstacle
+    assert obstacle is not None
+    assert "layers.0" in obstacle
+
+
+def test_bf16_keeps_half_and_bf16_true_adds_master_weights() -> None:
+    one = MODELS["mlp"]
+    fp32, autocast, true = (predict(one, 512, precision=kind) for kind in ("fp32", "bf16", "bf16-true"))
+    assert autocast.parameters == fp32.parameters
+    assert autocast.optimizer == fp32.optimizer
+    assert autocast.activations < 0.8 * fp32.activations
+    assert true.parameters == pytest.approx(fp32.parameters / 2)
+    assert true.gradients == pytest.approx(fp32.gradients / 2)
+    assert true.optimizer == pytest.approx(fp32.optimizer * 1.5, rel=0.01)
+    assert true.activations == pytest.approx(fp32.activations / 2, rel=0.05)
+
+
+def test_gpu_keeps_less_for_attention_and_dropout() -> None:
+    one = MODELS["encoder"]
+    on_cpu, on_gpu = (
+        predict_memory(one.make, one.batch(8), EngineConfig(), 1, device=device)  # type: ignore[arg-type]
+        for device in ("cpu", "cuda")
+    )
+    assert on_gpu.activations < 0.8 * on_cpu.activations
+
+
+def test_state_of_other_optimizers_is_counted() -> None:
+    one = MODELS["mlp"]
+    size = predict(one, 8).parameters
+    for optimizer_fn, times in (
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (partial(torch.optim.Adam, amsgrad=True), 3),
+    ):
+        found = predict_memory(one.make, one.batch(8), EngineConfig(), 1, optimizer_fn=optimizer_fn)
+        assert found.optimizer == pytest.approx(times * size, rel=0.001)
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    def make() -> nn.Module:
+        model = Perceptron()
+        model.layers.requires_grad_(False)
+        return model
+
+    found = predict_memory(make, MODELS["mlp"].batch(8), EngineConfig(), 1)
+    assert found.gradients == 4 * (10 * WIDTH + 10)
+    assert found.optimizer == pytest.approx(2 * found.gradients, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["full", None])
+def test_pipeline_stages_need_less_than_the_whole_model(kind: Any) -> None:
+    one = MODELS["llama"]
+    found = profile(one.make, one.batch(4), [4])
+    whole = estimate_memory(found, EngineConfig(activation_checkpointing=kind), data_parallel=1, num_rows=4)
+    config = EngineConfig(pipeline_parallel=2, micro_batches=1, activation_checkpointing=kind)
+    half = estimate_memory(found, config, data_parallel=1, num_rows=4)
+    assert 0.4 * whole.parameters < half.parameters < 0.65 * whole.parameters
+    assert half.activations < whole.activations
+
+
+def test_shapes_stand_for_token_ids() -> None:
+    one = MODELS["gpt2"]
+    with_shapes = predict_memory(one.make, {"input_ids": (4, 64), "labels": (4, 64)}, EngineConfig(), 1)
+    assert with_shapes == predict_memory(one.make, one.batch(4), EngineConfig(), 1)
+
+
+def test_positional_batches_and_own_losses() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(model(x).repeat(1, 50), y)
+
+    batch = (torch.zeros(32, 16), torch.zeros(32, dtype=torch.int64))
+    own = predict_memory(make, batch, EngineConfig(), 1, loss_fn=loss_fn)
+    default = predict_memory(make, batch[0], EngineConfig(), 1)
+    assert own.parameters == default.parameters == 4 * (16 * 64 + 64 + 64 * 4 + 4)
+    assert default.activations >= 32 * 64 * 4
+    assert own.activations >= 32 * 50 * 4 * 4
+
+
+def test_model_that_reads_values_is_refused() -> None:
+    class Reading(Perceptron):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, labels) * (2 if x.sum().item() > 0 else 1)
+
+    with pytest.raises(ConfigError, match=r"cannot be traced without data: .*loss_fn="):
+        predict_memory(Reading, MODELS["mlp"].batch(8), EngineConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": torch.zeros(4, 2), "labels": torch.zeros(3)}, r"first dimensions \[3, 4\]"),
+        ({}, "neither tensors nor shapes"),
+    ],
+)
+def test_batches_without_rows_are_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict_memory(Perceptron, batch, EngineConfig(), 1)
+
+
+def test_model_fn_that_makes_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"returned int; it has to return a torch\.nn\.Module"):
+        predict_memory(lambda: 3, (4, 2), EngineConfig(), 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="no parameters"):
+        predict_memory(nn.Identity, torch.zeros(4, 2), EngineConfig(), 1)
