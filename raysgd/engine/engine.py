@@ -358,9 +358,10 @@ class Engine:
             raise ConfigError(
                 f"engine.compose(model=...) is {with_article(type(model).__name__)}; give a torch module."
             )
-        if is_wrapped(model):
+        if wrapped := [type(module).__name__ for module in model.modules() if is_wrapped(module)]:
             raise ConfigError(
-                f"the model is wrapped by {type(model).__name__} already, and the engine does that itself: give the model inside."
+                f"the model, a {type(model).__name__}, is wrapped by {wrapped[0]} already, and the engine does that itself: give "
+                "the model inside."
             )
         devices = sorted({str(tensor.device) for tensor in model.parameters()})
         if len(devices) > 1:

@@ -444,7 +444,8 @@ class _Loop:
             metrics["loss"] = self._metrics["loss"]
         metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
         if evaluates and self._evaluation is not None:
-            metrics |= self._template._evaluate(self._evaluation)
+            # Those of rank 0: they are saved too, and ranks must not save different values.
+            metrics |= api.gather(self._template._evaluate(self._evaluation))[0]
             self._evaluated_step = self._step
         self._metrics = metrics
         api.report(metrics)
@@ -471,7 +472,7 @@ class _Loop:
         self._step, self._epoch = at["step"], at["epoch"]
         # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
         self._num_batches = at["batches"] * at["copies"] // api.data_parallel_size()
-        self._saved_step = self._step
+        self._saved_step, self._metrics = self._step, at["metrics"]
 
 
 class _Rest:
