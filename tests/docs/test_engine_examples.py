@@ -1,4 +1,4 @@
-"""The examples with transformers: ``08_five_lines.py`` has the losses of the plain script, ``09_text_classification.py`` learns."""
+"""Examples with transformers: ``08_five_lines.py`` has the plain script's losses, ``09_text_classification.py`` learns."""
 
 from __future__ import annotations
 
