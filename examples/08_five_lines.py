@@ -9,11 +9,8 @@ sentences have the same words, from generated sentences. Nothing is downloaded.
 # test: tests/docs/test_engine_examples.py
 
 import argparse
-import os
 import random
 from functools import partial
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

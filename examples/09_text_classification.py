@@ -9,10 +9,7 @@ default optimizer and scheduler are the template's. Nothing is downloaded.
 # test: tests/docs/test_engine_examples.py
 
 import argparse
-import os
 import random
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification

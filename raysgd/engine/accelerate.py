@@ -100,14 +100,14 @@ def _refuse(name: str, value: Any) -> ConfigError:
     return ConfigError(f"accelerate cannot use {name}={value!r}: {_NOT_HERE[name]}.")
 
 
-def _precision(given: MixedPrecision) -> Precision:
+def _precision(given: Any) -> Precision:
     if isinstance(given, bool):
         if not given:
             return "fp32"
         return "bf16" if device().type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if given not in ("bf16", "fp16"):
         raise ConfigError(f'mixed_precision={given!r} is not known; give True, False, "bf16" or "fp16".')
-    return given
+    return "bf16" if given == "bf16" else "fp16"
 
 
 def _check_without_optimizer(config: EngineConfig) -> None:

@@ -461,7 +461,7 @@ class _Loop:
             "batches": self._num_batches,
             "copies": api.data_parallel_size(),
         }
-        self._engine.save_checkpoint(progress=at)
+        self._engine.save_checkpoint(progress={**at, "metrics": self._metrics})
         self._saved_step = self._step
 
     def _load(self) -> None:
