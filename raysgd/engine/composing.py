@@ -113,9 +113,8 @@ class Composition:
     def _recompute(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         kind = self._config.activation_checkpointing
         if kind is not None:
-            for config in {
-                id(each): each for each in (getattr(part, "config", None) for part in model.modules())
-            }.values():
+            for part in model.modules():
+                config: Any = getattr(part, "config", None)
                 if getattr(
                     config, "use_cache", False
                 ):  # of transformers: the second computation would fill the cache again

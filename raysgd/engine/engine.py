@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
-from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedHook
 from raysgd.engine.composing import Composition
@@ -29,7 +28,7 @@ from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import is_wrapped
+from raysgd.torch.model import is_wrapped, unwrap
 from raysgd.torch.restoring import restore
 
 _END = object()
@@ -287,7 +286,10 @@ class Engine:
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        state: dict[str, Any] = {"model": extract_state(model), "engine": {"loss_scale": self._scale.state_dict()}}
+        state: dict[str, Any] = {
+            "model": unwrap(model).state_dict(),
+            "engine": {"loss_scale": self._scale.state_dict()},
+        }
         if self._optimizer is not None and self._made.numbers is not None:
             state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
             state["engine"]["masters"] = self._masters()
@@ -309,7 +311,7 @@ class Engine:
         state = api.load_checkpoint()
         if state is None:
             return None
-        own, saved = extract_state(model), {**state["model"], **state["engine"].get("masters", {})}
+        own, saved = unwrap(model).state_dict(), {**state["model"], **state["engine"].get("masters", {})}
         restore({name: value for name, value in saved.items() if name in own}, into=model)
         self._scale.load_state_dict(state["engine"]["loss_scale"])
         if self._made.pieces is not None:
