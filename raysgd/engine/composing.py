@@ -115,7 +115,9 @@ class Composition:
         if kind is not None:
             for part in model.modules():
                 config: Any = getattr(part, "config", None)
-                if getattr(config, "use_cache", False):  # of transformers: the second computation would fill the cache again
+                if getattr(
+                    config, "use_cache", False
+                ):  # of transformers: the second computation would fill the cache again
                     config.use_cache = False
             recompute(blocks.values() or [model], selective=kind == "selective")
             self._note(blocks or {"": model}, f"{kind} activation checkpointing")
