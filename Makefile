@@ -24,7 +24,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all lint format gpu bench doc wheel horovod pin clean
+.PHONY: help train quick test test-rest test-all matrix lint format gpu bench doc wheel horovod pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -58,6 +58,9 @@ test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (28 minut
 	@$(BIN)/python -m pytest -m alone $(PROCESSES) $(ARGS)
 
 test-all: test test-rest  ## Everything (40 minutes)
+
+matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (20 minutes)
+	@RAYSGD_MATRIX=all $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py $(ARGS)
 
 # With the packages of the tests: the types of pytest and IPython are checked against.
 lint: $(TEST)  ## Lint, format, types and layers, without changing anything

@@ -28,7 +28,7 @@ EXTRAS = {
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],
     # What examples/ import in addition to raysgd[torch].
-    "examples": ["scikit-learn>=1.5"],
+    "examples": ["scikit-learn>=1.5", "transformers>=4.50"],
     "lint": [
         "ruff>=0.9",
         "mypy>=1.15",

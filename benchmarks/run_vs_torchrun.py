@@ -66,9 +66,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the results")
     args = parser.parse_args()
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, _cluster() as address:
         samples = measure(Path(folder), address, 1 if args.quick else args.repeat)
-    document = {"machine": describe_machine(), "measured": date.today().isoformat(), "samples": samples}
+    today = date.today().isoformat()
+    document = {"machine": describe_machine(), "measured": today, "load": round(load, 1), "samples": samples}
     output.mkdir(parents=True, exist_ok=True)
     (output / "scripts.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     page = render(document)
@@ -78,7 +80,8 @@ def main() -> None:
 
 @contextmanager
 def _cluster() -> Iterator[str]:
-    """Start a Ray cluster; yield its address."""
+    """Start a Ray cluster, whose workers have the niceness of other processes; yield its address."""
+    os.environ.update(RAY_worker_niceness="0")  # by default 15
     import ray
 
     address = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False).address_info
@@ -195,7 +198,8 @@ def render(document: dict[str, Any]) -> str:
         "",
         f"Medians of {len(samples['torchrun'])} repetitions in which the systems alternate, {document['measured']}, on "
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB; python {versions['python']}, ray "
-        f"{versions.get('ray')}, torch {versions.get('torch')}. `OMP_NUM_THREADS=1` everywhere.",
+        f"{versions.get('ray')}, torch {versions.get('torch')}. `OMP_NUM_THREADS=1` everywhere, and all processes have the same "
+        f"niceness. The load average was {document['load']} when it began.",
         "",
         "```console",
         "$ python benchmarks/run_vs_torchrun.py",

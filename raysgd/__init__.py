@@ -6,7 +6,7 @@ The public names are resolved on first use, so importing raysgd loads neither Ra
 import typing as _typing  # editors complete what has no underscore
 
 if _typing.TYPE_CHECKING:
-    from raysgd import backends, callbacks, data, errors, jax, tensorflow, torch, tune_integration
+    from raysgd import backends, callbacks, data, engine, errors, jax, tensorflow, torch, tune_integration
     from raysgd.backends.base import Backend, BackendConfig, Coordinator
     from raysgd.backends.env import EnvConfig
     from raysgd.backends.horovod import HorovodConfig
@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.checkpoint.resharding import SavedArray
     from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
+    from raysgd.engine.accelerate import accelerate
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.engine import Engine
     from raysgd.result import Event, Result, RunInfo, RunStatus
@@ -59,6 +60,7 @@ _NAMES_OF = {
     "raysgd.checkpoint.checkpoint": ("Checkpoint",),
     "raysgd.checkpoint.resharding": ("SavedArray",),
     "raysgd.config": ("CheckpointConfig", "FailureConfig", "RunConfig"),
+    "raysgd.engine.accelerate": ("accelerate",),
     "raysgd.engine.config": ("EngineConfig",),
     "raysgd.engine.engine": ("Engine",),
     "raysgd.result": ("Event", "Result", "RunInfo", "RunStatus"),
@@ -73,7 +75,7 @@ _NAMES_OF = {
     "raysgd.trainer.trainer": ("Trainer",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-_PACKAGES = ("backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration")
+_PACKAGES = ("backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration")
 
 __all__ = [  # noqa: RUF022 - in the order of the documentation
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
@@ -86,8 +88,8 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
     "in_worker", "local",
     "load_run", "compare_runs",
-    "Engine", "EngineConfig",
-    "backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration",
+    "Engine", "EngineConfig", "accelerate",
+    "backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from raysgd.cli.script import Script, ScriptExit
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_choice
 from raysgd.config.run import DEFAULT_STORAGE_PATH, Reduction
+from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, WorkerTraceback
 
 if TYPE_CHECKING:
@@ -275,6 +276,7 @@ def trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         "backend": _backend(given, limit),
         "cpus_per_worker": given.get("--cpus-per-worker", 1),
         "gpus_per_worker": given.get("--gpus-per-worker", 0),
+        "workers_per_replica": (make_engine_config(given) or EngineConfig()).workers_per_replica,
         "runtime_env": {"env_vars": environment} if environment else None,
         "seed": given.get("--seed"),
         "run_config": RunConfig(

@@ -11,6 +11,7 @@ import contextlib
 import importlib.machinery
 import linecache
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from raysgd.session import context
 _NAME_OF_PROCESS = ":actor_name:"
 #: Begins the lines by which a rank marks how far its output has come; the command does not show them.
 MARK = "::raysgd-output"
+_FIELDS = re.compile(r"(\d+):(\d+):(\d+):(begin|end)\s*", re.ASCII)
 
 
 class ScriptExit(Exception):
@@ -67,10 +69,11 @@ class OutputMark:
     def parse(cls, line: str, token: str) -> tuple[str, OutputMark | None]:
         """Return the text before the mark that ends a line, and the mark; without a mark the whole line, and None."""
         text, found, fields = line.rpartition(f"{MARK}:{token}:")
-        if not found:
+        values = _FIELDS.fullmatch(fields) if found else None
+        if values is None:
             return line, None
-        attempt, rank, world_size, kind = fields.strip().split(":")
-        return text, cls(token, int(attempt), int(rank), int(world_size), kind == "end")
+        attempt, rank, world_size = map(int, values.groups()[:3])
+        return text, cls(token, attempt, rank, world_size, is_end=values[4] == "end")
 
 
 class Script:
@@ -151,7 +154,7 @@ class Script:
         """Return the folder of the script at ``path``; of a copy, the original folder if it exists here."""
         own = os.path.dirname(self._path)
         is_copy = path != self._path and self._shipped_path is None
-        return own if is_copy and os.path.isdir(own) else os.path.dirname(path)
+        return own if is_copy and os.path.isdir(own) else os.path.dirname(os.path.realpath(path))  # as Python has it
 
     def _is_here(self) -> bool:
         """Return whether this machine has the same script at the same path."""

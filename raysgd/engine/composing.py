@@ -24,6 +24,7 @@ from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.errors import ConfigError
 from raysgd.session import api
 from raysgd.torch.devices import device
 from raysgd.torch.model import prepare_model
@@ -112,6 +113,12 @@ class Composition:
     def _recompute(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         kind = self._config.activation_checkpointing
         if kind is not None:
+            for part in model.modules():
+                config: Any = getattr(part, "config", None)
+                if getattr(
+                    config, "use_cache", False
+                ):  # of transformers: the second computation would fill the cache again
+                    config.use_cache = False
             recompute(blocks.values() or [model], selective=kind == "selective")
             self._note(blocks or {"": model}, f"{kind} activation checkpointing")
 
@@ -160,6 +167,8 @@ class Composition:
         self.pieces = self._make_pieces([each for each in model.parameters() if each.requires_grad and each in trained])
         pieces = {} if self.pieces is None else self.pieces.piece_of
         replace_parameters(optimizer, {parameter: pieces.get(parameter, parameter) for parameter in trained})
+        if self._config.fused_optimizer:
+            _fuse(optimizer)
         self.numbers.replace(pieces)
         if self.pipeline is not None:
             copied = (after[name] for name in self.pipeline.copied_parameters)
@@ -196,3 +205,17 @@ class Composition:
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:
             self.changes.setdefault(name, []).append(what)
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    """Make the optimizer's steps be one kernel.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if "fused" not in optimizer.defaults:
+        raise ConfigError(
+            f"fused_optimizer=True: {type(optimizer).__name__} has no fused step; give torch.optim.AdamW, Adam, SGD or Adagrad."
+        )
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update(fused=True, foreach=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from raysgd.config.argument_names import refuse_unknown_fields
@@ -17,7 +17,6 @@ from raysgd.errors import ConfigError
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 ActivationCheckpointing = Literal["full", "selective"]
 Compile = Literal["model", "blocks"]
-PlanMode = Literal["auto"]
 
 
 @refuse_unknown_fields()
@@ -44,7 +43,6 @@ class EngineConfig:
         fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
             micro-batches have different numbers of them.
-        plan: ``"auto"``: fields that are not given are chosen by `raysgd.engine.plan`. None: they have their defaults.
     """
 
     precision: Precision = "fp32"
@@ -61,7 +59,6 @@ class EngineConfig:
     compile: Compile | None = None
     fused_optimizer: bool = False
     weighted_gradients: bool = False
-    plan: PlanMode | None = None
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(Precision))
@@ -74,7 +71,6 @@ class EngineConfig:
         for name, kind in (
             ("activation_checkpointing", ActivationCheckpointing),
             ("compile", Compile),
-            ("plan", PlanMode),
         ):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), get_args(kind))
@@ -114,6 +110,15 @@ class EngineConfig:
             ConfigError: A name is not known, or a value is not allowed.
         """
         return cls(**{name.replace("-", "_"): value for name, value in values.items()})
+
+
+def merge_configs(config: EngineConfig, override: EngineConfig | None) -> EngineConfig:
+    """Return the config with those fields of another that differ from their defaults.
+
+    Raises:
+        ConfigError: Fields of the two do not go together.
+    """
+    return config if override is None else replace(config, **override.given())
 
 
 _current: EngineConfig | None = None

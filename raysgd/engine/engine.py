@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
-from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.attached import AttachedHook
 from raysgd.engine.composing import Composition
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import global_norm, scale
+from raysgd.engine.memory import MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipelined import PipelinedModel
 from raysgd.engine.precision import LossScale
@@ -27,6 +28,7 @@ from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
+from raysgd.torch.model import is_wrapped, unwrap
 from raysgd.torch.restoring import restore
 
 _END = object()
@@ -49,6 +51,8 @@ class Engine:
     Without strategies the losses are those of the loop without the engine. It works in a ``train_func``, and alone as a world
     of one.
 
+    Strategies of the command line, as in ``raysgd run --engine.precision bf16 script.py``, override those that are given here.
+
     Args:
         config: All strategies at once, in place of ``strategies``.
         **strategies: Fields of `raysgd.engine.EngineConfig`.
@@ -63,7 +67,7 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **strategies: Any) -> None:
         if config is not None and strategies:
             raise ConfigError("Engine(config, ...) has a config and strategies too; give one of the two.")
-        self.config = EngineConfig(**strategies) if config is None else config
+        self.config = merge_configs(EngineConfig(**strategies) if config is None else config, current_engine_config())
         self._check_workers()
         self._accumulation = Accumulation(self.config.accumulation_steps)
         self._scale = LossScale(self.config.precision == "fp16", self.config.loss_scale)
@@ -120,7 +124,7 @@ class Engine:
         self._made.apply(model, optimizer, tensor_plan)
         self._model = self._made.model
         if self._made.pipeline is None:
-            self._model.register_forward_pre_hook(self._before_forward)
+            self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
         if optimizer is not None:
@@ -159,6 +163,10 @@ class Engine:
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
+        self.on_backward(weight)
+
+    def on_backward(self, weight: float) -> None:
+        """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
         self._weight += weight
         self._accumulation.on_backward()
         if self._made.pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
@@ -278,7 +286,10 @@ class Engine:
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        state: dict[str, Any] = {"model": extract_state(model), "engine": {"loss_scale": self._scale.state_dict()}}
+        state: dict[str, Any] = {
+            "model": unwrap(model).state_dict(),
+            "engine": {"loss_scale": self._scale.state_dict()},
+        }
         if self._optimizer is not None and self._made.numbers is not None:
             state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
             state["engine"]["masters"] = self._masters()
@@ -300,7 +311,7 @@ class Engine:
         state = api.load_checkpoint()
         if state is None:
             return None
-        own, saved = extract_state(model), {**state["model"], **state["engine"].get("masters", {})}
+        own, saved = unwrap(model).state_dict(), {**state["model"], **state["engine"].get("masters", {})}
         restore({name: value for name, value in saved.items() if name in own}, into=model)
         self._scale.load_state_dict(state["engine"]["loss_scale"])
         if self._made.pieces is not None:
@@ -341,7 +352,7 @@ class Engine:
 
     def _composed(self) -> nn.Module:
         if self._model is None:
-            raise UsageError("call engine.compose(...) first: there is no model to save or to load.")
+            raise UsageError("call engine.compose(...) first: there is no model yet.")
         return self._model
 
     def _check_given(self, model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
@@ -349,11 +360,20 @@ class Engine:
             raise ConfigError(
                 f"engine.compose(model=...) is {with_article(type(model).__name__)}; give a torch module."
             )
+        if wrapped := [type(module).__name__ for module in model.modules() if is_wrapped(module)]:
+            raise ConfigError(
+                f"the model, a {type(model).__name__}, is wrapped by {wrapped[0]} already, and the engine does that itself: give "
+                "the model inside."
+            )
         devices = sorted({str(tensor.device) for tensor in model.parameters()})
         if len(devices) > 1:
             raise ConfigError(
                 f"the model's parameters are on {len(devices)} devices ({', '.join(devices)}), and the engine moves a model to "
                 "one: make it on one device, and give zero_stage=3 if it is too large for that."
+            )
+        if devices == ["meta"]:
+            raise ConfigError(
+                "the model is on the meta device, where parameters have no values: make it on the CPU, or load its values first."
             )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer is {with_article(type(optimizer).__name__)}; give a torch optimizer.")
@@ -366,6 +386,19 @@ class Engine:
             )
         if optimizer is None:
             raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")
+
+    # -- what users see ------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryUse:
+        """Measure what this rank's parameters, gradients and optimizer state take now.
+
+        After the first step the optimizer has its state, and between ``backward`` and ``zero_grad`` there are gradients.
+        """
+        model = self._composed()
+        pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
+        states = [] if self._optimizer is None else list(self._optimizer.state.values())
+        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        return measure(model.parameters(), pieces, state)
 
     def describe(self) -> str:
         """Return a table of what was done to each module."""
@@ -402,6 +435,6 @@ def count_rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
     from torch.utils import _pytree as pytree
 
-    values = list(batch.values()) if hasattr(batch, "values") else batch
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
     return tensors[0].shape[0] if tensors else 1

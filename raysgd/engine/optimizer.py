@@ -68,6 +68,9 @@ class EngineOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
+
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.inner!r})"
 
@@ -168,3 +171,7 @@ def _holds(value: Any, parameters: Mapping[nn.Parameter, Any]) -> bool:
     return isinstance(value, (list, tuple)) and any(
         isinstance(item, torch.Tensor) and item in parameters for item in value
     )
+
+
+def _same(optimizer: Optimizer) -> Optimizer:
+    return optimizer

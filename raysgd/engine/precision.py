@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from raysgd.engine.attached import AttachedForward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -19,14 +20,13 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     """
     forward = model.forward
 
-    @functools.wraps(forward)
     def autocast(*args: Any, **kwargs: Any) -> Any:
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         with torch.autocast(device, dtype):
             outputs = forward(*args, **kwargs)
         return to_fp32(outputs)
 
-    model.forward = autocast
+    model.forward = AttachedForward(forward, autocast)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = False) -> None:
@@ -36,13 +36,12 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = F
     """
     forward = model.forward
 
-    @functools.wraps(forward)
     def cast(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda value: _floats_to(value, dtype), (args, kwargs))
         outputs = forward(*args, **kwargs)
         return outputs if keeps_outputs else to_fp32(outputs)
 
-    model.forward = cast
+    model.forward = AttachedForward(forward, cast)
 
 
 def to_fp32(outputs: Any) -> Any:

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from raysgd.engine.attached import AttachedForward
+
 _ATEN = torch.ops.aten
 #: What ``"selective"`` keeps: matrix products and attention, which cost the most to compute again.
 _KEPT = {
@@ -40,13 +42,12 @@ def recompute(blocks: Iterable[nn.Module], *, selective: bool) -> None:
 
 
 def _recomputed(block: nn.Module, forward: Any, more: dict[str, Any]) -> Any:
-    @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
-    return call
+    return AttachedForward(forward, call)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

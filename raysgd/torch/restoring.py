@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.checkpoint.codecs.frameworks import extract_state
 from raysgd.checkpoint.codecs.shards import ShardIndex
 from raysgd.checkpoint.codecs.torch import is_dtensor, local_pieces
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
+from raysgd.torch.model import unwrap
 
 
 def restore(saved: Any, *, into: Any) -> None:
@@ -73,7 +73,8 @@ def _items(saved: Any, into: Any, place: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _load_module(saved: Any, module: nn.Module, place: str) -> None:
-    own = extract_state(module)
+    module = unwrap(module)
+    own = module.state_dict()
     if unknown := [key for key in saved if key not in own]:
         raise CheckpointError(f"{place}[{unknown[0]!r}] was saved but the {type(module).__name__} has no such name.")
     if missing := [key for key in own if key not in saved]:

@@ -19,8 +19,8 @@ PUBLIC = {
         Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Engine EngineConfig EnvConfig Event
         FailureConfig HorovodConfig
         JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
-        TorchConfig Trainer barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather get_dataset
-        get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank
+        TorchConfig Trainer accelerate barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather
+        get_dataset get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank
         report save_checkpoint should_stop world_rank world_size
     """.split(),
     "raysgd.backends": """
@@ -32,6 +32,10 @@ PUBLIC = {
     """.split(),
     "raysgd.data": """
         Batches DatasetShard DatasetSubset Rows WorkerDataset to_cv
+    """.split(),
+    "raysgd.engine": """
+        Candidate EngineConfig Finetuner Hardware MemoryEstimate MemoryUse Plan PreTrainer TemplateSettings TimeEstimate plan
+        predict_memory
     """.split(),
     "raysgd.torch": """
         PreparedLoader device mesh prepare_data_loader prepare_model prepare_optimizer restore unwrap
@@ -60,8 +64,8 @@ PUBLIC = {
         RETURNED SimulatedRun broken failed finish history_of kill part previous_state_of reports running saved uri_of
     """.split(),
 }
-PACKAGES = ["backends", "callbacks", "data", "errors", "jax", "tensorflow", "torch", "tune_integration"]
-FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}
+PACKAGES = ["backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration"]
+FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.engine": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}
 
 
 @pytest.mark.parametrize("package", PUBLIC)

@@ -102,3 +102,13 @@ def test_kill_in_a_backend_group_is_measured(tmp_path: Path) -> None:
     )
     row = next(row for row in document["rows"] if row["key"] == "kill_jax")
     assert row["cells"]["raysgd"]["value"] > 0 and "failed" not in row["cells"]["raysgd"], document
+
+
+@pytest.mark.timeout(220)
+def test_start_of_scripts_is_measured(tmp_path: Path) -> None:
+    document = run("run_vs_torchrun.py", output=tmp_path, file="scripts.json")
+    assert document["samples"].keys() == {"torchrun", "env", "torch", "second"}
+    for name, taken in document["samples"].items():
+        (times,) = taken
+        assert 0 < times["line"] <= times["group"] <= times["end"], name
+    assert "first collective" in (tmp_path / "scripts.md").read_text(encoding="utf-8")

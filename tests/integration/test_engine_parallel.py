@@ -9,9 +9,15 @@ import pytest
 from support import engine_ranks
 from support.torch_ranks import RankGroup
 
-#: The relative difference to the plain loop that is allowed in fp32: to losses of 20 steps of AdamW, and to the gradients of
-#: the first steps. Later ones are those of other weights: AdamW turns the rounding errors of small gradients into steps.
-TOLERANCE, LAST_TOLERANCE = 1e-5, 1e-4
+#: A call waits for four processes, which import torch and transformers first.
+pytestmark = pytest.mark.timeout(300)
+
+#: The relative difference to the plain loop that is allowed in fp32: to the losses of 20 steps of AdamW, and to the gradients
+#: of the first step. Later gradients are those of other weights: AdamW turns rounding errors of small gradients into steps.
+TOLERANCE, LATER_TOLERANCE = 1e-5, 1e-4
+
+#: The same for losses with autocast, and with parameters in bf16, where one loss has 8 bits.
+AUTOCAST_TOLERANCE, BF16_TOLERANCE = 2e-3, 2e-2
 
 #: Kinds of which each of four ranks can have one head; LLaMA has two key-value heads.
 FOUR_HEADS = ["gpt2", "bert", "t5, gated", "encoder and decoder"]
@@ -36,8 +42,8 @@ def ranks() -> Iterator[RankGroup]:
 
 
 def assert_equal(found: list[tuple[float, float, float]]) -> None:
-    for losses, gradients, last_gradients in found:
-        assert losses < TOLERANCE and gradients < TOLERANCE and last_gradients < LAST_TOLERANCE, found
+    for losses, gradients, later_gradients in found:
+        assert losses < TOLERANCE and gradients < TOLERANCE and later_gradients < LATER_TOLERANCE, found
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -76,13 +82,13 @@ def test_replicas_of_tensor_parallel_models_train_to_the_plain_losses(ranks: Ran
 
 
 @pytest.mark.parametrize("is_autocast", [True, False], ids=["autocast", "parameters"])
-@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=["sp", "pp", "pp and sp"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=["sp", "pp and sp"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_bf16_trains_to_the_losses_of_bf16_in_one_process(
     ranks: RankGroup, kind: str, shape: tuple[int, int, int], is_autocast: bool
 ) -> None:
     for losses, gradients, _ in ranks.run(engine_ranks.lower_precision, kind, shape, is_autocast):
-        assert losses < 2e-3 and gradients < 2e-2
+        assert losses < (AUTOCAST_TOLERANCE if is_autocast else BF16_TOLERANCE) and gradients < 2e-2
 
 
 @pytest.mark.parametrize("data_parallel", [None, "fsdp"], ids=["sp", "sp and fsdp"])
@@ -105,7 +111,7 @@ def test_ranks_have_a_share_of_the_parameters(ranks: RankGroup) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5", "encoder"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5, gated"])
 def test_ranks_drop_their_own_features_inside_regions_and_the_same_outside(
     ranks: RankGroup, kind: str, sequence_parallel: bool
 ) -> None:
@@ -149,6 +155,7 @@ def test_own_plan_is_applied_and_other_layers_are_replicated(ranks: RankGroup, k
         ("gpt2", "odd length", "10 % 4 = 2. Pad batches to a multiple of 4."),
         ("gpt2", "hidden states", "output_hidden_states=True is not possible with sequence_parallel=True"),
         ("gpt2", "plan of another size", "The tensor plan is for 4 ranks, and the mesh has 2."),
+        ("gpt2", "tied layers", "transformer.wte, lm_head share one parameter"),
         ("bert", "blocks", "pipeline_parallel=2 needs as many blocks, and bert.encoder.layer has 1."),
         ("t5", "class", "pipeline_parallel cannot split a T5ForConditionalGeneration"),
         ("encoder", "class", "pipeline_parallel cannot split a EncoderModel"),

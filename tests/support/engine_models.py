@@ -194,7 +194,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 def differences(
     found: list[tuple[float, Gradients]], expected: list[tuple[float, Gradients]]
 ) -> tuple[float, float, float]:
-    """Return the largest relative differences: of a loss; of a gradient of the first steps; of one of the last step.
+    """Return the largest relative differences: of a loss; of a gradient of the first step; of one of a later step.
 
     Gradients are compared in relation to the norm of all gradients.
     """
@@ -204,7 +204,7 @@ def differences(
         if own:
             norm = torch.stack([one.norm() for one in theirs.values()]).norm()
             gradients[step] = max(float((one - theirs[name]).norm() / norm) for name, one in own.items())
-    return max(losses), max(gradients[:-1], default=0.0), gradients[-1]
+    return max(losses), gradients[0], max(gradients[1:], default=0.0)
 
 
 @functools.cache

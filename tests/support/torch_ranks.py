@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: What a rank may take for one call, its first one included, which imports torch and transformers.
-_TIMEOUT_S = 100
+#: What a rank may take for one call, on a busy machine; the first call waits for imports of torch and transformers.
+_TIMEOUT_S = 240
 
 
 class RankGroup:

@@ -34,7 +34,7 @@ def test_page_has_medians_and_targets(env: tuple[float, ...], cold: str) -> None
         "torch": times(5.0, 5.0, 6.0),
         "second": times(0.6, 0.5, 0.7),
     }
-    page = render({"machine": machine, "measured": "2030-01-01", "samples": samples})
+    page = render({"machine": machine, "measured": "2030-01-01", "load": 0.1, "samples": samples})
     assert "| `torchrun` | 2.00 s | 4.00 s | 5.00 s | 1.00 |" in page
     assert cold in page
     assert "It takes 0.120: **missed**." in page

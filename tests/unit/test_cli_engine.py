@@ -32,7 +32,6 @@ CONFIGS = st.builds(
     compile=st.sampled_from([None, "model", "blocks"]),
     fused_optimizer=st.booleans(),
     weighted_gradients=st.booleans(),
-    plan=st.sampled_from([None, "auto"]),
 )
 
 

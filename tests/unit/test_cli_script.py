@@ -119,6 +119,15 @@ def test_script_in_a_folder_that_ray_copied_runs_there(tmp_path: Path, monkeypat
     assert (facts["path"], facts["folder"]) == (str(tmp_path / "shipped" / "jobs"), str(tmp_path / "shipped"))
 
 
+def test_modules_are_next_to_the_file_that_a_link_names(tmp_path: Path) -> None:
+    found = tmp_path / "facts.json"
+    script_in(tmp_path / "code", FACTS)
+    (tmp_path / "link.py").symlink_to(tmp_path / "code" / "train.py")
+    Script(str(tmp_path / "link.py"), FACTS.encode(), (str(found),))()
+    facts = json.loads(found.read_text())
+    assert (facts["file"], facts["path"]) == (str(tmp_path / "link.py"), str(tmp_path / "code"))
+
+
 def test_script_imports_modules_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "module_of_this_test.py").write_text("VALUE = 3\n")
     script = script_in(tmp_path, "import module_of_this_test\nassert module_of_this_test.VALUE == 3\n")
@@ -181,6 +190,7 @@ def test_mark_is_found_at_the_end_of_a_line(mark: OutputMark, text: str) -> None
     assert OutputMark.parse(text + mark.line(), "t0") == (text, mark)
     assert OutputMark.parse(text, "t0") == (text, None)
     assert OutputMark.parse(mark.line(), "another") == (mark.line(), None)
+    assert OutputMark.parse(mark.line()[:-1], "t0") == (mark.line()[:-1], None)
 
 
 def test_output_is_complete_when_all_ranks_of_the_newest_attempt_have_ended() -> None:

@@ -347,11 +347,10 @@ def _fuse(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str,
 
     On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
     """
-    fixed = {name: value for name, value in fixed.items() if name != "plan"}  # plan="auto" is what brings us here
     base = getattr(optimizer_fn, "func", optimizer_fn)
     is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if "fused_optimizer" in fixed or not (is_fusible or device == "cpu"):
-        return fixed
+        return dict(fixed)
     return {**fixed, "fused_optimizer": is_fusible and device == "cuda"}
 
 

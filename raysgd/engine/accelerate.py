@@ -1,0 +1,251 @@
+"""`accelerate`: the engine for a loop that calls ``loss.backward()`` and ``optimizer.step()`` itself. Worker side."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from raysgd._util.text import with_article
+from raysgd.engine.attached import AttachedHook
+from raysgd.engine.config import EngineConfig, Precision, current_engine_config, merge_configs
+from raysgd.engine.engine import Engine
+from raysgd.engine.pieces import OptimizerPieces
+from raysgd.errors import ConfigError, UsageError
+from raysgd.session import api
+from raysgd.torch.devices import device
+from raysgd.torch.model import unwrap
+
+MixedPrecision = bool | Literal["bf16", "fp16"]
+
+#: Strategies that need `Engine.backward` or `Engine.compose`, and what to write.
+_NOT_HERE = {
+    "precision": 'give mixed_precision=True, "bf16" or "fp16"; raysgd.Engine(precision=...) has the others',
+    "accumulation_steps": "call loss.backward() several times before optimizer.step(), or use raysgd.Engine",
+    "weighted_gradients": "use raysgd.Engine, whose backward(loss, weight) is given the weights",
+    "pipeline_parallel": "use raysgd.Engine, whose compose makes the stages",
+    "micro_batches": "use raysgd.Engine, whose compose makes the stages",
+}
+#: Strategies that act in the optimizer's step.
+_OF_OPTIMIZER = ("clip_grad_norm", "fused_optimizer", "loss_scale", "tensor_parallel")
+_REPLACED = "_raysgd_is_replaced"
+
+
+def accelerate(
+    model: nn.Module,
+    loss: Any = None,
+    *,
+    optimizer: Optimizer | None = None,
+    mixed_precision: MixedPrecision = False,
+    zero_stage: int = 0,
+    **strategies: Any,
+) -> Any:
+    """Prepare a model for a training loop that stays as it is. All ranks call it. ::
+
+        model = raysgd.accelerate(model, criterion, mixed_precision=True)
+        model, optimizer = raysgd.accelerate(model, criterion, optimizer=optimizer, zero_stage=2)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+
+    `raysgd.Engine` has more strategies, for a loop that calls ``engine.backward(loss)``.
+
+    Args:
+        model: Changed in place; with ``zero_stage=3`` its parameters are replaced by others.
+        loss: The criterion, which is moved to the worker's device. fp16 needs an ``nn.Module``: its result keeps its value,
+            and its gradient is scaled. So all that ``backward()`` is called on comes from this criterion.
+        optimizer: Made of the model's parameters. Without it, ``zero_stage=3`` needs one that is made afterwards.
+        mixed_precision: ``"bf16"`` or ``"fp16"``; True: bf16 if the worker's device computes it, else fp16.
+        zero_stage: As in `raysgd.EngineConfig`. 1 and 2 need the optimizer.
+        **strategies: More fields of `raysgd.EngineConfig`, such as ``activation_checkpointing="full"`` and
+            ``clip_grad_norm=1.0``. With fp16 or a zero stage, clip by ``clip_grad_norm``: until ``optimizer.step()``
+            gradients are scaled, and each rank has only some. Strategies of the command line override those given here.
+
+    Returns:
+        The model; ``(model, optimizer)`` if an optimizer is given. Use both in place of those given.
+
+    Raises:
+        ConfigError: A strategy does not exist, or cannot be used so; the text says what to do.
+        UsageError: There are several workers but no torch process group.
+    """
+    if "precision" in strategies:
+        raise _refuse("precision", strategies["precision"])
+    config = EngineConfig(precision=_precision(mixed_precision), zero_stage=zero_stage, **strategies)
+    config = merge_configs(config, current_engine_config())
+    for name, value in config.given().items():
+        if name in _NOT_HERE and (name, value) not in (("precision", "bf16"), ("precision", "fp16")):
+            raise _refuse(name, value)
+    if optimizer is None:
+        _check_without_optimizer(config)
+    _check_loss(loss, config)
+    engine = _LoopEngine(config)
+    before: list[nn.Parameter] = list(getattr(model, "parameters", list)())  # compose refuses what is no model
+    composed, new_optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+    engine.follow(unwrap(composed), loss)
+    if optimizer is not None:
+        return composed, new_optimizer
+    kept = set(composed.parameters())
+    _refuse_optimizers_of(parameter for parameter in before if parameter not in kept)
+    return composed
+
+
+def _refuse(name: str, value: Any) -> ConfigError:
+    return ConfigError(f"accelerate cannot use {name}={value!r}: {_NOT_HERE[name]}.")
+
+
+def _precision(given: Any) -> Precision:
+    if isinstance(given, bool):
+        if not given:
+            return "fp32"
+        return "bf16" if device().type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if given not in ("bf16", "fp16"):
+        raise ConfigError(f'mixed_precision={given!r} is not known; give True, False, "bf16" or "fp16".')
+    return "bf16" if given == "bf16" else "fp16"
+
+
+def _check_without_optimizer(config: EngineConfig) -> None:
+    call = "model, optimizer = raysgd.accelerate(model, loss, optimizer=optimizer, ...)"
+    if config.zero_stage in (1, 2):
+        raise ConfigError(
+            f"accelerate(zero_stage={config.zero_stage}) divides the optimizer's state, and there is no optimizer: write {call}. "
+            "zero_stage=3 takes a model alone."
+        )
+    if config.precision == "fp16":
+        raise ConfigError(
+            "accelerate in fp16 scales the loss, and the optimizer's step has to divide the gradients by that scale: write "
+            f'{call}. mixed_precision="bf16" needs no scale.'
+        )
+    if needing := [name for name in _OF_OPTIMIZER if name in config.given()]:
+        raise ConfigError(f"accelerate(..., {needing[0]}=...) acts in the optimizer's step: write {call}.")
+
+
+def _check_loss(loss: Any, config: EngineConfig) -> None:
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss is {with_article(type(loss).__name__)}; give the criterion, such as nn.MSELoss().")
+    if config.precision == "fp16" and not isinstance(loss, nn.Module):
+        given = "there is none" if loss is None else f"loss is {with_article(type(loss).__name__)}"
+        raise ConfigError(
+            f"accelerate in fp16 scales the gradient of the criterion's result, and {given}: give an nn.Module such as "
+            'nn.MSELoss(), mixed_precision="bf16", which needs no scale, or use raysgd.Engine and engine.backward(loss).'
+        )
+    if api.world_size() > 1 and isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
+        raise ConfigError(
+            f"{type(loss).__name__} has parameters to train, whose gradients are not averaged over the workers: make it a part "
+            "of the model."
+        )
+
+
+class _LoopEngine(Engine):
+    """An engine that learns of backward passes by hooks, since the loop makes them itself."""
+
+    _backward_pass = -1  # that has reached the model last
+    _scaled_pass = -1  # whose loss was scaled last
+
+    def follow(self, model: nn.Module, loss: Any) -> None:
+        """Attach the hooks."""
+        model.register_forward_hook(AttachedHook(self._after_forward))
+        model.register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
+        if self._optimizer is None and self.config.zero_stage == 3:
+            scalars = [each for each in model.parameters() if each.requires_grad and not each.ndim]
+            if scalars:  # which FSDP leaves to the engine
+                self._made.pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
+        if isinstance(loss, nn.Module):
+            loss.to(device())
+            if self.config.precision == "fp16":
+                loss.register_forward_hook(AttachedHook(self._after_loss))
+
+    def is_complete(self) -> bool:
+        if super().is_complete():
+            return True
+        assert self._model is not None
+        if self._gradients() or any(parameter.grad is not None for parameter in self._model.parameters()):
+            raise UsageError(
+                "optimizer.step() was called, but no backward pass came through model(...) since the last step: call the model "
+                "that accelerate returned, then backward() on its loss, and optimizer.zero_grad() after each step."
+            )
+        return False
+
+    def is_open(self) -> bool:
+        return False  # the loop says itself when gradients are dropped
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._accumulation.on_step(skipped=False)
+        self._is_finite, self._weight = None, 0.0
+
+    def _after_loss(self, module: nn.Module, args: Any, result: Any) -> None:
+        for tensor in _differentiable(result):
+            tensor.register_hook(self._scale_gradient)  # type: ignore[no-untyped-call]
+
+    def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._scaled_pass = torch._C._current_graph_task_id()
+        return gradient * self._scale.scale
+
+    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        for tensor in _differentiable(outputs):
+            tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        current = torch._C._current_graph_task_id()
+        if current == self._backward_pass:
+            return
+        if self._scale.is_enabled and current != self._scaled_pass:
+            raise UsageError(
+                "backward() in fp16 was called on something that the criterion given to accelerate has not returned, so that its "
+                "gradient is not scaled: call it on loss(model(inputs), targets)."
+            )
+        self._backward_pass = current
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        # Passes before a step add up, as without the engine.
+        self.on_backward(0.0 if self._accumulation.is_complete else 1.0)
+
+    def _on_load(self, module: nn.Module, incompatible: Any) -> None:
+        if self._made.pieces is not None:
+            self._made.pieces.take_parameters()
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def _refuse_optimizers_of(replaced: Iterator[nn.Parameter]) -> None:
+    """Raise an error at the first step of an optimizer that was made before its parameters were replaced."""
+    num_replaced = 0
+    for parameter in replaced:
+        setattr(parameter, _REPLACED, True)
+        num_replaced += 1
+    if num_replaced:
+        _check_first_steps()
+
+
+_checked: weakref.WeakSet[Optimizer] | None = None
+
+
+def _check_first_steps() -> None:
+    global _checked
+    if _checked is None:
+        _checked = weakref.WeakSet()
+        register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    assert _checked is not None
+    if optimizer in _checked:
+        return
+    if any(getattr(parameter, _REPLACED, False) for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"this {type(optimizer).__name__} was made before accelerate(zero_stage=3) replaced the model's parameters, so it "
+            "would train nothing: make it afterwards of model.parameters(), or give it to accelerate(optimizer=...)."
+        )
+    _checked.add(optimizer)

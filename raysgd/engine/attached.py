@@ -1,0 +1,48 @@
+"""What the engine attaches to a user's model, so that copies and pickles of the model are those of the model alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class AttachedForward:
+    """A ``forward`` that the engine has put in the place of a module's own. A copy or a pickle has the module's own.
+
+    Args:
+        original: The module's own ``forward``.
+        call: Called in its place.
+    """
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._original,)
+
+
+class AttachedHook:
+    """A hook of a module. A copy or a pickle of the module has one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttachedHook, (_nothing,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _nothing(*args: Any) -> None:
+    return None

@@ -1,0 +1,509 @@
+"""`PreTrainer`, `Finetuner`: training loops whose parts are methods to override. Worker side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from raysgd._util.text import with_article
+from raysgd.config.argument_names import refuse_unknown_fields
+from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.engine.engine import Engine, count_rows
+from raysgd.engine.evaluation import EvaluationLoader, take_rows
+from raysgd.errors import ConfigError, UsageError
+from raysgd.session import api
+from raysgd.torch.loader import PreparedLoader, prepare_data_loader
+
+Decay = Literal["linear", "cosine", "constant"]
+
+
+@refuse_unknown_fields()
+@dataclass(frozen=True, kw_only=True)
+class TemplateSettings:
+    """Settings of `PreTrainer` and `Finetuner`; each field is an argument of theirs.
+
+    Attributes:
+        batch_size: Rows of a batch on each copy of the model; the engine's ``accumulation_steps`` multiplies it. For datasets;
+            a DataLoader has its own.
+        epochs: Passes over the training data.
+        steps: Optimizer steps; ends the training before ``epochs`` are over, or continues beyond them.
+        learning_rate: Highest learning rate of the default optimizer.
+        weight_decay: Of the default optimizer, on all parameters but biases and those of norms.
+        warmup: Part of all steps in which the default scheduler raises the learning rate from 0, linearly.
+        decay: How the default scheduler lowers it to 0 afterwards.
+        clip_grad_norm: Limit of the gradients' norm, unless the engine's config has one. None: gradients are not clipped.
+        log_interval: Steps between two reports of the loss.
+        eval_interval: Steps between two evaluations. None: after each epoch.
+        save_interval: Steps between two checkpoints. None: after each epoch. One is saved at the end in any case.
+    """
+
+    batch_size: int = 8
+    epochs: int = 1
+    steps: int | None = None
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    decay: Decay = "linear"
+    clip_grad_norm: float | None = 1.0
+    log_interval: int = 10
+    eval_interval: int | None = None
+    save_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "log_interval"):
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("steps", "eval_interval", "save_interval"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum=1)
+        check_amount("learning_rate", self.learning_rate, positive=True)
+        check_amount("weight_decay", self.weight_decay)
+        if check_amount("warmup", self.warmup) > 1:
+            raise ConfigError(f"warmup={self.warmup} is a part of all steps; give a number from 0 to 1.")
+        check_choice("decay", self.decay, get_args(Decay))
+        if self.clip_grad_norm is not None:
+            check_amount("clip_grad_norm", self.clip_grad_norm, positive=True)
+
+
+def make_default_optimizer(model: nn.Module, settings: TemplateSettings) -> Optimizer:
+    """Make AdamW without weight decay on biases and on the parameters of norms, which have one dimension."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate)
+
+
+def learning_rate_factor(step: int, num_steps: int, warmup: float, decay: Decay) -> float:
+    """Return what the default scheduler multiplies the learning rate of a step by.
+
+    Args:
+        step: From 0.
+        num_steps: Of the whole training.
+        warmup: Part of it.
+        decay: Shape of what follows.
+    """
+    num_warmup = round(warmup * num_steps)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    done = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
+    return {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}[decay]
+
+
+class PreTrainer:
+    """A training loop whose parts are methods to override; `train` runs it, in a ``train_func`` or alone. ::
+
+        class MyPreTrainer(raysgd.engine.PreTrainer):
+            def train_valid_test_datasets_provider(self):
+                return train_dataset, valid_dataset, None
+
+            def model_optimizer_lr_scheduler_provider(self):
+                return Model(), None, None
+
+            def run_forward_step(self, batch, model):
+                return model(**batch).loss
+
+
+        MyPreTrainer(engine=raysgd.Engine(zero_stage=2), steps=1000).train()
+
+    It reports ``step``, ``epoch``, ``loss`` and ``learning_rate``, after an evaluation ``eval_loss``, and saves checkpoints. A
+    resumed run continues after the step that was saved. With as many workers its losses are those of an uninterrupted run. With
+    another number of workers it trains on up to one batch of each again.
+
+    Args:
+        engine: Its strategies are applied.
+        **settings: Fields of `TemplateSettings`.
+
+    Attributes:
+        engine: The engine.
+        settings: The settings.
+        model: What the engine made of the model; once `train` was called.
+
+    Raises:
+        ConfigError: A setting does not exist or is not allowed, or a method is missing.
+    """
+
+    _DEFAULTS: ClassVar[dict[str, Any]] = {}
+    _REQUIRED: ClassVar[tuple[str, ...]] = (
+        "train_valid_test_datasets_provider",
+        "model_optimizer_lr_scheduler_provider",
+        "run_forward_step",
+    )
+
+    def __init__(self, engine: Engine, **settings: Any) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"engine is {with_article(type(engine).__name__)}; give a raysgd.Engine(...).")
+        kind = type(self)
+        base = next(each for each in kind.__mro__ if each.__module__ == __name__)
+        if missing := [name for name in self._REQUIRED if getattr(kind, name) is getattr(base, name)]:
+            raise ConfigError(
+                f"{kind.__name__} has no method {missing[0]}, which {base.__name__} needs: define it in a subclass."
+            )
+        self.engine = engine
+        self.settings = TemplateSettings(**{**self._DEFAULTS, **settings})
+        self.model: Any = None
+        self._evaluation: EvaluationLoader | None = None
+
+    # -- what a subclass overrides ------------------------------------------------------------------------------------
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        """Return the datasets for training, validation and test, and if needed a ``collate_fn`` as a fourth value.
+
+        The last two datasets may be None. A DataLoader may stand in the place of a dataset.
+        """
+        raise NotImplementedError
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        """Return the model, its optimizer, and a function that makes a scheduler for an optimizer.
+
+        The last two may be None: AdamW, and a linear warm-up with a decay; see `TemplateSettings`.
+        """
+        raise NotImplementedError
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        """Return the loss of a batch, a mean over its rows; in training and in evaluation."""
+        raise NotImplementedError
+
+    # -- what it may call ---------------------------------------------------------------------------------------------
+
+    def gather(self, values: Any) -> Any:
+        """Return the values of every row of an evaluation once, in the order of the data, on every rank.
+
+        All ranks call it, within a loop over the evaluation's loader or after it.
+
+        Args:
+            values: Of the newest batch, or of all batches of the loop so far: tensors or lists with an entry for each row, or a
+                dict or tuple of these.
+
+        Raises:
+            UsageError: There is no evaluation, or there are not as many entries as rows.
+        """
+        if self._evaluation is None:
+            raise UsageError("gather() gathers the rows of an evaluation: call it in run_compute_metrics.")
+        return self._evaluation.gather(values)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train from the newest checkpoint, or from the start, and return the metrics of the last report.
+
+        Raises:
+            ConfigError: A method has returned something that cannot be used; the text names it.
+        """
+        loaders = self._provide_loaders()
+        model, optimizer, make_scheduler = self._provide_model()
+        if make_scheduler is None:
+            make_scheduler = self._default_scheduler(self._count_steps(loaders[0]))
+        self.model, optimizer, scheduler, train, evaluate = self.engine.compose(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler_fn=make_scheduler,
+            train_dataloader=loaders[0],
+            eval_dataloader=loaders[1],
+        )
+        evaluation = None if evaluate is None else EvaluationLoader(evaluate)
+        test = None if loaders[2] is None else EvaluationLoader(prepare_data_loader(loaders[2]))
+        metrics = _Loop(self, optimizer, scheduler, train, evaluation).run()
+        if test is not None:
+            metrics |= {f"test_{name.removeprefix('eval_')}": value for name, value in self._evaluate(test).items()}
+            api.report(metrics)
+        return metrics
+
+    def _evaluate(self, loader: EvaluationLoader) -> dict[str, Any]:
+        self._evaluation = loader
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._compute_metrics(loader)
+        finally:
+            self._evaluation = None
+            self.model.train()
+
+    def _compute_metrics(self, loader: EvaluationLoader) -> dict[str, Any]:
+        return {"eval_loss": self._compute_loss(loader)}
+
+    def _compute_loss(self, loader: EvaluationLoader) -> float:
+        """Return the mean loss over all rows: those that pad the last batches do not count."""
+        total, num_rows = 0.0, 0
+        for batch in loader:
+            num_own = loader.num_own_rows()
+            # A rank without own rows computes the batch too, as sharded models need all ranks.
+            loss = self._loss_of(take_rows(batch, num_own) if num_own else batch)
+            total += float(loss) * num_own
+            num_rows += num_own
+        sums: list[tuple[float, int]] = api.gather((total, num_rows))
+        return sum(each for each, _ in sums) / max(1, sum(rows for _, rows in sums))
+
+    def _loss_of(self, batch: Any) -> Any:
+        loss = self.run_forward_step(batch, self.model)
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise ConfigError(
+                f"{type(self).__name__}.run_forward_step returned {what}; return the loss, a scalar tensor."
+            )
+        return loss
+
+    def _provide_loaders(self) -> list[Any]:
+        name = f"{type(self).__name__}.train_valid_test_datasets_provider"
+        provided = self.train_valid_test_datasets_provider()
+        if not isinstance(provided, (tuple, list)) or len(provided) not in (3, 4):
+            what = "None" if provided is None else f"{with_article(type(provided).__name__)}"
+            if isinstance(provided, (tuple, list)):
+                what = f"{len(provided)} values"
+            raise ConfigError(
+                f"{name} returned {what}; return (train, valid, test) or (train, valid, test, collate_fn)."
+            )
+        if provided[0] is None:
+            raise ConfigError(f"{name} returned None as the training data, which has no default.")
+        collate = provided[3] if len(provided) == 4 else None
+        return [
+            None if data is None else self._make_loader(data, collate, shuffles=place == 0)
+            for place, data in enumerate(provided[:3])
+        ]
+
+    def _make_loader(self, data: Any, collate: Any, *, shuffles: bool) -> DataLoader[Any]:
+        if isinstance(data, DataLoader):
+            return data
+        shuffles = shuffles and not isinstance(data, IterableDataset)
+        # Of its own: a loader without one draws from the generator that dropout uses.
+        generator = torch.Generator()
+        return DataLoader(
+            data, batch_size=self.settings.batch_size, shuffle=shuffles, collate_fn=collate, generator=generator
+        )
+
+    def _provide_model(self) -> tuple[nn.Module, Any, Any]:
+        name = f"{type(self).__name__}.model_optimizer_lr_scheduler_provider"
+        provided = self.model_optimizer_lr_scheduler_provider()
+        if not isinstance(provided, (tuple, list)) or len(provided) != 3:
+            what = "None" if provided is None else with_article(type(provided).__name__)
+            raise ConfigError(f"{name} returned {what}; return (model, optimizer, lr_scheduler_fn).")
+        model, optimizer, make_scheduler = provided
+        if not isinstance(model, nn.Module):
+            what = "None" if model is None else with_article(type(model).__name__)
+            raise ConfigError(f"{name} returned {what} as the model, which has no default; return a torch module.")
+        return model, make_default_optimizer(model, self.settings) if optimizer is None else optimizer, make_scheduler
+
+    def _count_steps(self, loader: DataLoader[Any]) -> int:
+        settings = self.settings
+        if settings.steps is not None:
+            return settings.steps
+        try:
+            num_batches = len(loader)
+        except TypeError:
+            raise ConfigError(
+                f"{type(self).__name__}: the training data has no length, so the default scheduler needs the number of steps: "
+                "give steps=..., or return a function that makes a scheduler."
+            ) from None
+        num_batches = math.ceil(num_batches / api.data_parallel_size())
+        return settings.epochs * math.ceil(num_batches / self.engine.config.accumulation_steps)
+
+    def _default_scheduler(self, num_steps: int) -> Callable[[Any], Any]:
+        settings = self.settings
+
+        def factor(step: int) -> float:
+            return learning_rate_factor(step, num_steps, settings.warmup, settings.decay)
+
+        return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class Finetuner(PreTrainer):
+    """A `PreTrainer` that computes metrics after each epoch, in a method of the subclass, and reports them.
+
+    Its defaults are those for a model that was trained before: 3 epochs, and a learning rate of 5e-5.
+
+    Args:
+        engine: Its strategies are applied.
+        **settings: Fields of `TemplateSettings`.
+    """
+
+    _DEFAULTS: ClassVar[dict[str, Any]] = {"epochs": 3, "learning_rate": 5e-5}
+    _REQUIRED: ClassVar[tuple[str, ...]] = (*PreTrainer._REQUIRED, "run_compute_metrics")
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        """Return metrics of the model by name, or report nothing with None; `gather` gives the rows of all ranks.
+
+        Args:
+            model: In evaluation mode, without gradients.
+            eval_dataloader: The validation data on this rank; at the end of the training also the test data.
+        """
+        raise NotImplementedError
+
+    def _compute_metrics(self, loader: EvaluationLoader) -> dict[str, Any]:
+        metrics = self.run_compute_metrics(self.model, loader)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}.run_compute_metrics returned {with_article(type(metrics).__name__)}; return a dict of "
+                "metrics by name."
+            )
+        return {f"eval_{name.removeprefix('eval_')}": value for name, value in (metrics or {}).items()}
+
+
+class _Loop:
+    """One training of a template: where it is, and when it reports, evaluates and saves."""
+
+    def __init__(
+        self,
+        template: PreTrainer,
+        optimizer: Any,
+        scheduler: Any,
+        loader: PreparedLoader,
+        evaluation: EvaluationLoader | None,
+    ) -> None:
+        self._template, self._engine, self._settings = template, template.engine, template.settings
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._loader, self._evaluation = loader, evaluation
+        self._epoch, self._step = 0, 0
+        self._num_batches = 0  # of this epoch, on each copy of the model
+        self._losses: list[torch.Tensor] = []  # since the last report
+        self._rows: list[int] = []
+        self._metrics: dict[str, Any] = {}
+        self._evaluated_step = self._saved_step = 0
+
+    def run(self) -> dict[str, Any]:
+        self._load()
+        self._template.model.train()
+        while not self._is_done() and not api.should_stop():
+            self._train_epoch()
+        if self._saved_step != self._step:
+            self._save()
+        return self._metrics
+
+    def _is_done(self) -> bool:
+        settings = self._settings
+        return self._epoch >= settings.epochs if settings.steps is None else self._step >= settings.steps
+
+    def _train_epoch(self) -> None:
+        self._loader.set_epoch(self._epoch)
+        generator = self._loader.loader.generator
+        if generator is not None and not api.in_worker():  # in a worker the loader's order depends on the epoch
+            generator.manual_seed(self._epoch)
+        for batch in _skip(self._loader, self._num_batches):
+            self._num_batches += 1
+            if self._train_on(batch) and self._ends_after_step():
+                break
+        else:
+            if not self._num_batches:
+                raise ConfigError(f"{type(self._template).__name__}: the training data has no batch for this worker.")
+            self._epoch, self._num_batches = self._epoch + 1, 0
+            self._end_epoch()
+
+    def _train_on(self, batch: Any) -> bool:
+        """Train on a batch; returns whether it was the last of its optimizer step."""
+        loss = self._template._loss_of(batch)
+        self._engine.backward(loss)
+        self._losses.append(loss.detach())
+        self._rows.append(count_rows(batch))
+        is_step = self._engine.is_complete()
+        if is_step and self._engine.config.clip_grad_norm is None and self._settings.clip_grad_norm is not None:
+            self._engine.clip_grad_norm_(self._settings.clip_grad_norm)
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+        self._step += is_step
+        return is_step
+
+    def _ends_after_step(self) -> bool:
+        """Report, evaluate and save where that is due; returns whether the training ends within this epoch."""
+        settings, is_done = self._settings, self._settings.steps is not None and self._is_done()
+        if is_done or self._is_due(settings.eval_interval):
+            self._report(evaluates=True)
+        elif self._is_due(settings.log_interval):
+            self._report()
+        if is_done or self._is_due(settings.save_interval):
+            self._save()
+        return is_done or (self._is_due(settings.log_interval) and api.should_stop())
+
+    def _end_epoch(self) -> None:
+        settings = self._settings
+        evaluates = self._evaluated_step != self._step and (settings.eval_interval is None or self._is_done())
+        if evaluates or self._losses:
+            self._report(evaluates=evaluates)
+        if settings.save_interval is None:
+            self._save()
+
+    def _is_due(self, interval: int | None) -> bool:
+        return interval is not None and self._step % interval == 0
+
+    def _report(self, *, evaluates: bool = False) -> None:
+        metrics: dict[str, Any] = {"step": self._step, "epoch": self._epoch}
+        if self._losses:  # on all ranks, or on none
+            rows = torch.tensor(self._rows, dtype=torch.float64)
+            own = float((torch.stack(self._losses).double().cpu() * rows).sum()), float(rows.sum())
+            totals = api.gather(own)
+            metrics["loss"] = sum(total for total, _ in totals) / sum(num for _, num in totals)
+            self._losses, self._rows = [], []
+        elif "loss" in self._metrics:
+            metrics["loss"] = self._metrics["loss"]
+        metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
+        if evaluates and self._evaluation is not None:
+            # Those of rank 0: they are saved too, and ranks must not save different values.
+            metrics |= api.gather(self._template._evaluate(self._evaluation))[0]
+            self._evaluated_step = self._step
+        self._metrics = metrics
+        api.report(metrics)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._losses:  # so that a resumed run reports the losses of an uninterrupted one
+            self._report()
+        at = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "batches": self._num_batches,
+            "copies": api.data_parallel_size(),
+        }
+        self._engine.save_checkpoint(progress={**at, "metrics": self._metrics})
+        self._saved_step = self._step
+
+    def _load(self) -> None:
+        state = self._engine.load_checkpoint()
+        if state is None:
+            return
+        at = state["progress"]
+        self._step, self._epoch = at["step"], at["epoch"]
+        # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
+        self._num_batches = at["batches"] * at["copies"] // api.data_parallel_size()
+        self._saved_step, self._metrics = self._step, at["metrics"]
+
+
+class _Rest:
+    """A sampler that leaves out its first items when it is read for the first time."""
+
+    def __init__(self, sampler: Any, num_items: int) -> None:
+        self._sampler = sampler
+        self._num_items = num_items
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        num_items, self._num_items = self._num_items, 0
+        return islice(iter(self._sampler), num_items, None)
+
+
+def _skip(loader: PreparedLoader, num_batches: int) -> Iterator[Any]:
+    """Iterate over a loader without its first batches, whose rows are not read where there is a sampler."""
+    inner = loader.loader
+    if not num_batches or isinstance(inner.dataset, IterableDataset):
+        return islice(iter(loader), num_batches, None)
+    name = "sampler" if inner.batch_sampler is None else "batch_sampler"
+    sampler = getattr(inner, name)
+    vars(inner)[name] = _Rest(sampler, num_batches)
+    try:
+        return iter(loader)
+    finally:
+        vars(inner)[name] = sampler

@@ -1,0 +1,119 @@
+"""Mistakes with the engine are errors before training, which say what to do; and what `Engine.memory` measures."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysgd
+from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
+from support import groups
+from support.engine_steps import session_of
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_strategy_that_does_not_exist() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"zero_stages.*did you mean 'zero_stage'|zero_stage"):
+        raysgd.Engine(zero_stages=2)
+
+
+def test_model_on_two_devices() -> None:
+    model = make_model()
+    model[0].to("meta")
+    with pytest.raises(ConfigError, match=r"on 2 devices \(cpu, meta\).*make it on one device"):
+        raysgd.Engine().compose(model=model)
+
+
+def test_model_without_values() -> None:
+    with pytest.raises(ConfigError, match="on the meta device, where parameters have no values"):
+        raysgd.Engine().compose(model=make_model().to("meta"))
+
+
+def test_model_that_is_wrapped_already() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(make_model())
+    with pytest.raises(ConfigError, match="wrapped by DistributedDataParallel already"):
+        raysgd.Engine().compose(model=wrapped)
+
+
+def test_scheduler_that_is_bound_to_another_optimizer() -> None:
+    model = make_model()
+    optimizer, other = sgd(model), sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match=r"StepLR that belongs to an optimizer already; give a function"):
+        raysgd.Engine().compose(model=model, optimizer=optimizer, lr_scheduler_fn=scheduler)
+    with pytest.raises(ConfigError, match="lr_scheduler_fn made a StepLR for another optimizer"):
+        raysgd.Engine().compose(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler_fn=lambda _: torch.optim.lr_scheduler.StepLR(other, 1),
+        )
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_optimizer_of_other_parameters(zero_stage: int) -> None:
+    with pytest.raises(ConfigError, match=r"SGD has parameters that are not the model's.*model.parameters\(\)"):
+        raysgd.Engine(zero_stage=zero_stage).compose(model=make_model(), optimizer=sgd(make_model()))
+
+
+def test_scheduler_without_an_optimizer() -> None:
+    with pytest.raises(ConfigError, match="lr_scheduler_fn needs an optimizer"):
+        raysgd.Engine().compose(
+            model=make_model(), lr_scheduler_fn=partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        )
+
+
+def test_memory_is_that_of_the_tensors() -> None:
+    model = make_model()
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    engine = raysgd.Engine()
+    with pytest.raises(UsageError, match=r"call engine\.compose"):
+        engine.memory()
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert vars(engine.memory()) == {"parameters": num_bytes, "gradients": 0, "optimizer_state": 0}
+    engine.backward(model(torch.randn(4, 6)).mean())
+    optimizer.step()
+    use = engine.memory()
+    assert (use.parameters, use.gradients) == (num_bytes, num_bytes)
+    assert use.optimizer_state == 2 * num_bytes + 4 * 4  # two moments, and a count of steps for each parameter
+    assert use.total == use.parameters + use.gradients + use.optimizer_state
+
+
+def test_shared_memory_counts_once() -> None:
+    model: Any = make_model()
+    model.append(nn.Linear(10, 1))
+    model[3].weight = model[2].weight
+    engine = raysgd.Engine()
+    engine.compose(model=model)
+    assert engine.memory().parameters == 4 * (6 * 10 + 10 + 10 + 1 + 1)
+
+
+def test_memory_prints_a_table() -> None:
+    use = raysgd.engine.MemoryUse(parameters=4_000_000, gradients=0, optimizer_state=8_000_000)
+    rows = str(use).splitlines()
+    assert rows[0].split() == ["MB", "measured"]
+    assert [row.split()[-1] for row in rows[1:]] == ["4.000", "0.000", "8.000", "12.000"]
+    assert use.table(predicted=use).splitlines()[-1].split() == ["total", "12.000", "12.000"]
+
+
+def test_zero_stage_without_a_process_group() -> None:
+    groups.leave()
+    try:
+        with session_of(0, 2), pytest.raises(UsageError, match=r"needs a torch process group.*backend='torch'"):
+            raysgd.Engine(zero_stage=2)
+        with session_of(0, 2), pytest.raises(UsageError, match=r"needs a torch process group.*backend='torch'"):
+            raysgd.accelerate(make_model(), zero_stage=3)
+    finally:
+        groups.enter()
