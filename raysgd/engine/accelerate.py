@@ -86,7 +86,8 @@ def accelerate(
         _check_without_optimizer(config)
     _check_loss(loss, config)
     engine = _LoopEngine(config)
-    before = list(model.parameters()) if isinstance(model, nn.Module) else []
+    given: Any = model  # maybe something else, which compose refuses
+    before = list(given.parameters()) if isinstance(given, nn.Module) else []
     composed, new_optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
     engine.follow(unwrap(composed), loss)
     if optimizer is not None:
