@@ -86,8 +86,7 @@ def accelerate(
         _check_without_optimizer(config)
     _check_loss(loss, config)
     engine = _LoopEngine(config)
-    given: Any = model  # maybe something else, which compose refuses
-    before = list(given.parameters()) if isinstance(given, nn.Module) else []
+    before: list[nn.Parameter] = list(getattr(model, "parameters", list)())  # compose refuses what is no model
     composed, new_optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
     engine.follow(unwrap(composed), loss)
     if optimizer is not None:

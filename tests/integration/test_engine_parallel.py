@@ -155,6 +155,7 @@ def test_own_plan_is_applied_and_other_layers_are_replicated(ranks: RankGroup, k
         ("gpt2", "odd length", "10 % 4 = 2. Pad batches to a multiple of 4."),
         ("gpt2", "hidden states", "output_hidden_states=True is not possible with sequence_parallel=True"),
         ("gpt2", "plan of another size", "The tensor plan is for 4 ranks, and the mesh has 2."),
+        ("gpt2", "tied layers", "transformer.wte, lm_head share one parameter"),
         ("bert", "blocks", "pipeline_parallel=2 needs as many blocks, and bert.encoder.layer has 1."),
         ("t5", "class", "pipeline_parallel cannot split a T5ForConditionalGeneration"),
         ("encoder", "class", "pipeline_parallel cannot split a EncoderModel"),

@@ -63,11 +63,11 @@ def train(config: dict[str, Any]) -> None:
         engine.save_checkpoint(step=step)
 
 
-def run(folder: Path, num_workers: Any, strategies: dict[str, Any], until: int, **more: Any) -> tuple[Any, list[Any]]:
+def run(runs: Path, num_workers: Any, strategies: dict[str, Any], until: int, **more: Any) -> tuple[Any, list[Any]]:
     each = raysgd.EngineConfig(**strategies).workers_per_replica
     resume_from = more.pop("resume_from", None)
     settings: dict[str, Any] = {"workers_per_replica": each, "runtime_env": {"env_vars": {"PYTHONPATH": PATH}}}
-    with make_trainer(folder, num_workers, "torch", **settings) as trainer:
+    with make_trainer(runs, num_workers, "torch", **settings) as trainer:
         config = {"strategies": strategies, "until": until, **more}
         stream = trainer.run_generator(
             train, config, callbacks=quiet(), reduce={"loss": "mean"}, resume_from=resume_from
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_one_strategy_is_continued_by_another(ray_cluster: Any, 
 def test_large_model_survives_a_death_with_the_same_losses(ray_cluster: Any, tmp_path: Path) -> None:
     expected = train_language_plainly(KIND, 10)
     strategies = {"tensor_parallel": 2, "zero_stage": 3, "sequence_parallel": True}
-    _, results = run(tmp_path, (2, 4), strategies, 10, kill_at=5, folder=str(tmp_path))
+    _, results = run(tmp_path / "runs", (2, 4), strategies, 10, kill_at=5, folder=str(tmp_path))
     by_step = {result["step"]: result["loss"] for result in results}
     assert [by_step[step] for step in sorted(by_step)] == pytest.approx(expected, rel=1e-5)
     assert {result["world_size"] for result in results} == {2, 4} and results[-1]["attempt"] > 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import Hardware, Plan, plan, predict_memory
@@ -59,10 +60,20 @@ class Decoder(nn.Module):
 
 
 BATCH = {"ids": (8, 512), "labels": (8, 512)}
+#: The engine does not know the class, so that its layers are shared by a plan of the user's own.
+TENSOR_PLAN: dict[str, Any] = {
+    **{f"layers.*.attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+    "layers.*.attention.o_proj": RowwiseParallel(),
+    "layers.*.fc1": ColwiseParallel(),
+    "layers.*.fc2": RowwiseParallel(),
+    "embedding": RowwiseParallel(),
+    "head": ColwiseParallel(),
+}
 STATES = 16 * 91_198_464
 
 
 def make_plan(num_workers: int = 4, memory: float = 4e9, batch: Any = None, **options: Any) -> Plan:
+    options.setdefault("tensor_plan", TENSOR_PLAN)
     return plan(Decoder, batch or BATCH, num_workers, memory, **options)
 
 
@@ -223,19 +234,37 @@ def test_engine_may_refuse_strategies() -> None:
         make_plan(refuse=refuse, tensor_parallel=2)
 
 
-def test_slow_connections_make_the_plan_communicate_less() -> None:
+def test_models_that_the_engine_does_not_know_are_not_shared_or_split() -> None:
+    found = make_plan(tensor_plan=None)
+    assert {one.config.workers_per_replica for one in found.candidates} == {1}
+    assert any("no layer that the tensor-parallel plan knows" in reason for reason in found.refused.values())
+    assert any("pipeline_parallel cannot split a Decoder" in reason for reason in found.refused.values())
+    with pytest.raises(ConfigError, match=r"No strategy with tensor_parallel=2 can work: .*Give a plan of your own"):
+        make_plan(tensor_plan=None, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="no layer that the tensor-parallel plan knows"):
+        predict_memory(Decoder, BATCH, EngineConfig(tensor_parallel=2), 2)
+
+
+def test_own_plan_says_how_layers_are_shared() -> None:
+    half = {name: style for name, style in TENSOR_PLAN.items() if "attention" not in name}
+    config = EngineConfig(tensor_parallel=2)
+    whole, part = (predict_memory(Decoder, BATCH, config, 2, tensor_plan=one).parameters for one in (TENSOR_PLAN, half))
+    attention = 12 * (4 * WIDTH * WIDTH + 3 * WIDTH) * 4
+    assert part - whole == pytest.approx(attention / 2, rel=0.001)
+
+
+def test_slow_connections_make_the_plan_choose_otherwise() -> None:
     fast, slow = (
-        make_plan(memory=1.5e9, hardware=Hardware(bandwidth_bytes_per_s=bandwidth)).chosen.config
-        for bandwidth in (1e12, 1e8)
+        make_plan(memory=1.5e9, hardware=Hardware(bandwidth_bytes_per_s=bandwidth)) for bandwidth in (1e12, 1e8)
     )
-    assert fast.tensor_parallel >= slow.tensor_parallel
-    assert fast != slow
+    times = {repr(one.config): one.time.total_s for one in slow.candidates}
+    assert times[repr(fast.config)] > 1.02 * slow.chosen.time.total_s
 
 
 def test_prediction_of_a_plan_is_the_prediction_of_its_config() -> None:
     found = make_plan(memory=1.5e9)
     rows = {name: (found.chosen.num_rows, *shape[1:]) for name, shape in BATCH.items()}
-    assert predict_memory(Decoder, rows, found.config, 4) == found.chosen.memory
+    assert predict_memory(Decoder, rows, found.config, 4, tensor_plan=TENSOR_PLAN) == found.chosen.memory
 
 
 def test_prediction_refuses_workers_that_do_not_fit() -> None:

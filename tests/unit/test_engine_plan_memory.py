@@ -147,7 +147,8 @@ def test_twice_the_layers_need_about_twice_the_memory(num_blocks: int, kind: Any
 
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_pipeline_stages_divide_the_blocks(num_blocks: int, num_stages: int) -> None:
-    stages = [blocks_of_stage(num_blocks, num_stages, stage) for stage in range(num_stages)]
+    profile = make_profile(num_blocks=num_blocks, width=8)
+    stages = [blocks_of_stage(profile, num_stages, stage) for stage in range(num_stages)]
     assert [block for stage in stages for block in stage] == list(range(num_blocks))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
@@ -168,18 +169,38 @@ def test_zero_shares_what_its_paper_says() -> None:
     size = 4 * profile.num_parameters
     expected = [(1, 1, 1), (1, 1, 1 / 8), (1, 1 / 8, 1 / 8), (1 / 8, 1 / 8, 1 / 8)]
     for stage, (parameters, gradients, state) in enumerate(expected):
-        found = estimate(profile, data_parallel=8, zero_stage=stage)
+        # While batches add to them: ZeRO-1 divides gradients in the last one.
+        found = estimate(profile, data_parallel=8, zero_stage=stage, accumulation_steps=2)
         assert found.parameters == pytest.approx(parameters * size, rel=0.001)
         assert found.gradients == pytest.approx(gradients * size, rel=0.001)
         assert found.optimizer == pytest.approx(2 * state * size, rel=0.001)
 
 
-def test_gradients_stay_whole_while_several_micro_batches_add_to_them() -> None:
+def test_gradients_stay_whole_while_micro_batches_of_a_pipeline_add_to_them() -> None:
     profile = make_profile()
-    one = estimate(profile, data_parallel=4, zero_stage=3)
-    several = estimate(profile, data_parallel=4, zero_stage=3, accumulation_steps=2)
-    assert several.gradients == pytest.approx(4 * one.gradients, rel=0.01)
-    assert several.parameters == one.parameters
+    for stage in (1, 2, 3):
+        one, several = (
+            estimate(profile, data_parallel=4, zero_stage=stage, pipeline_parallel=2, micro_batches=count)
+            for count in (1, 8)
+        )
+        assert several.gradients == pytest.approx(4 * one.gradients, rel=0.01)
+        assert several.parameters == one.parameters
+
+
+def test_master_weights_are_those_of_the_optimizer_or_the_shards_of_zero_3() -> None:
+    profile = make_profile()
+    half = replace(
+        profile,
+        parameters=tuple(replace(one, itemsize=2, master_itemsize=4) for one in profile.parameters),
+        cache={},
+    )
+    size = 4 * profile.num_parameters
+    expected = [(0.5, 1, 3), (0.5, 0.25, 0.75), (0.5, 0.25, 0.75), (0.25, 0.25, 0.5)]
+    for stage, (parameters, gradients, optimizer) in enumerate(expected):
+        found = estimate(half, data_parallel=4, zero_stage=stage)
+        assert found.parameters == pytest.approx(parameters * size, rel=0.001)
+        assert found.gradients == pytest.approx(gradients * size, rel=0.001)
+        assert found.optimizer == pytest.approx(optimizer * size, rel=0.001)
 
 
 def test_zero_3_has_two_blocks_and_everything_outside_them_whole() -> None:

@@ -149,7 +149,7 @@ def list_space(
                 refused[", ".join(f"{key}={value}" for key, value in choice.items())] = str(error)
                 continue
             if refuse is not None and (reason := refuse(config)):
-                refused[repr(config.given())] = reason
+                refused.setdefault(f"{name}, sequence_parallel={config.sequence_parallel}", reason)
                 continue
             configs.append((config, data_parallel, num_rows))
     return Space(tuple(configs), refused)

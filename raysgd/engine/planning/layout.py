@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 #: How a weight is sharded: by its outputs, by its inputs, or by the rows of the vocabulary.
 Kind = Literal["column", "row", "vocabulary"]
@@ -58,6 +60,28 @@ def find_layout(model: nn.Module) -> Layout:
     for name, dim in _find_vocabulary(model, stacks):
         kinds[name] = ("vocabulary", dim)
     return Layout(stacks, kinds, tuple(sorted(heads)), tuple(unknown))
+
+
+def read_own_plan(model: nn.Module, layout: Layout, plan: Mapping[str, Any]) -> Layout:
+    """Return the layout with the kinds of a user's plan: torch's styles by module path, in which ``*`` matches one name."""
+    patterns = {re.compile(re.escape(path).replace(r"\*", r"[^.]+")): style for path, style in plan.items()}
+    inside = tuple(layout.stacks)
+    kinds: dict[str, tuple[Kind, int]] = {}
+    for path, module in model.named_modules():
+        styles = [style for pattern, style in patterns.items() if pattern.fullmatch(path)]
+        if not styles or not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        is_column = isinstance(styles[-1], ColwiseParallel)
+        if not is_column and not isinstance(styles[-1], RowwiseParallel):
+            continue
+        if not any(_is_inside(path, stack) for stack in inside):
+            # What an embedding or a head returns is whole on each rank.
+            kinds[f"{path}.weight"] = ("vocabulary", 0 if is_column == isinstance(module, nn.Linear) else 1)
+        else:
+            kinds[f"{path}.weight"] = ("column", 0) if is_column else ("row", 1)
+        if is_column and getattr(module, "bias", None) is not None:
+            kinds[f"{path}.bias"] = ("column", 0)
+    return Layout(layout.stacks, kinds, layout.head_counts)
 
 
 def _find_stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:

@@ -16,6 +16,8 @@ from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, 
 # FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
 # are computed (Zhao et al. 2023, section 3.3: at most two all-gathers are in flight).
 _BLOCKS_IN_FLIGHT = 2
+#: Gradients that ZeRO-1 and 2 send together, as `raysgd.engine.pieces` and DDP do.
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +69,19 @@ def estimate_memory(
     )
 
 
-def blocks_of_stage(num_blocks: int, num_stages: int, stage: int) -> range:
-    """Return the blocks of a pipeline stage: contiguous, and as equal in number as possible."""
-    return range(stage * num_blocks // num_stages, (stage + 1) * num_blocks // num_stages)
+def blocks_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> range:
+    """Return the blocks of a pipeline stage: contiguous, and as equal in number as possible if the profile does not say."""
+    if num_stages in profile.stage_blocks:
+        return profile.stage_blocks[num_stages][stage]
+    return range(stage * profile.num_blocks // num_stages, (stage + 1) * profile.num_blocks // num_stages)
 
 
-def segments_of_stage(
-    segments: tuple[Segment, ...], num_blocks: int, num_stages: int, stage: int
-) -> tuple[Segment, ...]:
+def segments_of_stage(profile: ModelProfile, num_rows: int, num_stages: int, stage: int) -> tuple[Segment, ...]:
     """Return the segments of a pipeline stage: the first stage also embeds, the last one also computes the loss."""
+    segments = profile.steps[num_rows]
     if num_stages == 1:
         return segments
-    blocks = blocks_of_stage(num_blocks, num_stages, stage)
+    blocks = blocks_of_stage(profile, num_stages, stage)
     chosen = []
     is_before = True
     for segment in segments:
@@ -95,7 +98,7 @@ def parameters_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> t
     """Return the parameters of a pipeline stage. A tied weight that the first and the last stage use is on both."""
     if num_stages == 1:
         return profile.parameters
-    blocks = blocks_of_stage(profile.num_blocks, num_stages, stage)
+    blocks = blocks_of_stage(profile, num_stages, stage)
     side = {0: "first", num_stages - 1: "last"}.get(stage)
     return tuple(
         one
@@ -105,11 +108,13 @@ def parameters_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> t
 
 
 def has_whole_gradients(config: EngineConfig) -> bool:
-    """Whether gradients stay whole with ZeRO-2 and 3: they do while several micro-batches add to them.
+    """Whether each data-parallel rank has all gradients of its layers between backward passes.
 
-    They are communicated once for each optimizer step, so the sum has to be whole until then.
+    Without ZeRO they are whole. ZeRO-1 divides them in the backward pass that completes a step, ZeRO-2 and 3 in every one.
+    The micro-batches of a pipeline add to whole gradients, which are divided after the last one.
     """
-    return config.zero_stage < 2 or config.accumulation_steps * (config.micro_batches or 1) > 1
+    several = (config.micro_batches or 1) > 1
+    return config.zero_stage == 0 or several or (config.zero_stage == 1 and config.accumulation_steps > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +122,12 @@ class StateSums:
     """Bytes of a stage's parameters, gradients and optimizer state, whole on one data-parallel rank and sharded.
 
     Attributes:
-        parameters: All parameters.
-        parameter_shards: The rank's shards of them.
+        parameters: All parameters, as the model computes with them.
+        parameter_shards: The rank's shards of them, or of their master weights.
         gradients: Gradients of the parameters that are trained.
-        gradient_shards: The rank's shards of them.
+        gradient_shards: The rank's shards of them, in the type of the master weights.
+        masters: Master weights.
+        master_shards: The rank's shards of them.
         state: The optimizer's state.
         state_shards: The rank's shards of it.
         largest_block: Parameters of the largest block.
@@ -133,6 +140,8 @@ class StateSums:
     parameter_shards: float
     gradients: float
     gradient_shards: float
+    masters: float
+    master_shards: float
     state: float
     state_shards: float
     largest_block: float
@@ -152,18 +161,34 @@ def sum_states(
 
 
 def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, data_parallel: int) -> StateSums:
-    parameter_bytes, gradient_bytes, state_bytes = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # whole, and the rank's shards
+    sums = dict.fromkeys(
+        (
+            "parameters",
+            "parameter_shards",
+            "gradients",
+            "gradient_shards",
+            "masters",
+            "master_shards",
+            "state",
+            "state_shards",
+        ),
+        0.0,
+    )
     blocks: dict[int, float] = {}
     outside = largest = 0.0
     for one in parameters:
         whole = one.num_elements(tensor_parallel=tensor_parallel)
         shard = one.num_elements(tensor_parallel=tensor_parallel, shards=data_parallel)
-        for index, count in ((0, whole), (1, shard)):
-            parameter_bytes[index] += count * one.itemsize
-            if one.is_trainable:
-                is_whole = one.has_whole_gradient and index == 0
-                gradient_bytes[index] += (one.num_elements() if is_whole else count) * one.itemsize
-                state_bytes[index] += count * one.state_bytes_per_element + one.state_bytes
+        kept_itemsize = one.master_itemsize or one.itemsize
+        sums["parameters"] += whole * one.itemsize
+        sums["parameter_shards"] += shard * kept_itemsize
+        if one.is_trainable:
+            sums["gradients"] += whole * one.itemsize
+            sums["gradient_shards"] += shard * kept_itemsize
+            sums["masters"] += whole * one.master_itemsize
+            sums["master_shards"] += shard * one.master_itemsize
+            sums["state"] += whole * one.state_bytes_per_element + one.state_bytes
+            sums["state_shards"] += shard * one.state_bytes_per_element + one.state_bytes
         size = float(whole * one.itemsize)
         largest = max(largest, size)
         if one.block is None:
@@ -171,12 +196,7 @@ def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, dat
         else:
             blocks[one.block] = blocks.get(one.block, 0) + size
     return StateSums(
-        parameters=parameter_bytes[0],
-        parameter_shards=parameter_bytes[1],
-        gradients=gradient_bytes[0],
-        gradient_shards=gradient_bytes[1],
-        state=state_bytes[0],
-        state_shards=state_bytes[1],
+        **sums,
         largest_block=max(blocks.values(), default=0),
         all_blocks=sum(blocks.values()),
         outside=outside,
@@ -195,11 +215,19 @@ def _estimate_stage(
         num_stages=config.pipeline_parallel,
         stage=stage,
     )
-    kept = states.parameter_shards if zero_stage == 3 else states.parameters
-    gradients = states.gradients if zero_stage < 2 or has_whole_gradients(config) else states.gradient_shards
-    optimizer = states.state_shards if zero_stage >= 1 else states.state
+    kept, optimizer = states.parameters, states.state + states.masters
+    if zero_stage == 3:
+        kept, optimizer = states.parameter_shards, states.state_shards
+    elif zero_stage >= 1:
+        optimizer = states.state_shards + states.master_shards
+    gradients = states.gradient_shards
+    if zero_stage == 0:
+        gradients = max(states.gradients, states.masters)  # those of master weights replace those of the parameters
+    elif has_whole_gradients(config):
+        gradients = states.gradients
     # torch's foreach optimizers compute on all parameters at once, with temporary tensors of their size.
-    step = 0 if config.fused_optimizer else states.gradient_shards if zero_stage >= 1 else states.gradients
+    updated = max(states.gradients, states.masters) if zero_stage == 0 else states.gradient_shards
+    step = 0 if config.fused_optimizer else updated
     on_device = 0.0 if config.cpu_offload else 1.0
     return MemoryEstimate(
         parameters=kept * on_device + profile.buffer_bytes,
@@ -217,16 +245,19 @@ def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, 
     """Estimate what is whole for a while.
 
     ZeRO-3 gathers two blocks at a time, and everything outside the blocks during both passes, since ``fully_shard`` keeps
-    the outermost module gathered. ZeRO-2 and 3 have as much of the gradients, before these are sharded. DDP adds each
-    gradient to a bucket; so does accumulation on one rank.
+    the outermost module gathered. It has as much of the gradients, before these are sharded; with the micro-batches of a
+    pipeline these are whole anyway. ZeRO-1 and 2 copy a bucket of gradients to send it. DDP adds each gradient to a bucket;
+    so does accumulation on one rank.
     """
     several = config.accumulation_steps * (config.micro_batches or 1) > 1
-    if zero_stage < 2:
+    if zero_stage == 0:
         return states.largest_parameter if data_parallel > 1 or several else 0
+    if zero_stage < 3:
+        bucket = min(states.gradients, BUCKET_BYTES + states.largest_parameter)
+        return bucket if has_whole_gradients(config) else 2 * bucket
     blocks = min(_BLOCKS_IN_FLIGHT * states.largest_block, states.all_blocks)
-    whole_gradients = states.largest_block if several else blocks + states.outside
-    whole_parameters = blocks + states.outside if zero_stage == 3 else 0
-    return whole_gradients + whole_parameters
+    whole_gradients = states.largest_block if has_whole_gradients(config) else blocks + states.outside
+    return blocks + states.outside + whole_gradients
 
 
 def _estimate_activations(profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int) -> float:
@@ -259,7 +290,7 @@ def _follow_micro_batches(
     profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int
 ) -> float:
     num_stages = config.pipeline_parallel
-    segments = segments_of_stage(profile.steps[num_rows], profile.num_blocks, num_stages, stage)
+    segments = segments_of_stage(profile, num_rows, num_stages, stage)
     received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
     converted: dict[int, _Level] = {}  # blocks that are built alike share their segment's amounts
     levels = []

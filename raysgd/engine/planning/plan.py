@@ -18,6 +18,7 @@ from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed, ev
 from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory
 from raysgd.engine.planning.profile import ModelProfile, Segment
 from raysgd.engine.planning.step_time import Hardware
+from raysgd.engine.planning.support import EngineSupport
 from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, OptimizerFn, TracedModel
 from raysgd.errors import ConfigError
 
@@ -125,6 +126,7 @@ def plan(
     device: DeviceType = "cuda",
     hardware: Hardware | None = None,
     margin: float = 0.05,
+    tensor_plan: Any = None,
     refuse: Refuse | None = None,
     **fixed: Any,
 ) -> Plan:
@@ -146,6 +148,8 @@ def plan(
         device: Where the training will run: attention and dropout keep less on a GPU.
         hardware: Speeds of devices and connections, for the estimate of time.
         margin: Part of the memory that is kept free, for the CUDA context and fragmentation.
+        tensor_plan: Your own plan for ``tensor_parallel``, as ``Engine.compose`` takes it. Without one, tensor parallelism is
+            considered for models that the engine knows.
         refuse: Returns why a strategy is not supported, or None if it is.
         **fixed: Fields of `EngineConfig` that are chosen by hand and not varied, such as ``zero_stage=3``.
 
@@ -167,8 +171,9 @@ def plan(
     hardware = check_instance("hardware", hardware, Hardware)
     fixed = _fuse(fixed, optimizer_fn, device)
     precision = check_fixed(fixed).precision
-    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device)
-    planner = _Planner(model, optimizer_fn, num_workers, memory_per_device * (1 - margin), hardware, refuse)
+    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device, tensor_plan=tensor_plan)
+    support = EngineSupport(model.model, has_own_plan=tensor_plan is not None, refuse=refuse)
+    planner = _Planner(model, optimizer_fn, num_workers, memory_per_device * (1 - margin), hardware, support)
     candidates, refused = planner.compare(fixed)
     if not candidates:
         raise ConfigError(_say_impossible(refused, fixed))
@@ -195,6 +200,7 @@ def predict_memory(
     loss_fn: LossFn | None = None,
     optimizer_fn: OptimizerFn = torch.optim.AdamW,
     device: DeviceType = "cuda",
+    tensor_plan: Any = None,
 ) -> MemoryEstimate:
     """Predict the memory of the rank that needs most under a given strategy. It is the prediction of ``Engine.memory()``.
 
@@ -206,6 +212,7 @@ def predict_memory(
         loss_fn: As of `plan`.
         optimizer_fn: As of `plan`.
         device: As of `plan`.
+        tensor_plan: As of `plan`.
 
     Raises:
         ConfigError: The strategy does not fit the number of workers, or the model cannot be traced.
@@ -216,8 +223,14 @@ def predict_memory(
             f"num_workers={num_workers} is not a multiple of tensor_parallel={config.tensor_parallel} x "
             f"pipeline_parallel={config.pipeline_parallel} = {config.workers_per_replica}."
         )
-    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device)
+    model = TracedModel(
+        model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device, tensor_plan=tensor_plan
+    )
     profile = profile_model(model, optimizer_fn, [model.num_rows])
+    support = EngineSupport(model.model, has_own_plan=tensor_plan is not None)
+    if obstacle := support.find_obstacle(config):
+        raise ConfigError(obstacle)
+    profile = replace(profile, stage_blocks=support.stage_blocks)
     return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
 
 
@@ -254,13 +267,13 @@ class _Planner:
         num_workers: int,
         limit_bytes: float,
         hardware: Hardware,
-        refuse: Refuse | None,
+        support: EngineSupport,
     ) -> None:
         self._model = model
         self._num_workers = num_workers
         self._limit_bytes = limit_bytes
         self._hardware = hardware
-        self._refuse = refuse
+        self._support = support
         self.profile = profile_model(model, optimizer_fn, [1])
 
     def compare(
@@ -272,12 +285,12 @@ class _Planner:
             fixed,
             num_workers=num_workers or self._num_workers,
             batch_rows=self._model.num_rows,
-            refuse=self._refuse,
+            refuse=self._support.find_obstacle,
         )
         steps = dict(self.profile.steps)
         for count in sorted({num_rows for _, _, num_rows in space.configs} - set(steps)):
             steps[count] = self._model.trace(count).segments
-        self.profile = replace(self.profile, steps=steps)
+        self.profile = replace(self.profile, steps=steps, stage_blocks=self._support.stage_blocks)
         return evaluate(self.profile, space, self._hardware, self._limit_bytes), space.refused
 
     def say_what_would_help(

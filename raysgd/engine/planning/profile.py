@@ -50,12 +50,11 @@ class ParameterInfo:
     Attributes:
         name: Its first name in the model.
         shape: Its whole shape.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of an element that the model computes with.
+        master_itemsize: Bytes of an element of the fp32 master weight, with ``precision="bf16-true"``; 0 if there is none.
         block: Index of its block, or None for a parameter outside the blocks.
         sides: Where a parameter outside the blocks is used; pipeline stages of both sides hold a copy.
         tensor_dim: The dimension that tensor parallelism shards; None if each rank has it whole.
-        has_whole_gradient: Whether each tensor-parallel rank has its whole gradient: DTensor makes that of an embedding whose
-            rows are sharded so, until the optimizer's step. A weight that is also the head's has a sharded one.
         is_trainable: Whether it has a gradient and optimizer state.
         state_bytes_per_element: Optimizer state that has the parameter's shape.
         state_bytes: Optimizer state of other shapes, such as step counts.
@@ -64,10 +63,10 @@ class ParameterInfo:
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    master_itemsize: int = 0
     block: int | None = None
     sides: frozenset[Side] = frozenset()
     tensor_dim: int | None = None
-    has_whole_gradient: bool = False
     is_trainable: bool = True
     state_bytes_per_element: float = 0
     state_bytes: float = 0
@@ -75,14 +74,15 @@ class ParameterInfo:
     def num_elements(self, *, tensor_parallel: int = 1, shards: int = 1) -> int:
         """Count the elements on the rank that has most of them.
 
-        Tensor parallelism shards `tensor_dim`. ZeRO shards dimension 0 of what is left, as FSDP2's ``fully_shard`` does:
-        each rank gets ``ceil(rows / shards)`` rows, the last ones fewer.
+        Tensor parallelism shards `tensor_dim`. ZeRO shards a dimension that it leaves, the first if possible, as FSDP2's
+        ``fully_shard`` does: each rank gets ``ceil(rows / shards)`` rows, the last ones fewer.
         """
         shape = list(self.shape)
         if self.tensor_dim is not None:
             shape[self.tensor_dim] = _ceil(shape[self.tensor_dim], tensor_parallel)
         if shape:
-            shape[0] = _ceil(shape[0], shards)
+            dim = 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(shape) > 1 else 0
+            shape[dim] = _ceil(shape[dim], shards)
         count = 1
         for size in shape:
             count *= size
@@ -141,6 +141,7 @@ class ModelProfile:
         buffer_bytes: Bytes of all buffers.
         num_blocks: Repeated layers in all stacks.
         stacks: The name of each stack of blocks, and how many it has.
+        stage_blocks: The blocks of each pipeline stage, by the number of stages; contiguous and equal parts if not given.
         head_counts: Numbers of attention heads, which ``tensor_parallel`` must divide.
         tensor_parallel_obstacle: Why layers cannot be shared by ranks; None if they can.
         steps: The segments of a step by rows of the micro-batch.
@@ -151,6 +152,7 @@ class ModelProfile:
     buffer_bytes: int = 0
     num_blocks: int = 0
     stacks: Mapping[str, int]
+    stage_blocks: Mapping[int, tuple[range, ...]] = field(default_factory=dict)
     head_counts: tuple[int, ...] = ()
     tensor_parallel_obstacle: str | None = None
     steps: Mapping[int, tuple[Segment, ...]]

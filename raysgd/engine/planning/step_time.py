@@ -125,7 +125,7 @@ def _time_stages(
 ) -> tuple[list[_Passes], float]:
     """Time one micro-batch on each pipeline stage, and find the bytes that stages send to each other."""
     steps, num_stages = profile.steps[num_rows], config.pipeline_parallel
-    stages = [segments_of_stage(steps, profile.num_blocks, num_stages, stage) for stage in range(num_stages)]
+    stages = [segments_of_stage(profile, num_rows, num_stages, stage) for stage in range(num_stages)]
     sent = max((one.output.per_rank(config.tensor_parallel) for one in steps), default=0)
     return [_time_passes(one, config, hardware) for one in stages], sent
 
@@ -172,12 +172,14 @@ def _time_data(
     if data_parallel == 1:
         return 0.0, moved_s
     reach = data_parallel * config.workers_per_replica
+    # ZeRO-2 and 3 divide the gradients in every backward pass, the others once in a step, as a pipeline does.
+    reductions = config.accumulation_steps if config.zero_stage >= 2 and config.pipeline_parallel == 1 else 1
     if config.zero_stage == 3:
         gathered = 2 * num_batches * _all_reduce(whole, data_parallel, hardware, reach) / 2
-        communicated = gathered + _all_reduce(trained, data_parallel, hardware, reach) / 2
+        communicated = gathered + reductions * _all_reduce(trained, data_parallel, hardware, reach) / 2
         hidden = passes.total_s * num_batches
     else:
-        communicated = _all_reduce(trained, data_parallel, hardware, reach)
+        communicated = (1 + reductions) * _all_reduce(trained, data_parallel, hardware, reach) / 2
         hidden = passes.backward_s
     return max(0.0, communicated - hidden) + hardware.latency_s * data_parallel, moved_s
 

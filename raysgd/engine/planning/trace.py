@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.layout import Layout, find_layout
+from raysgd.engine.planning.layout import Layout, find_layout, read_own_plan
 from raysgd.engine.planning.profile import ParameterInfo, Segment
 from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
 from raysgd.errors import ConfigError
@@ -57,6 +57,8 @@ class TracedModel:
         loss_fn: Computes the loss of a model and a batch. None: the output's loss, or the sum of its first tensor.
         precision: As in `EngineConfig`.
         device: Where the step will run. Attention and dropout keep other tensors on a GPU than on a CPU.
+        tensor_plan: The user's plan of tensor parallelism. Only a dict of torch's styles says how layers are shared; with None
+            or a function, the names of the layers do.
 
     Raises:
         ConfigError: The model cannot be built on the meta device, or has no parameters.
@@ -70,6 +72,7 @@ class TracedModel:
         loss_fn: LossFn | None = None,
         precision: Precision = "fp32",
         device: DeviceType = "cuda",
+        tensor_plan: Any = None,
     ) -> None:
         with torch.device("meta"):
             model = model_fn()
@@ -81,6 +84,8 @@ class TracedModel:
             _replace_by_fakes(model, dtype)
         self.model = model.train()
         self.layout: Layout = find_layout(model)
+        if isinstance(tensor_plan, Mapping):
+            self.layout = read_own_plan(model, self.layout, tensor_plan)
         if next(model.parameters(), None) is None:
             raise ConfigError("The model has no parameters, so there is nothing to plan.")
         self._batch = batch
@@ -111,12 +116,10 @@ class TracedModel:
                     name=name,
                     shape=tuple(parameter.shape),
                     itemsize=parameter.element_size(),
+                    master_itemsize=4 if self._precision == "bf16-true" and parameter.requires_grad else 0,
                     block=blocks.get(parameter),
                     sides=sides.get(name, frozenset()),
                     tensor_dim=kinds[name][1] if name in kinds else None,
-                    has_whole_gradient=name in kinds
-                    and kinds[name][0] == "vocabulary"
-                    and sides.get(name) == frozenset({"first"}),
                     is_trainable=parameter.requires_grad,
                     state_bytes_per_element=per_element,
                     state_bytes=other,
@@ -172,7 +175,7 @@ class TracedModel:
     ) -> dict[nn.Parameter, tuple[float, float]]:
         """Make one step of the optimizer on fake parameters, and sum what it keeps of each.
 
-        With ``bf16-true`` the optimizer has fp32 master weights: 4 bytes more for each element, and state in fp32.
+        With ``bf16-true`` the optimizer updates fp32 master weights, so that its state is in fp32 too.
         """
         has_masters = self._precision == "bf16-true"
         kinds = {
@@ -193,7 +196,7 @@ class TracedModel:
             kept = [one for one in tree_leaves(optimizer.state.get(copy, {})) if isinstance(one, torch.Tensor)]
             like = sum(one.element_size() for one in kept if one.shape == copy.shape and one.dim())
             other = sum(one.numel() * one.element_size() for one in kept if one.shape != copy.shape or not one.dim())
-            sizes[kind] = (like + 4 * has_masters, other)
+            sizes[kind] = (like, other)
         return {parameter: sizes[kind] for parameter, kind in kinds.items()}
 
 

@@ -59,9 +59,10 @@ def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     if plan.size != mesh.size():
         raise ConfigError(f"The tensor plan is for {plan.size} ranks, and the mesh has {mesh.size()}.")
     plan.context.bind(mesh)
+    plan.context.expect_ties([getattr(places[0][1], places[0][2]) for places in _ties(model)])
     for path, style in plan.styles.items():
         parallelize_module(model.get_submodule(path), mesh, style)
-    plan.context.forget_parameters()
+    plan.context.forget_ties()
     if plan.sequence_parallel:
         model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
@@ -79,7 +80,7 @@ def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(one, DTensor) for one in own):
             parallelize_module(module, mesh, Whole(context, path))
-    context.forget_parameters()
+    context.forget_ties()
 
 
 def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:

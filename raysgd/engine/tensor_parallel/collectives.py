@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: torch 2.13 has new names for both.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensor, which all ranks have; in the backward pass, add up the gradients of the ranks' shares."""
@@ -53,8 +57,7 @@ def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
     if tensor.is_meta:
         return
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    # gloo does not know bools; their bytes are those of numbers.
-    dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, group=group, group_src=0)
+    dist.broadcast(whole, group=group, group_src=0)
     if not torch.equal(whole, tensor):
         tensor.copy_(whole)
 
@@ -74,7 +77,7 @@ def _all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     rows = tensor.movedim(dim, 0).contiguous()
     whole = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(whole, rows, group=group)
+    _all_gather_single(whole, rows, group=group)
     return whole.movedim(0, dim).contiguous()
 
 
@@ -82,7 +85,7 @@ def _reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tenso
     size = dist.get_world_size(group)
     rows = tensor.movedim(dim, 0).contiguous()
     part = rows.new_empty((rows.shape[0] // size, *rows.shape[1:]))
-    dist.reduce_scatter_tensor(part, rows, group=group)
+    _reduce_scatter_single(part, rows, group=group)
     return part.movedim(0, dim).contiguous()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,9 @@ class TensorContext:
         self._stack: SequenceStack | None = None
         self._outer: Any = None
         self._is_in_region = False
-        self._distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._tied: list[nn.Parameter] = []
+        self._ties: dict[int, int] = {}
+        self._distributed: dict[int, nn.Parameter] = {}
 
     def __deepcopy__(self, memo: Any) -> TensorContext:
         return self
@@ -99,13 +101,12 @@ class TensorContext:
         Raises:
             ConfigError: A tied parameter is needed with two placements.
         """
-        known = self._distributed.get(id(parameter))
-        if known is None:
-            known = self._distributed[id(parameter)] = (
-                parameter,
-                distribute_parameter(parameter, self.mesh, placement),
-            )
-        new = known[1]
+        at = self._ties.get(id(parameter))
+        new = self._distributed.get(at) if at is not None else None
+        if new is None:
+            new = distribute_parameter(parameter, self.mesh, placement)
+        if at is not None:
+            self._distributed[at] = new
         assert isinstance(new, DTensor)
         if not follows and tuple(new.placements) != (placement,):
             raise ConfigError(
@@ -114,8 +115,14 @@ class TensorContext:
             )
         return new
 
-    def forget_parameters(self) -> None:
-        """Release the parameters that were replaced."""
+    def expect_ties(self, ties: Sequence[nn.Parameter]) -> None:
+        """Take the parameters that several layers share; others are released as soon as they are replaced."""
+        self._tied = list(ties)
+        self._ties = {id(one): at for at, one in enumerate(self._tied)}
+
+    def forget_ties(self) -> None:
+        """Release the tied parameters that were replaced."""
+        self.expect_ties(())
         self._distributed.clear()
 
     def local(self, parameter: Tensor | None) -> Any:

@@ -129,9 +129,7 @@ class VocabularyEmbedding(_Layer):
         if padding is not None and not 0 <= padding < rows:
             padding = None
         embedded = functional.embedding(torch.where(is_own, input - first, 0), weight, padding)
-        return self._tp.sum(
-            torch.where(is_own.unsqueeze(-1), embedded, torch.zeros((), dtype=embedded.dtype).to(embedded))
-        )
+        return self._tp.sum(embedded.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
 class FeatureEmbedding(_Layer):
