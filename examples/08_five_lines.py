@@ -11,6 +11,7 @@ sentences have the same words, from generated sentences. Nothing is downloaded.
 import argparse
 import random
 from functools import partial
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -61,17 +62,17 @@ def train_func(config: dict) -> list[float]:
         outputs = tokenizer(example["sentence1"], example["sentence2"], truncation=True, max_length=32)
         return {**outputs, "labels": example["labels"]}
 
-    train_rows = [tokenize_function(example) for example in load_dataset(config["rows"], seed=1)]
-    eval_rows = [tokenize_function(example) for example in load_dataset(64, seed=2)]
+    train_rows: Any = [tokenize_function(example) for example in load_dataset(config["rows"], seed=1)]
+    eval_rows: Any = [tokenize_function(example) for example in load_dataset(64, seed=2)]
 
-    def collate_fn(examples: list) -> dict:
+    def collate_fn(examples: list) -> Any:
         return tokenizer.pad(examples, padding="longest", return_tensors="pt")
 
     size = config["micro_batch_size"]
     train_dataloader = DataLoader(train_rows, shuffle=config["shuffle"], collate_fn=collate_fn, batch_size=size)
     eval_dataloader = DataLoader(eval_rows, shuffle=False, collate_fn=collate_fn, batch_size=size)
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = BertForSequenceClassification(
         BertConfig(vocab_size=len(tokenizer), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
     )

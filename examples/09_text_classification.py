@@ -10,6 +10,7 @@ default optimizer and scheduler are the template's. Nothing is downloaded.
 
 import argparse
 import random
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -50,7 +51,7 @@ def train_func(config: dict) -> dict:
 
         def model_optimizer_lr_scheduler_provider(self):
             torch.manual_seed(0)
-            sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+            sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
             return BertForSequenceClassification(BertConfig(vocab_size=len(NUMBER_OF), **sizes)), None, None
 
         def run_forward_step(self, batch, model):

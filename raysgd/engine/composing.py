@@ -31,7 +31,7 @@ from raysgd.torch.model import prepare_model
 
 
 class Composition:
-    """What was made of a model and its optimizer.
+    """The model to train and its optimizer's parts, made by applying the strategies.
 
     Args:
         mesh: Returns the mesh of all workers; called only if a strategy needs it, because it makes process groups.

@@ -12,7 +12,7 @@ from raysgd.engine.pipeline import PipelineModel
 
 
 class PipelineOutput(dict[str, Any]):
-    """What a pipelined model returns: the loss, as an attribute and as an item."""
+    """The output of a pipelined model: the loss, as an attribute and as an item."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         super().__init__(loss=loss)

@@ -475,7 +475,7 @@ class _Loop:
         self._saved_step, self._metrics = self._step, at["metrics"]
 
 
-class _Rest:
+class _RemainingItems:
     """A sampler that leaves out its first items when it is read for the first time."""
 
     def __init__(self, sampler: Any, num_items: int) -> None:
@@ -502,7 +502,7 @@ def _skip(loader: PreparedLoader, num_batches: int) -> Iterator[Any]:
         return islice(iter(loader), num_batches, None)
     name = "sampler" if inner.batch_sampler is None else "batch_sampler"
     sampler = getattr(inner, name)
-    vars(inner)[name] = _Rest(sampler, num_batches)
+    vars(inner)[name] = _RemainingItems(sampler, num_batches)
     try:
         return iter(loader)
     finally:
