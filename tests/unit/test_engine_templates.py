@@ -222,7 +222,7 @@ PROVIDED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), PROVIDED, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("changes", "message"), PROVIDED, ids=[message[-40:] for _, message in PROVIDED])
 def test_value_without_a_default_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         type("Mine", (Tuner,), changes)(engine=raysgd.Engine()).train()
