@@ -86,7 +86,7 @@ def accelerate(
         _check_without_optimizer(config)
     _check_loss(loss, config)
     engine = _LoopEngine(config)
-    before: list[nn.Parameter] = list(getattr(model, "parameters", list)())  # compose refuses other objects
+    before: list[nn.Parameter] = list(getattr(model, "parameters", list)())  # compose refuses what is not a module
     composed, new_optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
     engine.follow(unwrap(composed), loss)
     if optimizer is not None:

@@ -393,12 +393,13 @@ class Engine:
         """Measure what this rank's parameters, gradients and optimizer state take now.
 
         After the first step the optimizer has its state, and between ``backward`` and ``zero_grad`` there are gradients.
+        `raysgd.engine.predict_memory` predicts the same.
         """
         model = self._composed()
         pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        return measure(model.parameters(), pieces, state)
+        return measure((*model.parameters(), *model.buffers()), pieces, state)
 
     def describe(self) -> str:
         """Return a table of what was done to each module."""

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+
+_ROWS = ("parameters", "gradients", "optimizer")
+
+
+class Bytes(Protocol):
+    """Bytes of a training state, such as a `MemoryUse` or what `raysgd.engine.predict_memory` returns."""
+
+    @property
+    def parameters(self) -> float: ...
+
+    @property
+    def gradients(self) -> float: ...
+
+    @property
+    def optimizer(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,26 +32,26 @@ class MemoryUse:
     Printed it is a table. Activations are not in it: they exist during a step only.
 
     Attributes:
-        parameters: Those that the model computes with.
+        parameters: Those that the model computes with, and its buffers.
         gradients: Those that exist now; none after ``zero_grad()``.
-        optimizer_state: With the optimizer's own copies of parameters, which mixed precision and ZeRO 1 and 2 need.
+        optimizer: Its state, and the fp32 copies of parameters that are in bf16.
     """
 
     parameters: int
     gradients: int
-    optimizer_state: int
+    optimizer: int
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state
+        return self.parameters + self.gradients + self.optimizer
 
-    def table(self, **columns: MemoryUse) -> str:
-        """Return a table of megabytes (10^6 bytes), with more columns if others are given, such as ``predicted=``."""
-        of_columns = {"measured": self, **columns}
+    def table(self, **columns: Bytes) -> str:
+        """Return a table of megabytes (10^6 bytes), with more columns: ``predicted=raysgd.engine.predict_memory(...)``."""
+        of_columns: dict[str, Bytes] = {"measured": self, **columns}
         rows = [("MB", *of_columns)]
-        for name in (*(field.name for field in fields(self)), "total"):
-            sizes = (getattr(use, name) for use in of_columns.values())
-            rows.append((name.replace("_", " "), *(f"{size / 1e6:,.3f}" for size in sizes)))
+        bytes_of = {name: [getattr(each, name) for each in of_columns.values()] for name in _ROWS}
+        bytes_of["total"] = [sum(sizes) for sizes in zip(*bytes_of.values(), strict=True)]
+        rows += [(name, *(f"{size / 1e6:,.3f}" for size in sizes)) for name, sizes in bytes_of.items()]
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         return "\n".join(
             "  ".join(
@@ -64,7 +80,7 @@ def measure(
     return MemoryUse(
         parameters=_num_bytes(parameters, seen),
         gradients=_num_bytes(gradients, seen),
-        optimizer_state=_num_bytes((*pieces, *state), seen),
+        optimizer=_num_bytes((*pieces, *state), seen),
     )
 
 

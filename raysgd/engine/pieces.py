@@ -173,10 +173,9 @@ class OptimizerPieces:
         dtype = torch.float32 if own.dtype.itemsize < 4 and own.is_floating_point() else own.dtype
         if not self._is_divided and dtype == own.dtype:
             return parameter
-        if (
-            dtype != own.dtype or not own.is_contiguous()
-        ):  # else the optimizer updates these rows of the parameter itself
+        if dtype != own.dtype or not own.is_contiguous():
             own = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        # Otherwise it is a view of the parameter's own rows, and takes no memory.
         if not self._is_divided:
             placed = _like(parameter, own) if isinstance(parameter, DTensor) else own
             return placed.requires_grad_()

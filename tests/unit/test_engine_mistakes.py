@@ -82,13 +82,13 @@ def test_memory_is_that_of_the_tensors() -> None:
     with pytest.raises(UsageError, match=r"call engine\.compose"):
         engine.memory()
     model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    assert vars(engine.memory()) == {"parameters": num_bytes, "gradients": 0, "optimizer_state": 0}
+    assert vars(engine.memory()) == {"parameters": num_bytes, "gradients": 0, "optimizer": 0}
     engine.backward(model(torch.randn(4, 6)).mean())
     optimizer.step()
     use = engine.memory()
     assert (use.parameters, use.gradients) == (num_bytes, num_bytes)
-    assert use.optimizer_state == 2 * num_bytes + 4 * 4  # two moments, and a count of steps for each parameter
-    assert use.total == use.parameters + use.gradients + use.optimizer_state
+    assert use.optimizer == 2 * num_bytes + 4 * 4  # two moments, and a count of steps for each parameter
+    assert use.total == use.parameters + use.gradients + use.optimizer
 
 
 def test_shared_memory_counts_once() -> None:
@@ -101,7 +101,7 @@ def test_shared_memory_counts_once() -> None:
 
 
 def test_memory_prints_a_table() -> None:
-    use = raysgd.engine.MemoryUse(parameters=4_000_000, gradients=0, optimizer_state=8_000_000)
+    use = raysgd.engine.MemoryUse(parameters=4_000_000, gradients=0, optimizer=8_000_000)
     rows = str(use).splitlines()
     assert rows[0].split() == ["MB", "measured"]
     assert [row.split()[-1] for row in rows[1:]] == ["4.000", "0.000", "8.000", "12.000"]
