@@ -19,7 +19,7 @@ from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer import replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
-from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers

@@ -20,7 +20,7 @@ from raysgd.engine.config import EngineConfig, current_engine_config, merge_conf
 from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.memory import MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
-from raysgd.engine.pipelined import PipelinedModel
+from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.saving import complete, spread
 from raysgd.errors import ConfigError, UsageError

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.engine.pipeline import PipelineModel, split_model
+from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 

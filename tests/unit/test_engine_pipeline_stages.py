@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.engine.pipeline_stages import balance, read_model
+from raysgd.engine.pipeline.stages import balance, read_model
 from raysgd.errors import ConfigError
 from support.engine_models import build
 

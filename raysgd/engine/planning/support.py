@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.pipeline_stages import read_model
+from raysgd.engine.pipeline.stages import read_model
 from raysgd.engine.planning.candidates import Refuse
 from raysgd.engine.tensor_parallel import make_tensor_plan
 from raysgd.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.engine.pipeline import PipelineModel
+from raysgd.engine.pipeline.schedule import PipelineModel
 
 
 class PipelineOutput(dict[str, Any]):

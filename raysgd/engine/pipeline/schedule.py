@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from raysgd.engine.pipeline_stages import StageSplit, item_counter, read_model
+from raysgd.engine.pipeline.stages import StageSplit, item_counter, read_model
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
 

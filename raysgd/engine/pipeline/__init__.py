@@ -1,0 +1,1 @@
+"""Pipeline parallelism: models are split into stages, and micro-batches flow through them."""
