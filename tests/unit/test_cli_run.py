@@ -41,6 +41,7 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
             *("--num-workers", "2:inf", "--cpus-per-worker", "0.5", "--gpus-per-worker", "1", "--backend", "none"),
             *("--env", "A=b=c", "--env", "SHELL_HAS", "--seed", "3", "--name", "exp", "--storage-path", "/runs"),
             *("--address", "auto", "--max-failures", "7", "--num-to-keep", "2", "--detached"),
+            *("--engine.tensor-parallel", "2"),
         )
     )
     assert arguments == {
@@ -48,6 +49,7 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
         "backend": "none",
         "cpus_per_worker": 0.5,
         "gpus_per_worker": 1,
+        "workers_per_replica": 2,
         "runtime_env": {"env_vars": {"A": "b=c", "SHELL_HAS": "it"}},
         "seed": 3,
         "run_config": raysgd.RunConfig(name="exp", storage_path="/runs", detached=True, ray_address="auto"),
