@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import raysgd
+from raysgd.cli.engine_flags import engine_flags
 from raysgd.cli.flags import parse_flags
 from raysgd.cli.main import main
 from raysgd.cli.run import FLAGS, HINTS, execute, find_start, make_order, report, trainer_arguments
@@ -41,7 +42,6 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
             *("--num-workers", "2:inf", "--cpus-per-worker", "0.5", "--gpus-per-worker", "1", "--backend", "none"),
             *("--env", "A=b=c", "--env", "SHELL_HAS", "--seed", "3", "--name", "exp", "--storage-path", "/runs"),
             *("--address", "auto", "--max-failures", "7", "--num-to-keep", "2", "--detached"),
-            *("--engine.tensor-parallel", "2"),
         )
     )
     assert arguments == {
@@ -49,13 +49,19 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
         "backend": "none",
         "cpus_per_worker": 0.5,
         "gpus_per_worker": 1,
-        "workers_per_replica": 2,
+        "workers_per_replica": 1,
         "runtime_env": {"env_vars": {"A": "b=c", "SHELL_HAS": "it"}},
         "seed": 3,
         "run_config": raysgd.RunConfig(name="exp", storage_path="/runs", detached=True, ray_address="auto"),
         "failure_config": raysgd.FailureConfig(max_failures=7),
         "checkpoint_config": raysgd.CheckpointConfig(num_to_keep=2),
     }
+
+
+def test_shared_models_are_known_to_the_trainer() -> None:
+    words = ["--engine.tensor-parallel", "2", "--engine.pipeline-parallel", "3"]
+    values = parse_flags([*words, "script.py"], [*FLAGS, *engine_flags()], HINTS).values
+    assert trainer_arguments(values)["workers_per_replica"] == 6
 
 
 def test_restarts_include_exceptions() -> None:
