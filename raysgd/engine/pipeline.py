@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _FRONT_KEYS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 _STAGE_KEYS = frozenset({"attention_mask", "position_ids"})
 
+#: Further arguments of the model: hidden states are all that passes on from a forward pass.
+_OPTIONS = {"use_cache": False, "return_dict": True}
+
 #: A loss of a user: of the model's outputs and the micro-batch.
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
@@ -89,6 +92,8 @@ class _StageState:
     base: str
     loss: Loss | None
     count_items: Callable[[Mapping[str, Tensor]], Tensor | int]
+    #: Whether a schedule runs; nobody else can run a stage.
+    is_running: bool = False
     #: The items of the whole batch of the current step.
     num_items: Tensor | int = 1
     #: What gradients are multiplied by.
@@ -110,13 +115,17 @@ class _Stage(nn.Module):
 
     def forward(self, *hidden: Tensor, **batch: Tensor) -> Tensor:
         state = self._stage_state
+        if not state.is_running:
+            raise ConfigError(
+                "This model is one stage of a pipeline, and cannot be called: call `step` or `evaluate` of its PipelineModel."
+            )
         keys = _STAGE_KEYS | _FRONT_KEYS if state.is_first else _STAGE_KEYS
         inputs: dict[str, Any] = {key: value for key, value in batch.items() if key in keys}
         if not state.is_first:
             (inputs["inputs_embeds"],) = hidden
         with state.context():
             if not state.is_last:
-                outputs = getattr(self, state.base)(**inputs, **_options(self))
+                outputs = getattr(self, state.base)(**inputs, **_OPTIONS)
                 result: Tensor = outputs.last_hidden_state.to(state.dtype)
                 return result
             return self._share_of_loss(inputs, batch)
@@ -126,16 +135,12 @@ class _Stage(nn.Module):
         state = self._stage_state
         num_items = state.count_items(batch)
         if state.loss is not None:
-            value = state.loss(super().forward(**inputs, **_options(self)), batch)
+            value = state.loss(super().forward(**inputs, **_OPTIONS), batch)
         else:
-            value = super().forward(**inputs, labels=batch["labels"], **_options(self)).loss
+            value = super().forward(**inputs, labels=batch["labels"], **_OPTIONS).loss
         # A mean over no items is not a number; such a micro-batch adds nothing.
         share = torch.where(torch.as_tensor(num_items, device=value.device) > 0, value.float(), 0.0)
         return torch.stack([share * num_items / state.num_items])
-
-
-def _options(model: Any) -> dict[str, bool]:
-    return {"use_cache": False, "return_dict": True}
 
 
 @dataclass
@@ -236,10 +241,11 @@ class PipelineModel:
         state.dtype, state.context, state.scale = self._hidden_dtype(), forward_context, scale
         run = self._prepare(num_rows // num_parts, length, num_parts, state.dtype, is_training)
         target = torch.zeros(num_parts) if self.is_last and is_training else None
-        if is_training:
-            outputs = run.schedule.step(target=target, **tensors)
-        else:
-            outputs = run.schedule.eval(**tensors)
+        state.is_running = True
+        try:
+            outputs = run.schedule.step(target=target, **tensors) if is_training else run.schedule.eval(**tensors)
+        finally:
+            state.is_running = False
         loss = outputs.detach().sum() if self.is_last else torch.zeros((), device=self._device())
         dist.broadcast(loss, group=self.mesh.get_group(), group_src=self.mesh.size() - 1)
         return loss

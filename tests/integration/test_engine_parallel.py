@@ -156,6 +156,7 @@ def test_own_plan_is_applied_and_other_layers_are_replicated(ranks: RankGroup, k
         ("gpt2", "hidden states", "output_hidden_states=True is not possible with sequence_parallel=True"),
         ("gpt2", "plan of another size", "The tensor plan is for 4 ranks, and the mesh has 2."),
         ("gpt2", "tied layers", "transformer.wte, lm_head share one parameter"),
+        ("gpt2", "called stage", "This model is one stage of a pipeline, and cannot be called"),
         ("bert", "blocks", "pipeline_parallel=2 needs as many blocks, and bert.encoder.layer has 1."),
         ("t5", "class", "pipeline_parallel cannot split a T5ForConditionalGeneration"),
         ("encoder", "class", "pipeline_parallel cannot split a EncoderModel"),

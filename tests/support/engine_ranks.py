@@ -295,6 +295,8 @@ def raised(kind: str, what: str) -> str:
             model(**batch(kind, 0), output_hidden_states=True)
         elif what == "plan of another size":
             apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], make_tensor_plan(build(kind), 4))
+        elif what == "called stage":
+            split_model(build(kind), mesh(2, 2, 1)["pp"]).module(**batch(kind, 0))
         elif what == "tied layers":
             apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], {"transformer.wte": RowwiseParallel()})
         elif what == "blocks":

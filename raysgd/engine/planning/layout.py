@@ -149,13 +149,22 @@ def _find_heads(block: nn.Module) -> set[int]:
 
 
 def _find_vocabulary(model: nn.Module, stacks: Mapping[str, Iterable[tuple[str, nn.Module]]]) -> list[tuple[str, int]]:
-    """Find the largest embedding outside the blocks, and linear layers with as many outputs as it has rows."""
+    """Find the largest embedding outside the blocks, and linear layers with as many outputs as it has rows.
+
+    As in the engine's tensor plan, it is the vocabulary if transformers says so or if it is larger than all linear layers.
+    """
     outside = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if not any(_is_inside(name, stack) for stack in stacks)
     ]
-    rows = max((one.num_embeddings for _, one in outside if isinstance(one, nn.Embedding)), default=0)
+    largest = max(
+        (one for _, one in outside if isinstance(one, nn.Embedding)), key=lambda one: one.weight.numel(), default=None
+    )
+    linear = max((one.weight.numel() for one in model.modules() if isinstance(one, nn.Linear)), default=0)
+    if largest is None or (not hasattr(model, "get_input_embeddings") and largest.weight.numel() <= linear):
+        return []
+    rows = largest.num_embeddings
     return [
         (f"{name}.weight", 0)
         for name, module in outside

@@ -207,7 +207,7 @@ def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, dat
 def _estimate_stage(
     profile: ModelProfile, config: EngineConfig, data_parallel: int, num_rows: int, stage: int
 ) -> MemoryEstimate:
-    zero_stage = config.zero_stage if data_parallel > 1 else 0
+    zero_stage = config.zero_stage if data_parallel > 1 or config.zero_stage == 3 else 0  # FSDP gathers on one rank too
     states = sum_states(
         profile,
         tensor_parallel=config.tensor_parallel,
