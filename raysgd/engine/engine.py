@@ -23,7 +23,7 @@ from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.saving import complete, spread
-from raysgd.errors import ConfigError, UsageError
+from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
@@ -306,11 +306,21 @@ class Engine:
 
         Returns:
             The values that were saved in addition; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: It is a checkpoint of another model or optimizer, or `save_checkpoint` did not make it.
         """
         model = self._composed()
         state = api.load_checkpoint()
         if state is None:
             return None
+        if not isinstance(state, dict) or "engine" not in state:
+            raise CheckpointError(
+                "the checkpoint was not saved by engine.save_checkpoint: load it by raysgd.load_checkpoint()."
+            )
+        for name, value in (("optimizer", self._optimizer), ("lr_scheduler", self._scheduler)):
+            if value is not None and name not in state:
+                raise CheckpointError(f"the checkpoint has no {name}, because the loop that saved it had none.")
         own, saved = unwrap(model).state_dict(), {**state["model"], **state["engine"].get("masters", {})}
         restore({name: value for name, value in saved.items() if name in own}, into=model)
         self._scale.load_state_dict(state["engine"]["loss_scale"])

@@ -82,3 +82,11 @@ def test_any_model_with_scalars_and_frozen_parameters(ranks: RankGroup, strategi
     )
     for found in ranks.run(engine_steps.train, 12, batch=24, **strategies):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_are_those_of_the_mean_over_all_rows(ranks: RankGroup, zero_stage: int) -> None:
+    sizes = [[1, 7], [4, 2], [3, 3], [9, 1]]
+    expected = engine_steps.train_evenly(6, sum(map(sum, sizes)))
+    for found in ranks.run(engine_steps.train_uneven, 6, sizes, zero_stage=zero_stage):
+        assert found == pytest.approx(expected, rel=1e-5)

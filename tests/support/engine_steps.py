@@ -150,6 +150,45 @@ def train(
         return [*losses, total(model)]
 
 
+def train_uneven(num_steps: int, sizes: list[list[int]], **strategies: Any) -> list[float]:
+    """Train on micro-batches of different sizes; return the sum of all parameters after each step.
+
+    Args:
+        sizes: Rows of each micro-batch, by rank.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = make_rows()
+    with session_of(rank, size):
+        engine = raysgd.Engine(accumulation_steps=len(sizes[0]), weighted_gradients=True, **strategies)
+        model = make_model()
+        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=make_optimizer(model))
+        sums = []
+        for _ in range(num_steps):
+            at = sum(sum(of_rank) for of_rank in sizes[:rank])
+            for count in sizes[rank]:
+                loss = nn.functional.mse_loss(model(x[at : at + count]), y[at : at + count])
+                engine.backward(loss, weight=count)
+                optimizer.step()
+                optimizer.zero_grad()
+                at += count
+            sums.append(total(model))
+        return sums
+
+
+def train_evenly(num_steps: int, num_rows: int) -> list[float]:
+    """Return what `train_uneven` does, of the plain loop over all rows at once."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    x, y = make_rows()
+    sums = []
+    for _ in range(num_steps):
+        nn.functional.mse_loss(model(x[:num_rows]), y[:num_rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums.append(total(model))
+    return sums
+
+
 def mean_over_ranks(values: list[torch.Tensor]) -> float:
     mean = torch.stack(values).double().mean()
     dist.all_reduce(mean)
