@@ -46,7 +46,7 @@ def accelerate(
     zero_stage: int = 0,
     **strategies: Any,
 ) -> Any:
-    """Prepare a model for a training loop that stays as it is. All ranks call it. ::
+    """Prepare a model for a training loop that stays as it is. All ranks call it.
 
         model = raysgd.accelerate(model, criterion, mixed_precision=True)
         model, optimizer = raysgd.accelerate(model, criterion, optimizer=optimizer, zero_stage=2)

@@ -35,7 +35,7 @@ _END = object()
 
 
 class Engine:
-    """Applies strategies for speed and large models to a training loop. ::
+    """Applies strategies for speed and large models to a training loop.
 
         engine = raysgd.Engine(precision="bf16", zero_stage=3)
         model, optimizer, lr_scheduler, train_loader, eval_loader = engine.compose(

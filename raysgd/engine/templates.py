@@ -99,7 +99,7 @@ def learning_rate_factor(step: int, num_steps: int, warmup: float, decay: Decay)
 
 
 class PreTrainer:
-    """A training loop whose parts are methods to override; `train` runs it, in a ``train_func`` or alone. ::
+    """A training loop whose parts are methods to override; `train` runs it, in a ``train_func`` or alone.
 
         class MyPreTrainer(raysgd.engine.PreTrainer):
             def train_valid_test_datasets_provider(self):

@@ -19,7 +19,7 @@ def restore(saved: Any, *, into: Any) -> None:
     """Load a checkpoint into objects that are made already, whatever mesh and number of workers saved it.
 
     A plain model can be restored from what FSDP or tensor-parallel ranks saved, and the other way round. Reading does not
-    communicate, so ranks may call this at different times. ::
+    communicate, so ranks may call this at different times.
 
         state = raysgd.load_checkpoint()
         if state is not None:
