@@ -24,7 +24,7 @@ from raysgd.backends.gloo_sockets import GlooListeners, list_listeners
 #: An attribute of the functions that `install` puts in place.
 _MARK = "_is_of_raysgd"
 _groups: list[GlooListeners] = []
-_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
+_meshes: list[weakref.ref[Any]] = []  # not a set: two meshes may be equal, and each holds groups
 _generation = 0  # of groups: how often this process has left them
 
 
@@ -58,8 +58,9 @@ def leave_all() -> None:
     global _generation
     _generation += 1
     cut_all()
-    for mesh in list(_meshes):
-        mesh._pg_registry.clear()
+    for reference in _meshes:
+        if (mesh := reference()) is not None:
+            mesh._pg_registry.clear()
     _meshes.clear()
 
 
@@ -77,7 +78,7 @@ def cut_all() -> None:
 def _follow_mesh(mesh: Any) -> None:
     if mesh._thread_id is None:  # a part of what meshes are compared by; torch uses it for groups of threads only
         mesh._thread_id = -1 - _generation
-        _meshes.add(mesh)
+        _meshes.append(weakref.ref(mesh))
 
 
 def _make_group(original: Callable[..., Any], given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -227,3 +227,12 @@ def test_state_that_does_not_match_into_is_refused(into: Any, message: str | Non
         return
     with pytest.raises(CheckpointError, match=message):
         raysgd.torch.restore(saved, into=into)
+
+
+def test_meshes_of_an_attempt_differ_from_earlier_ones_and_hold_no_groups_afterwards() -> None:
+    with rank_of((2,), 0) as mesh:
+        twin = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        assert mesh == twin and mesh._pg_registry and twin._pg_registry
+    assert not mesh._pg_registry and not twin._pg_registry
+    with rank_of((2,), 1) as later:
+        assert later != mesh
