@@ -235,23 +235,21 @@ class TorchBackend(Backend):
             store=self._store,
             rank=member.rank,
             world_size=member.world_size,
-            timeout=timedelta(seconds=self._config.timeout_s),
+            # Also the time in which gloo's members connect: one of them may have been lost since they met in the store.
+            timeout=timedelta(seconds=self._config.init_timeout_s),
         )
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._config.timeout_s))
         torch_scripts.give(torch_scripts.GivenGroup(backend, member.rank, member.world_size))
         self._watch_exchange(member.world_size)
         # nccl's ranks meet in the store at their first collective, which some may reach much later than others.
         self._store.set_timeout(timedelta(seconds=self._config.timeout_s))
 
     def destroy_process_group(self) -> None:
-        import torch.distributed as dist
-
         torch_scripts.take_back()
         self._watch_exchange(1)
         torch_groups.leave_all()  # whatever still refers to a group: its peers must see that this rank has left
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
-        if dist.is_initialized():
-            with contextlib.suppress(Exception):  # the group may be broken already
-                dist.destroy_process_group()
+        torch_groups.destroy_all()
         self._store = None
         if self._rendezvous is not None:
             self._rendezvous.close()

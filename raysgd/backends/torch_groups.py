@@ -64,6 +64,23 @@ def leave_all() -> None:
     _meshes.clear()
 
 
+def destroy_all() -> None:
+    """Make torch forget all groups, also a default one that was lost while it formed.
+
+    torch destroys nothing without a default group, and numbers its groups until it is destroyed: a process that kept the
+    number would wait in the store under another name than the other members of the next group.
+    """
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    if not distributed_c10d.is_initialized() and (made := next(iter(world.pg_map), None)) is not None:
+        distributed_c10d._update_default_pg(made)
+    if distributed_c10d.is_initialized():
+        with contextlib.suppress(Exception):  # the group may be broken already
+            distributed_c10d.destroy_process_group()
+    world.group_count = 0
+
+
 def cut_all() -> None:
     """Cut the connections of all gloo groups at this end."""
     groups = list(_groups)
@@ -87,10 +104,11 @@ def _make_group(original: Callable[..., Any], given: dict[str, Any], *args: Any,
         return original(*args, **kwargs)
     before = list_listeners()
     made = original(*args, **kwargs)
-    own = list_listeners() - before
+    own = frozenset(list_listeners() - before)
+    _groups.append(GlooListeners(own))  # a member may be lost during the exchange
     store, keys = given["store"], [f"raysgd/gloo/{given['group_name']}/{member}" for member in range(size)]
     store.set(keys[rank], json.dumps(sorted(own)))
-    _groups.append(GlooListeners.from_exchange(own, [json.loads(value) for value in store.multi_get(keys)]))
+    _groups[-1] = GlooListeners.from_exchange(own, [json.loads(value) for value in store.multi_get(keys)])
     return made
 
 

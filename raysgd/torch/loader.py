@@ -6,6 +6,7 @@ Worker side. For training on each row exactly once, through failures and resizes
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from raysgd.torch.samplers import LoaderSeeds, Shard, UnevenBatchSampler
 
 _Split = Callable[[Any, bool], Any]
 _END = object()
+_BEFORE_A_FORK_S = 0.002
 
 
 def prepare_data_loader(
@@ -91,6 +93,10 @@ class PreparedLoader:
             self.epoch += 1
         self._is_started = True
         self._forward_epoch()
+        if self.loader.num_workers:
+            # gloo's threads still release the tensors of the last collective. A process that is forked while such a thread
+            # registers with the interpreter hangs in its first instruction (Python 3.10 and 3.11).
+            time.sleep(_BEFORE_A_FORK_S)
         return self._batches(iter(self.loader))
 
     def __len__(self) -> int:

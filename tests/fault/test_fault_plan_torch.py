@@ -83,6 +83,39 @@ def test_network_cut_ends_the_run_with_an_explanation(trainer: raysgd.Trainer) -
     check_history(latest_run(trainer).run_dir)
 
 
+def be_late_at_the_store(config: dict[str, Any]) -> None:
+    """Make a rank slow to ask from which sockets the others have joined the group."""
+    import torch.distributed as dist
+
+    if raysgd.world_rank() > 0:
+        original = dist.TCPStore.fast_multi_get = dist.TCPStore.multi_get
+        dist.TCPStore.multi_get = lambda store, keys: time.sleep(2) or original(store, keys)
+
+
+def be_in_time_again(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    if raysgd.world_rank() > 0:
+        dist.TCPStore.multi_get = dist.TCPStore.fast_multi_get
+
+
+def test_run_resumes_after_rank_loss_while_others_join_the_group(trainer: raysgd.Trainer) -> None:
+    def reduce(config: dict[str, Any]) -> float:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    trainer.run(be_late_at_the_store, {}, callbacks=quiet())
+    plan = FaultPlan([Kill(rank=0, phase="start")])
+    assert trainer.run(plan.wrap(reduce), {}, callbacks=quiet(), returns="all") == [3.0] * 3
+    plan.assert_all_fired()
+    check_history(latest_run(trainer).run_dir)
+    trainer.run(be_in_time_again, {}, callbacks=quiet())
+
+
 def places() -> set[str]:
     """Return the source files of functions that run collectives."""
     import torch

@@ -47,6 +47,8 @@ def steps(config: dict[str, Any]) -> int:
     for step in range(config["steps"]):
         if step == config.get("cut_at") and raysgd.world_rank() == 1:
             cuts = until(lambda: cut(config["port"]), PATIENCE_S)  # a fast loop may run before its connection exists
+        if step == config.get("wait_at"):
+            until(lambda: os.path.exists(config["marker"]), PATIENCE_S)
         raysgd.report(step=step)
     raysgd.barrier()
     return cuts
@@ -65,15 +67,18 @@ def test_reports_bypass_ray(trainer: raysgd.Trainer) -> None:
     assert len(latest_run(trainer).workers) == 2000
 
 
-def test_driver_that_loses_its_connection_misses_no_result(trainer: raysgd.Trainer) -> None:
+def test_driver_that_loses_its_connection_misses_no_result(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     pids(trainer)
     port = endpoint_of(trainer).port
-    stream = trainer.run_generator(steps, {"steps": 20_000}, callbacks=quiet())
+    # The workers wait for the cut: else a slow driver would be at its 100th result when the run is over.
+    config = {"steps": 20_000, "wait_at": 10_000, "marker": str(tmp_path / "cut")}
+    stream = trainer.run_generator(steps, config, callbacks=quiet())
     seen = []
     for result in stream:
         seen.append(result["step"])
         if len(seen) == 100:
             assert until(lambda: cut(port), PATIENCE_S) == 1
+            Path(config["marker"]).touch()
     assert seen == list(range(20_000))
 
 

@@ -244,6 +244,7 @@ def with_session(deterministic: bool) -> None:
         progress=Progress(),
         world_rank=rank,
         world_size=WORLD_SIZE,
+        identity=SimpleNamespace(data_parallel_rank=rank, data_parallel_size=WORLD_SIZE),
         in_worker=True,
         seed=11,
         deterministic=deterministic,
@@ -266,6 +267,8 @@ def main(world: str, folder: Path, rank: int) -> None:
         found = {"trainings": resumed_trainings(folder)}
     torch.save(found, folder / f"{world}.{rank}.pt")
     dist.destroy_process_group()
+    # torch aborts an interpreter that ends while a thread of gloo releases the tensors of the last collective.
+    os._exit(0)
 
 
 if __name__ == "__main__":
