@@ -31,6 +31,9 @@ class Training:
         limit_s: The longest time of each wait.
         train: The train function, which records its steps as `bench.steps.train` does.
         config: Its config in addition to ``steps``, ``save_every`` and ``step_s``.
+
+    Attributes:
+        folder: Where the steps are recorded.
     """
 
     def __init__(
@@ -45,10 +48,10 @@ class Training:
     ) -> None:
         self._system = system
         self._limit_s = limit_s
-        self._folder = system.folder / f"steps-{uuid.uuid4().hex[:8]}"
-        self._folder.mkdir()
+        self.folder = system.folder / f"steps-{uuid.uuid4().hex[:8]}"
+        self.folder.mkdir()
         self._train = train
-        self._config = {"steps": str(self._folder), "save_every": save_every, "step_s": step_s, **(config or {})}
+        self._config = {"steps": str(self.folder), "save_every": save_every, "step_s": step_s, **(config or {})}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -59,7 +62,7 @@ class Training:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        (self._folder / steps.ENOUGH).touch()
+        (self.folder / steps.ENOUGH).touch()
         if kind is not None:
             return
         self._thread.join(_END_S)
@@ -77,7 +80,7 @@ class Training:
         """
         deadline = time.monotonic() + self._limit_s
         while time.monotonic() < deadline:
-            group = newest_group(self._folder)
+            group = newest_group(self.folder)
             if group is not None and is_it(group):
                 return group
             if not self._thread.is_alive():
@@ -104,7 +107,7 @@ class Training:
 
     def last_step_of(self, group: Group) -> float:
         """Return when a former group finished its last step."""
-        marks = [read_marks(path) for path in self._folder.glob(f"{group.number}-*.steps")]
+        marks = [read_marks(path) for path in self.folder.glob(f"{group.number}-*.steps")]
         return max(last for _, last, _ in marks)
 
     def send_signal(self, group: Group, number: int = signal.SIGKILL, *, first_rank: int = 0) -> float:

@@ -129,7 +129,7 @@ def _load(path: str) -> Any:
         raise ConfigError(f"{FILE_FLAG} {path}: the file cannot be read: {error}.") from None
     if kind == ".json":
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=partial(_without_duplicates, path))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}, line {error.lineno}: {error.msg}.") from None
     import yaml  # a package that Ray needs
@@ -139,6 +139,13 @@ def _load(path: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}.") from None
     return {} if read is None else read  # a file of comments alone
+
+
+def _without_duplicates(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for place, (key, _) in enumerate(pairs):
+        if key in (earlier for earlier, _ in pairs[:place]):
+            raise ConfigError(f"{path}: {key!r} is given twice.")
+    return dict(pairs)
 
 
 def _hints() -> dict[str, Any]:

@@ -109,7 +109,7 @@ def parse_flags(words: Sequence[str], flags: Sequence[Flag], hints: Mapping[str,
                 is_next = place < len(words) and words[place].lower() in _BOOLS
                 text = words[place] if is_next else "true"
                 place += is_next
-            elif place == len(words):
+            elif place == len(words) or words[place].partition("=")[0] in by_name:
                 raise ConfigError(f"{name} needs a value: {name} {flag.metavar}.")
             else:
                 text = words[place]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
+import signal
 import sys
 import traceback
 import uuid
@@ -17,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from raysgd.callbacks.progress.callback import Mode, ProgressCallback
-from raysgd.cli.engine_flags import engine_flags, make_engine_config
+from raysgd.cli.engine_flags import PREFIX, engine_flags, make_engine_config
 from raysgd.cli.flags import Flag, format_help, parse_bool, parse_flags, parse_int, parse_number
 from raysgd.cli.script import Script, ScriptExit
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_choice
 from raysgd.config.run import DEFAULT_STORAGE_PATH, Reduction
 from raysgd.engine.config import EngineConfig
-from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, WorkerTraceback
+from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, UsageError, WorkerTraceback
 
 if TYPE_CHECKING:
     from raysgd.backends.base import BackendConfig
@@ -36,10 +38,13 @@ DESCRIPTION = (
     "Run a Python script as __main__ on workers of a Ray cluster, with results, checkpoints and recovery as in a run of "
     "raysgd.Trainer. Flags stand before the script; what follows its name belongs to the script."
 )
+_FOLDER_OF_RUN = re.compile(r"run_(\d+)", re.ASCII)
 #: ``--resume-from`` this: the newest checkpoint of the earlier runs of this name.
 LAST = "last"
 
 _WORKERS_HINT = "give the number of all workers as --num-workers; Ray places them on its nodes"
+#: The exit status for a signal is this and its number, as in shells.
+SIGNALLED = 128
 #: What to give for flags of other launchers.
 HINTS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc", "--nnodes", "--num-nodes", "-np", "--world-size"), _WORKERS_HINT),
@@ -199,7 +204,7 @@ class Order:
 
 
 def execute(words: Sequence[str]) -> int:
-    """Run the command; return the exit status: the script's own, or 1 if it or its run failed.
+    """Run the command; return the exit status: the script's own, 1 if it or its run failed, or that of a signal.
 
     Raises:
         ConfigError: A flag cannot work, or there is no such script.
@@ -234,6 +239,8 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
         source = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"the script {path} cannot be read: {error.strerror}.") from None
+    engine = make_engine_config(given)
+    _check_copies(given.get("--num-workers", 1), (engine or EngineConfig()).workers_per_replica)
     token = uuid.uuid4().hex
     script = Script(
         os.path.abspath(path),
@@ -241,10 +248,21 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
         tuple(arguments),
         folder=os.getcwd(),
         shipped_path=_shipped_path(path, given.get("--working-dir")),
-        engine=make_engine_config(given),
+        engine=engine,
         token=token,
     )
     return Order(given, script, token)
+
+
+def _check_copies(num_workers: int | tuple[int, float], each: int) -> None:
+    """Check that the workers hold whole copies of the model."""
+    for limit in (num_workers,) if isinstance(num_workers, int) else num_workers:
+        if limit != math.inf and limit % each:
+            more = math.ceil(limit / each) * each
+            raise ConfigError(
+                f"--num-workers: {limit:g} workers do not hold whole copies of the model, since {PREFIX}tensor-parallel and "
+                f"{PREFIX}pipeline-parallel make {each} workers hold one; give {more} in place of {limit:g}."
+            )
 
 
 def _shipped_path(path: str, working_dir: str | None) -> str | None:
@@ -306,9 +324,15 @@ def _run(order: Order) -> int:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     import ray
 
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(number))  # as Ray does it for SIGTERM
     try:
         with _make_trainer(order.given) as trainer:
             _run_on(trainer, order)
+    except SystemExit as ended:
+        number = int(ended.code or 0)
+        _print(f"raysgd run: ended by {signal.Signals(number).name}.")
+        return SIGNALLED + number
     except Exception as error:
         return report(error)
     finally:
@@ -366,7 +390,8 @@ def find_start(given: Mapping[str, Any]) -> Checkpoint | str | None:
             raise CheckpointNotFoundError(f"the run in {path} has no checkpoint.")
         return found
     runs = Storage.from_uri(given.get("--storage-path") or DEFAULT_STORAGE_PATH).child(given["--name"])
-    numbers = sorted((int(name[4:]) for name in runs.list_names() if name.startswith("run_")), reverse=True)
+    names = (_FOLDER_OF_RUN.fullmatch(name) for name in runs.list_names())
+    numbers = sorted((int(found[1]) for found in names if found), reverse=True)
     for number in numbers:
         if (found := newest_checkpoint(runs.child(f"run_{number:03d}"))) is not None:
             return found
@@ -390,7 +415,7 @@ def report(error: Exception) -> int:
     """Print why a run has failed; return the exit status.
 
     Raises:
-        ConfigError: That is the error, and not one of the script.
+        ConfigError: That is the error, and not one of the script; or the cluster or checkpoint that a flag names is not there.
     """
     cause = error.__cause__
     if isinstance(cause, WorkerTraceback):
@@ -404,6 +429,8 @@ def report(error: Exception) -> int:
         return status
     if isinstance(error, ConfigError):
         raise error
+    if isinstance(error, (UsageError, CheckpointNotFoundError)):
+        raise ConfigError(str(error)) from error
     if isinstance(error, RaySGDError):
         _print(f"raysgd run: {type(error).__name__}: {error}")
     else:

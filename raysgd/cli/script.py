@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from raysgd.engine.config import EngineConfig, using_engine_config
 from raysgd.session import context
@@ -28,6 +28,10 @@ from raysgd.session import context
 _NAME_OF_PROCESS = ":actor_name:"
 #: Begins the lines by which a rank marks how far its output has come; the command does not show them.
 MARK = "::raysgd-output"
+_WITHOUT_ENGINE = (
+    "raysgd run: the settings of the engine had no effect ({}): the script made no raysgd.Engine and did not call "
+    "raysgd.accelerate."
+)
 _FIELDS = re.compile(r"(\d+):(\d+):(\d+):(begin|end)\s*", re.ASCII)
 
 
@@ -116,7 +120,7 @@ class Script:
         Raises:
             ScriptExit: It has called ``sys.exit`` with a status other than 0.
         """
-        with self._marked_output(), using_engine_config(self._engine), self._placed() as (path, search):
+        with self._marked_output(), using_engine_config(self._engine) as is_read, self._placed() as (path, search):
             code = self._compile(path)
             with _as_main(path, [path, *self._arguments], search) as namespace:
                 try:
@@ -124,6 +128,8 @@ class Script:
                 except SystemExit as error:
                     if (status := exit_status(error.code)) != 0:
                         raise ScriptExit(status) from None
+            if self._engine is not None and not is_read() and context.current().world_rank == 0:
+                print(_WITHOUT_ENGINE.format(", ".join(sorted(self._engine.named()))), file=sys.stderr, flush=True)
 
     def check(self) -> None:
         """Check that the source can be compiled.
@@ -141,11 +147,11 @@ class Script:
         """Yield a path of the script on this machine and the folder of its modules; change to the working directory."""
         before = os.getcwd()
         with contextlib.ExitStack() as stack:
+            stack.callback(os.chdir, before)
             if self._shipped_path is not None and Path(self._shipped_path).exists():
                 path = os.path.abspath(self._shipped_path)
             else:
                 if self._folder is not None and os.path.isdir(self._folder):
-                    stack.callback(os.chdir, before)
                     os.chdir(self._folder)
                 path = self._path if self._is_here() else stack.enter_context(self._copy())
             yield path, self._folder_of_modules(path)
@@ -184,13 +190,15 @@ class Script:
         if not session.in_worker or not self._token:
             yield
             return
-        _print_to_both(f"{_NAME_OF_PROCESS}rank {session.world_rank}")
+        streams = sys.stdout, sys.stderr  # a script may put others in their place
+        _print(streams, f"{_NAME_OF_PROCESS}rank {session.world_rank}")
         place = (self._token, session.attempt, session.world_rank, session.world_size)
-        _print_to_both(OutputMark(*place, is_end=False).line())
+        _print(streams, OutputMark(*place, is_end=False).line())
         try:
             yield
         finally:
-            _print_to_both(OutputMark(*place, is_end=True).line())
+            sys.stdout, sys.stderr = streams
+            _print(streams, OutputMark(*place, is_end=True).line())
 
 
 def exit_status(code: Any) -> int:
@@ -233,7 +241,7 @@ def _restore(main: ModuleType | None) -> None:
         sys.modules["__main__"] = main
 
 
-def _print_to_both(line: str) -> None:
-    for stream in (sys.stdout, sys.stderr):
+def _print(streams: tuple[TextIO, TextIO], line: str) -> None:
+    for stream in streams:
         stream.write(f"{line}\n")  # one write: otherwise the log monitor may read the line without its end
         stream.flush()

@@ -5,7 +5,7 @@ Plain data: the driver and the command check it without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -62,7 +62,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(Precision))
-        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3):
+        if type(self.zero_stage) is not int or self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"zero_stage={self.zero_stage!r} is not known; give 0, 1, 2 or 3.")
         for name in ("tensor_parallel", "pipeline_parallel", "accumulation_steps"):
             check_count(name, getattr(self, name), minimum=1)
@@ -109,32 +109,43 @@ class EngineConfig:
         Raises:
             ConfigError: A name is not known, or a value is not allowed.
         """
-        return cls(**{name.replace("-", "_"): value for name, value in values.items()})
+        given = {name.replace("-", "_"): value for name, value in values.items()}
+        config = cls(**given)
+        object.__setattr__(config, "_named", frozenset(given))
+        return config
+
+    def named(self) -> dict[str, Any]:
+        """Return the fields that `of` was called with, also those equal to their defaults; otherwise what `given` returns."""
+        names: frozenset[str] | None = vars(self).get("_named")
+        return self.given() if names is None else {name: getattr(self, name) for name in names}
 
 
 def merge_configs(config: EngineConfig, override: EngineConfig | None) -> EngineConfig:
-    """Return the config with those fields of another that differ from their defaults.
+    """Return the config with the fields that another one names.
 
     Raises:
         ConfigError: Fields of the two do not go together.
     """
-    return config if override is None else replace(config, **override.given())
+    return config if override is None else replace(config, **override.named())
 
 
 _current: EngineConfig | None = None
+_is_read = False
 
 
 def current_engine_config() -> EngineConfig | None:
     """Return the config that this process's script was started with, as by ``raysgd run --engine.precision bf16``, or None."""
+    global _is_read
+    _is_read = True
     return _current
 
 
 @contextmanager
-def using_engine_config(config: EngineConfig | None) -> Iterator[None]:
-    """Make ``config`` what `current_engine_config` returns, in all threads of this process."""
-    global _current
-    before, _current = _current, config
+def using_engine_config(config: EngineConfig | None) -> Iterator[Callable[[], bool]]:
+    """Make ``config`` what `current_engine_config` returns, in all threads; yield a function: whether it has been called."""
+    global _current, _is_read
+    before, _current, _is_read = (_current, _is_read), config, False
     try:
-        yield
+        yield lambda: _is_read
     finally:
-        _current = before
+        _current, _is_read = before

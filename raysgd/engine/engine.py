@@ -350,14 +350,17 @@ class Engine:
     def _check_workers(self) -> None:
         identity, needed = context.current().identity, self.config.workers_per_replica
         if identity.workers_per_replica != needed:
+            sizes = self.config.tensor_parallel, self.config.pipeline_parallel
             raise ConfigError(
-                f"tensor_parallel={self.config.tensor_parallel} and pipeline_parallel={self.config.pipeline_parallel} need "
-                f"{needed} workers for each copy of the model, and the Trainer was made with "
-                f"workers_per_replica={identity.workers_per_replica}: give Trainer(..., workers_per_replica={needed})."
+                f"tensor_parallel={sizes[0]} and pipeline_parallel={sizes[1]} need {needed} workers for each copy of the model, "
+                f"and the Trainer was made with workers_per_replica={identity.workers_per_replica}: give "
+                f"Trainer(..., workers_per_replica={needed}), or on the command line `raysgd run --engine.tensor-parallel "
+                f"{sizes[0]} --engine.pipeline-parallel {sizes[1]}`."
             )
         if api.world_size() > 1 and not dist.is_initialized():
             raise UsageError(
-                "the engine needs a torch process group for several workers: use Trainer(backend='torch')."
+                "the engine needs a torch process group for several workers: use Trainer(backend='torch'); a script under "
+                "`raysgd run --backend env` calls torch.distributed.init_process_group() first."
             )
 
     def _composed(self) -> nn.Module:

@@ -175,6 +175,34 @@ def test_script_runs_with_python_and_with_the_command(ray_cluster: Any, tmp_path
     check_history(run.run_dir, max_failures=1)
 
 
+def test_settings_of_the_command_reach_the_engine_of_a_script(ray_cluster: Any, tmp_path: Path) -> None:
+    """They also replace what the script gives. It puts other files in the place of its streams, as many do."""
+    source = """
+    import os, sys, torch, raysgd
+    engine = raysgd.Engine(zero_stage=3, precision="bf16")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        engine.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        raysgd.report(step=step)
+    print(isinstance(model, torch.nn.parallel.DistributedDataParallel), engine.config.given(), flush=True)
+    with open(f"log{raysgd.world_rank()}", "w") as sys.stderr:
+        print("logged", file=sys.stderr)
+    sys.stdout = open(os.devnull, "w")
+    """
+    write(tmp_path, "train.py", source)
+    flags = ["--num-workers", "2", "--storage-path", "runs"]
+    settings = ["--engine.zero-stage", "0", "--engine.precision", "fp32", "--engine.accumulation-steps", "2"]
+    done = command.run(ray_cluster, tmp_path, "run", *flags, *settings, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = "True {'accumulation_steps': 2}"
+    assert lines_of(done.stdout) == [(0, expected), (1, expected)]
+    assert [(tmp_path / f"log{rank}").read_text() for rank in range(2)] == ["logged\n"] * 2
+    assert "had no effect" not in done.stdout + done.stderr
+
+
 def test_run_of_a_name_resumes_from_its_earlier_runs(ray_cluster: Any, tmp_path: Path) -> None:
     write(tmp_path, "train.py", TRAIN)
     flags = ["--backend", "none", "--name", "exp", "--storage-path", "runs", "--resume-from", "last"]
@@ -287,7 +315,17 @@ def test_workers_that_the_cluster_cannot_hold_are_refused(ray_cluster: Any, tmp_
     assert "raysgd run: " in done.stderr and "500" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_ctrl_c_ends_the_run_and_keeps_its_checkpoints(ray_cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [
+        (signal.SIGINT, 130, "ending the run and keeping its checkpoints"),
+        (signal.SIGTERM, 143, "raysgd run: ended by SIGTERM."),
+    ],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_signal_ends_the_run_and_keeps_its_checkpoints(
+    ray_cluster: Any, tmp_path: Path, number: int, status: int, text: str
+) -> None:
     source = """
     import os, time, raysgd
     for step in range(10**9):
@@ -302,12 +340,12 @@ def test_ctrl_c_ends_the_run_and_keeps_its_checkpoints(ray_cluster: Any, tmp_pat
     process = command.start(ray_cluster, tmp_path, "run", *flags, "train.py")
     try:
         assert until(lambda: len(list(tmp_path.glob("training-*"))) == 2 or process.poll() is not None, PATIENCE_S)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "ending the run and keeping its checkpoints" in err and "Traceback" not in err
+    assert process.returncode == status
+    assert text in err and "Traceback" not in err
     assert are_gone([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("training-*")])
     run = latest_run(tmp_path)
     assert run.outcome == "cancelled" and run.checkpoints[-1].load()["step"] >= 5

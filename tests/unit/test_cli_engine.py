@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from raysgd.cli.engine_flags import FILE_FLAG, PREFIX, engine_flags, make_engine_config
 from raysgd.cli.flags import parse_flags
-from raysgd.engine.config import EngineConfig, current_engine_config, using_engine_config
+from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs, using_engine_config
 from raysgd.errors import ConfigError, UnknownArgumentError
 
 
@@ -109,6 +110,8 @@ def test_unusable_flag_is_named(words: list[str], text: str) -> None:
         ("engine.yaml", "- bf16", "engine.yaml: the file is not a mapping"),
         ("engine.yaml", "precision: [", "engine.yaml: "),
         ("engine.json", '{"zero_stage": 1,\n}', "engine.json, line 2: "),
+        ("engine.json", '{"zero_stage": 1, "zero_stage": 2}', "engine.json: 'zero_stage' is given twice."),
+        ("engine.json", '{"zero_stage": 3.0}', "engine.json: zero_stage=3.0 is not known; give 0, 1, 2 or 3."),
         ("engine.json", '{"cpu_offload": 1}', "engine.json: cpu_offload=1 is not a bool"),
     ],
 )
@@ -142,6 +145,18 @@ def test_help_has_a_text_for_every_field() -> None:
         "--engine.fused-optimizer",
         "--engine.weighted-gradients",
     ]
+
+
+def test_values_of_the_command_replace_those_of_the_script_also_where_they_are_defaults() -> None:
+    of_script = EngineConfig(precision="bf16", zero_stage=3, clip_grad_norm=1.0)
+    words = ["--engine.zero-stage", "0", "--engine.precision", "fp32", "--engine.clip-grad-norm", "none"]
+    override = pickle.loads(pickle.dumps(config_of(*words)))
+    assert merge_configs(of_script, override) == EngineConfig()
+    assert merge_configs(of_script, config_of("--engine.accumulation-steps", "2")) == replace(
+        of_script, accumulation_steps=2
+    )
+    with pytest.raises(ConfigError, match="cpu_offload=True needs zero_stage=3"):
+        merge_configs(EngineConfig(zero_stage=3, cpu_offload=True), override)
 
 
 def test_current_engine_config_is_the_innermost() -> None:

@@ -66,6 +66,7 @@ def test_values_are_parsed_as_they_were_written(size: int, rate: float, loud: bo
         (("--nproc_per_node", "2"), UnknownArgumentError, "--nproc_per_node is not known: give --size."),
         (("--nproc-per-node=2",), UnknownArgumentError, "--nproc-per-node is not known: give --size."),
         (("--size",), ConfigError, "--size needs a value: --size N."),
+        (("--size", "--rate", "2", "train.py"), ConfigError, "--size needs a value: --size N."),
         (("--size", "two", "train.py"), ConfigError, "--size two: 'two' is not an int."),
         (("--rate=x",), ConfigError, "--rate x: 'x' is not a number."),
         (("--loud=maybe",), ConfigError, "--loud maybe: give true or false."),

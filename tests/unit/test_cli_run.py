@@ -17,7 +17,14 @@ from raysgd.cli.flags import parse_flags
 from raysgd.cli.main import main
 from raysgd.cli.run import FLAGS, HINTS, execute, find_start, make_order, report, trainer_arguments
 from raysgd.cli.script import ScriptExit
-from raysgd.errors import CheckpointNotFoundError, ConfigError, UnknownArgumentError, WorkerDiedError, WorkerTraceback
+from raysgd.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    UnknownArgumentError,
+    UsageError,
+    WorkerDiedError,
+    WorkerTraceback,
+)
 
 
 def given(*words: str) -> dict[str, Any]:
@@ -102,6 +109,8 @@ def test_unusable_flag_is_refused(words: list[str], text: str) -> None:
         (["--working-dir", "missing"], "--working-dir missing: there is no such folder."),
         (["--working-dir", str(Path(__file__).parent)], "does not contain the script"),
         (["--engine.zero-stage", "9"], "zero_stage=9"),
+        (["--engine.tensor-parallel", "2"], "--num-workers: 1 workers do not hold whole copies of the model"),
+        (["--engine.tensor-parallel", "2", "--num-workers", "2:3"], "give 4 in place of 3."),
         (["--engine.precison", "bf16"], "did you mean '--engine.precision'?"),
     ],
 )
@@ -163,6 +172,7 @@ def test_last_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: 
     assert resumed_step(*words) == 2
     save(tmp_path / "exp" / "run_002", 5, 6)
     save(tmp_path / "exp" / "run_003")
+    (tmp_path / "exp" / "run_backup").mkdir()
     assert resumed_step(*words) == 6
 
 
@@ -207,6 +217,14 @@ def test_error_has_its_status(
     assert report(error) == status
     shown = capsys.readouterr().err
     assert [text for text in texts if text not in shown] == []
+
+
+@pytest.mark.parametrize(
+    "error", [UsageError("the Ray cluster cannot be reached"), CheckpointNotFoundError("no checkpoint"), ConfigError("no")]
+)
+def test_what_a_flag_names_must_be_there(error: Exception) -> None:
+    with pytest.raises(ConfigError, match=str(error)):
+        report(error)
 
 
 def test_error_of_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -176,6 +177,25 @@ assert current_engine_config() == EngineConfig(precision="bf16")
     script_in(tmp_path, source, engine=EngineConfig(precision="bf16"))()
     with pytest.raises(AssertionError):
         script_in(tmp_path, source)()
+
+
+def test_settings_that_no_engine_has_read_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = EngineConfig.of({"precision": "fp32", "zero_stage": 1})
+    script_in(tmp_path, "from raysgd.engine.config import current_engine_config as read; read()", engine=settings)()
+    assert capsys.readouterr().err == ""
+    script_in(tmp_path, "", engine=settings)()
+    assert "had no effect (precision, zero_stage): the script made no raysgd.Engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["import os; os.chdir('/')", "import os; os.chdir('/'); raise KeyError"])
+def test_script_that_changes_its_folder_leaves_the_worker_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    script = script_in(tmp_path, source, shipped_path="train.py")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(KeyError):
+        script()
+    assert Path.cwd() == tmp_path
 
 
 # -- marks in the output -----------------------------------------------------------------------------------------------

@@ -1,0 +1,334 @@
+"""Compare the engine with loops written by hand, with Accelerate and Fabric, and its checkpoints with torch's.
+
+    python benchmarks/engine.py [--quick] [--only PART ...] [--output FOLDER]
+
+All systems run in the same processes and take turns. Writes engine.json and engine.md to doc/benchmarks, or to
+build/benchmarks with --quick; with --only, the other parts of an earlier run stay. The machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from bench.faults import Training
+from bench.machine import ROOT, describe_machine
+from bench.results import rounded
+from bench.systems.base import wait_for_calm
+from bench.systems.fragile import FragileRaysgd
+from bench.table import make_table
+
+PUBLISHED, SCRATCH = ROOT / "doc" / "benchmarks", ROOT / "build" / "benchmarks"
+#: Of a step, to the loop by hand; of bytes, to theory; of a save's stall, to DCP's; seconds from a kill to the next step.
+STEP_LIMIT, BYTES_LIMIT, STALL_LIMIT, KILL_LIMIT_S = 1.02, 1.03, 0.3, 0.8
+CASES = {
+    "ddp": "DDP",
+    "bf16": "DDP, bf16 autocast",
+    "accumulation": "DDP, 4 batches per step",
+    "fsdp2": "FSDP2",
+    "fsdp2_tp": "FSDP2 and tensor parallel, 2 x 2 ranks",
+}
+LOOPS = {
+    "by_hand": "by hand",
+    "by_hand_again": "by hand, again",
+    "engine": "engine",
+    "accelerate": "Accelerate",
+    "fabric": "Fabric",
+}
+#: A model of 1.07 GB for checkpoints; for kills one whose training state takes 100 MB.
+LARGE, SMALL = {"width": 4096, "layers": 16}, {"width": 1024, "layers": 8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few repetitions: does it all work?")
+    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), help="parts to measure")
+    parser.add_argument("--output", type=Path, help="folder for the results")
+    args = parser.parse_args()
+    output = args.output or (SCRATCH if args.quick else PUBLISHED)
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / "engine.json"
+    parts = json.loads(file.read_text())["parts"] if args.only and file.exists() else {}
+    for name in args.only or PARTS:
+        load = round(os.getloadavg()[0], 1)
+        with tempfile.TemporaryDirectory() as folder:
+            found = PARTS[name](Path(folder), args.quick)
+        parts[name] = {"measured": date.today().isoformat(), "load": load, **found}
+        machine = describe_machine(("transformers", "accelerate", "lightning_fabric", "pytorch-lightning"))
+        file.write_text(json.dumps({"machine": machine, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+    page = render(json.loads(file.read_text()))
+    (output / "engine.md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _trainer(folder: Path, num_workers: int, **settings: Any) -> Iterator[Callable[..., Any]]:
+    """Yield a function that runs a train function and returns what rank 0 returned."""
+    import raysgd
+
+    files = raysgd.RunConfig(storage_path=folder / "runs")
+    with raysgd.Trainer(num_workers, "torch", run_config=files, **settings) as trainer:
+
+        def run(train_func: Callable[..., Any], config: dict[str, Any], **more: Any) -> Any:
+            wait_for_calm()
+            quiet = [raysgd.callbacks.ProgressCallback(mode="off")]
+            return trainer.run(train_func, config, callbacks=quiet, **more), trainer
+
+        yield run
+
+
+@contextmanager
+def _cluster(num_cpus: int) -> Iterator[None]:
+    import ray
+
+    os.environ.update(RAY_worker_niceness="0", OMP_NUM_THREADS="1")
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def measure_steps(folder: Path, quick: bool) -> dict[str, Any]:
+    """Take the time of a step of every loop, in every case."""
+    from bench.engine_loops import measure_steps as train_func
+
+    cases = {}
+    with _cluster(8):
+        for case in CASES:
+            tensor_parallel = case == "fsdp2_tp"
+            settings = {"workers_per_replica": 2} if tensor_parallel else {}
+            with _trainer(folder, 4 if tensor_parallel else 2, **settings) as run:
+                config = {"case": case, "rounds": 2 if quick else 25, "steps": 1 if quick else 3}
+                cases[case], _ = run(train_func, config)
+            print(case, {name: round(statistics.median(times), 1) for name, times in cases[case]["ms"].items()}, flush=True)
+    for found in cases.values():
+        found["ms"] = {name: [rounded(each) for each in times] for name, times in found["ms"].items()}
+    return {"cases": cases}
+
+
+def measure_bytes(folder: Path, quick: bool) -> dict[str, Any]:
+    """Measure what each stage of ZeRO holds on a rank."""
+    from bench.engine_loops import measure_bytes as train_func
+
+    found = {}
+    with _cluster(8):
+        for num_ranks in (2, 4):
+            with _trainer(folder, num_ranks) as run:
+                found[str(num_ranks)], _ = run(train_func, {})
+    return {"ranks": found}
+
+
+def measure_saves(folder: Path, quick: bool) -> dict[str, Any]:
+    """Measure saves of a large sharded model, and loads on another number of ranks."""
+    import raysgd
+    from bench.engine_saves import measure_load
+    from bench.engine_saves import measure_saves as train_func
+
+    shape = {"width": 1024, "layers": 4} if quick else LARGE
+    repetitions, loads = (2, 1) if quick else (9, 5)
+    files = folder / "dcp"
+    keep = raysgd.CheckpointConfig(num_to_keep=1)
+    with _cluster(8):
+        with _trainer(folder, 2, checkpoint_config=keep) as run:
+            saves, trainer = run(train_func, {**shape, "repetitions": repetitions, "folder": str(files)})
+            newest = trainer.run_info.checkpoints[-1]
+        with _trainer(folder, 4) as run:
+            config = {**shape, "folder": str(files / str(repetitions))}
+            taken = [run(measure_load, {**config, "seed": seed}, resume_from=newest)[0] for seed in range(loads + 1)]
+    return {"saves": saves, "loads": taken[1:]}
+
+
+def measure_kills(folder: Path, quick: bool) -> dict[str, Any]:
+    """Measure from the kill of a rank to the next step; an elastic group of two with a spare, saved every 5 steps."""
+    from bench.engine_saves import train
+
+    system = FragileRaysgd("raysgd_spare", folder)
+    system.start({"num_cpus": 4, "num_workers": [1, 2], "num_spares": 1})
+    seconds: list[float] = []
+    loads: list[float] = []
+    try:
+        with Training(system, limit_s=90, save_every=5, train=train, config=SMALL) as training:
+            for _ in range(2 if quick else 10):
+                group = training.wait_for_whole(2)
+                sent = training.send_signal(group)
+                seconds.append(training.wait_after(group, 2).first_step - sent)
+                files = sorted(training.folder.glob("load-*"), key=lambda path: int(path.name.split("-")[2]))
+                loads.append(max(float(path.read_text()) for path in files[-2:]))
+    finally:
+        system.close()
+    return {"seconds": seconds, "loads": loads}
+
+
+PARTS = {"steps": measure_steps, "bytes": measure_bytes, "saves": measure_saves, "kills": measure_kills}
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------
+
+
+def render(document: dict[str, Any]) -> str:
+    """Return the page."""
+    machine, parts = document["machine"], document["parts"]
+    versions = machine["versions"]
+    lines = [
+        "# The engine",
+        "",
+        "<!-- Written by benchmarks/engine.py; changes made here are lost. -->",
+        "",
+        "The engine beside the same strategies written by hand with torch and with other libraries, in the same processes and",
+        f"in turns, on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ". There was no GPU; ranks talk over gloo.",
+        "",
+    ]
+    for name, part in parts.items():
+        lines += _RENDERED[name](part)
+        lines += [f"Measured on {part['measured']}; the load average was {part['load']} when it began.", ""]
+    lines += ["```console", "$ python benchmarks/engine.py", "```", ""]
+    return "\n".join(lines)
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def _render_steps(part: dict[str, Any]) -> list[str]:
+    rows, notes = [], []
+    for case, found in part["cases"].items():
+        taken = found["ms"]
+        median = {name: statistics.median(times) for name, times in taken.items()}
+        ratio = {name: _median_ratio(times, taken["by_hand"]) for name, times in taken.items()}
+        cells = [f"{median[name]:.1f} ms ({ratio[name]:.3f})" if name in taken else "-" for name in LOOPS]
+        spread = max(abs(1 - ratio["by_hand_again"]), _half_width(taken["by_hand_again"], taken["by_hand"]))
+        peers = [ratio[name] for name in ("accelerate", "fabric") if name in ratio]
+        is_met = ratio["engine"] <= max(STEP_LIMIT, 1 + spread) and ratio["engine"] <= min(peers, default=2.0) + spread
+        rows.append([CASES[case], *cells, f"{spread:.3f}", _met(is_met)])
+        notes += [f"{LOOPS[name]}, {CASES[case]}: {why}" for name, why in found["missing"].items()]
+    number = len(next(iter(part["cases"].values()))["ms"]["engine"])
+    return [
+        "## Time of a step",
+        "",
+        "A LLaMA of 5 million parameters in fp32, 4 sequences of 128 tokens on each rank, AdamW. Medians, in brackets the ratio",
+        f"to the loop by hand (the median over {number} rounds, in each of which every loop makes 3 steps, in random order).",
+        f"Target: at most {STEP_LIMIT}, or within the spread of the loop by hand against itself, and not slower than the best",
+        "other library, within that spread too. The spread is the larger of that ratio's distance from 1 and half the range",
+        "that holds its median with a probability of 95 %.",
+        "",
+        make_table(["", *LOOPS.values(), "spread", "target"], rows),
+        "",
+        *(f"- {note}." for note in notes),
+        *([""] if notes else []),
+    ]
+
+
+def _median_ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))
+
+
+def _half_width(times: list[float], others: list[float]) -> float:
+    """Return half the width of the 95 % interval of the median ratio, by order statistics."""
+    ratios = sorted(one / other for one, other in zip(times, others, strict=True))
+    distance = int(0.98 * len(ratios) ** 0.5) + 1
+    middle = len(ratios) / 2
+    low, high = max(0, int(middle - distance)), min(len(ratios) - 1, int(middle + distance))
+    return (ratios[high] - ratios[low]) / 2
+
+
+def _render_bytes(part: dict[str, Any]) -> list[str]:
+    rows, worst = [], 0.0
+    for ranks, found in part["ranks"].items():
+        whole = found["theory"]["parameters"]
+        for stage in range(4):
+            held = found[str(stage)]
+            share = {
+                "parameters": whole / (int(ranks) if stage == 3 else 1),
+                "gradients": whole / (int(ranks) if stage >= 2 else 1),
+                "optimizer": 2 * whole / (int(ranks) if stage >= 1 else 1),
+            }
+            ratios = {name: held[name] / share[name] for name in share}
+            if stage:
+                worst = max(worst, sum(held.values()) / sum(share.values()))
+            cells = [f"{held[name] / 1e6:.2f} MB ({ratios[name]:.3f})" for name in share]
+            rows.append([ranks, str(stage), *cells, f"{sum(held.values()) / sum(share.values()):.3f}"])
+    return [
+        "## Bytes per rank",
+        "",
+        "The training state of rank 0 with AdamW in fp32; in brackets the ratio to what the stage of ZeRO promises.",
+        "",
+        make_table(["ranks", "`zero_stage`", "parameters", "gradients", "optimizer", "all"], rows),
+        "",
+        f"- Target: at most {BYTES_LIMIT} of it for stages 1 to 3. The largest ratio is {worst:.3f}: {_met(worst <= BYTES_LIMIT)}.",
+        "",
+    ]
+
+
+def _render_saves(part: dict[str, Any]) -> list[str]:
+    saves, loads = part["saves"], part["loads"]
+    size = saves["bytes"]
+    stall, whole = (
+        {name: statistics.median(each[what] for each in saves[name]) for name in ("raysgd", "dcp")}
+        for what in ("stall", "whole")
+    )
+    load = {name: statistics.median(each[name] for each in loads) for name in ("raysgd", "dcp")}
+    names = {"raysgd": "raysgd", "dcp": "DCP, `async_save`"}
+    rows = [
+        [
+            names[name],
+            f"{1000 * stall[name]:.0f} ms",
+            f"{size / whole[name] / 1e6:.0f} MB/s",
+            f"{load[name]:.2f} s",
+        ]
+        for name in names
+    ]
+    ratios = {name: table["raysgd"] / table["dcp"] for name, table in (("stall", stall), ("whole", whole), ("load", load))}
+    return [
+        "## Checkpoints of a sharded model",
+        "",
+        f"A model of {size / 1e9:.2f} GB that FSDP2 has sharded over 2 ranks; both write to the same local disk. *Stall*: how long",
+        "the slowest rank waits in the call. *Written*: until the checkpoint is complete, committed and listed. *Loaded*: into",
+        f"the same model sharded over 4 ranks. Medians of {len(saves['raysgd'])} saves and {len(loads)} loads, in turns.",
+        "",
+        make_table(["", "stall", "written", "loaded"], rows),
+        "",
+        f"- Target: a stall of at most {STALL_LIMIT} of DCP's. It is {ratios['stall']:.2f}: {_met(ratios['stall'] <= STALL_LIMIT)}.",
+        f"- Target: written as fast as by DCP. It takes {ratios['whole']:.2f} of its time: {_met(ratios['whole'] <= 1)}.",
+        f"- Target: loaded as fast as by DCP. It takes {ratios['load']:.2f} of its time: {_met(ratios['load'] <= 1)}.",
+        "",
+    ]
+
+
+def _render_kills(part: dict[str, Any]) -> list[str]:
+    rest = [took - load for took, load in zip(part["seconds"], part["loads"], strict=True)]
+    seconds, load, without = (statistics.median(each) for each in (part["seconds"], part["loads"], rest))
+    return [
+        "## A rank of an elastic FSDP2 group is killed",
+        "",
+        "Two ranks with a spare, a training state of 100 MB, saved every 5 steps; from the SIGKILL to the next step of a whole",
+        f"group. Medians of {len(rest)} kills.",
+        "",
+        make_table(
+            ["kill to next step", "of it the reading of the state", "rest", "longest rest"],
+            [[f"{seconds:.2f} s", f"{load:.2f} s", f"{without:.2f} s", f"{max(rest):.2f} s"]],
+        ),
+        "",
+        f"- Target: at most {KILL_LIMIT_S} s and the time of reading. The rest is {without:.2f} s: {_met(without <= KILL_LIMIT_S)}.",
+        "",
+    ]
+
+
+_RENDERED = {"steps": _render_steps, "bytes": _render_bytes, "saves": _render_saves, "kills": _render_kills}
+
+
+if __name__ == "__main__":
+    main()
