@@ -112,7 +112,11 @@ def measure_steps(folder: Path, quick: bool) -> dict[str, Any]:
             with _trainer(folder, 4 if tensor_parallel else 2, **settings) as run:
                 config = {"case": case, "rounds": 2 if quick else 25, "steps": 1 if quick else 3}
                 cases[case], _ = run(train_func, config)
-            print(case, {name: round(statistics.median(times), 1) for name, times in cases[case]["ms"].items()}, flush=True)
+            print(
+                case,
+                {name: round(statistics.median(times), 1) for name, times in cases[case]["ms"].items()},
+                flush=True,
+            )
     for found in cases.values():
         found["ms"] = {name: [rounded(each) for each in times] for name, times in found["ms"].items()}
     return {"cases": cases}
@@ -132,9 +136,10 @@ def measure_bytes(folder: Path, quick: bool) -> dict[str, Any]:
 
 def measure_saves(folder: Path, quick: bool) -> dict[str, Any]:
     """Measure saves of a large sharded model, and loads on another number of ranks."""
-    import raysgd
     from bench.engine_saves import measure_load
     from bench.engine_saves import measure_saves as train_func
+
+    import raysgd
 
     shape = {"width": 1024, "layers": 4} if quick else LARGE
     repetitions, loads = (2, 1) if quick else (9, 5)
@@ -268,7 +273,8 @@ def _render_bytes(part: dict[str, Any]) -> list[str]:
         "",
         make_table(["ranks", "`zero_stage`", "parameters", "gradients", "optimizer", "all"], rows),
         "",
-        f"- Target: at most {BYTES_LIMIT} of it for stages 1 to 3. The largest ratio is {worst:.3f}: {_met(worst <= BYTES_LIMIT)}.",
+        f"- Target: at most {BYTES_LIMIT} of it for stages 1 to 3. The largest ratio is {worst:.3f}: "
+        f"{_met(worst <= BYTES_LIMIT)}.",
         "",
     ]
 
@@ -291,17 +297,20 @@ def _render_saves(part: dict[str, Any]) -> list[str]:
         ]
         for name in names
     ]
-    ratios = {name: table["raysgd"] / table["dcp"] for name, table in (("stall", stall), ("whole", whole), ("load", load))}
+    ratios = {
+        name: table["raysgd"] / table["dcp"] for name, table in (("stall", stall), ("whole", whole), ("load", load))
+    }
     return [
         "## Checkpoints of a sharded model",
         "",
-        f"A model of {size / 1e9:.2f} GB that FSDP2 has sharded over 2 ranks; both write to the same local disk. *Stall*: how long",
-        "the slowest rank waits in the call. *Written*: until the checkpoint is complete, committed and listed. *Loaded*: into",
-        f"the same model sharded over 4 ranks. Medians of {len(saves['raysgd'])} saves and {len(loads)} loads, in turns.",
+        f"A model of {size / 1e9:.2f} GB that FSDP2 has sharded over 2 ranks; both write to the same local disk. *Stall*: how",
+        "long the slowest rank waits in the call. *Written*: until the checkpoint is complete, committed and listed. *Loaded*:",
+        f"into the same model sharded over 4 ranks. Medians of {len(saves['raysgd'])} saves and {len(loads)} loads, in turns.",
         "",
         make_table(["", "stall", "written", "loaded"], rows),
         "",
-        f"- Target: a stall of at most {STALL_LIMIT} of DCP's. It is {ratios['stall']:.2f}: {_met(ratios['stall'] <= STALL_LIMIT)}.",
+        f"- Target: a stall of at most {STALL_LIMIT} of DCP's. It is {ratios['stall']:.2f}: "
+        f"{_met(ratios['stall'] <= STALL_LIMIT)}.",
         f"- Target: written as fast as by DCP. It takes {ratios['whole']:.2f} of its time: {_met(ratios['whole'] <= 1)}.",
         f"- Target: loaded as fast as by DCP. It takes {ratios['load']:.2f} of its time: {_met(ratios['load'] <= 1)}.",
         "",
@@ -322,7 +331,8 @@ def _render_kills(part: dict[str, Any]) -> list[str]:
             [[f"{seconds:.2f} s", f"{load:.2f} s", f"{without:.2f} s", f"{max(rest):.2f} s"]],
         ),
         "",
-        f"- Target: at most {KILL_LIMIT_S} s and the time of reading. The rest is {without:.2f} s: {_met(without <= KILL_LIMIT_S)}.",
+        f"- Target: at most {KILL_LIMIT_S} s and the time of reading. The rest is {without:.2f} s: "
+        f"{_met(without <= KILL_LIMIT_S)}.",
         "",
     ]
 

@@ -142,6 +142,10 @@ def _check_loss(loss: Any, config: EngineConfig) -> None:
         )
 
 
+#: The hooks that scale the results of criterions.
+_scaling: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
 class _LoopEngine(Engine):
     """An engine that learns of backward passes by hooks, since the loop makes them itself."""
 
@@ -151,15 +155,16 @@ class _LoopEngine(Engine):
     def follow(self, model: nn.Module, loss: Any) -> None:
         """Attach the hooks."""
         model.register_forward_hook(AttachedHook(self._after_forward))
-        model.register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
         if self._optimizer is None and self.config.zero_stage == 3:
             scalars = [each for each in model.parameters() if each.requires_grad and not each.ndim]
             if scalars:  # which FSDP leaves to the engine
                 self._made.pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
         if isinstance(loss, nn.Module):
             loss.to(device())
+            if (earlier := _scaling.pop(loss, None)) is not None:  # of an earlier call with the same criterion
+                earlier.remove()
             if self.config.precision == "fp16":
-                loss.register_forward_hook(AttachedHook(self._after_loss))
+                _scaling[loss] = loss.register_forward_hook(AttachedHook(self._after_loss))
 
     def is_complete(self) -> bool:
         if super().is_complete():
@@ -174,6 +179,9 @@ class _LoopEngine(Engine):
 
     def is_open(self) -> bool:
         return False  # the loop says itself when gradients are dropped
+
+    def check_gradients(self) -> None:
+        """Do nothing: `is_complete` has checked."""
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -207,10 +215,6 @@ class _LoopEngine(Engine):
     def _end_backward(self) -> None:
         # Passes before a step add up, as without the engine.
         self.on_backward(0.0 if self._accumulation.is_complete else 1.0)
-
-    def _on_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._made.pieces is not None:
-            self._made.pieces.take_parameters()
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

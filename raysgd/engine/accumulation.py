@@ -46,6 +46,10 @@ class Accumulation:
         self.count = 1 if self._is_complete else self.count + 1  # the user has left out an optimizer step
         self._is_complete = completes
 
+    def discard(self) -> None:
+        """The gradients of a complete step were dropped."""
+        self.count, self._is_complete = 0, False
+
     def on_step(self, *, skipped: bool) -> None:
         """The optimizer has made its step, or left it out."""
         self.count, self._is_complete, self.was_skipped = 0, False, skipped
@@ -54,10 +58,11 @@ class Accumulation:
     def may_schedule(self) -> bool:
         """Whether a call of the scheduler between two steps of the optimizer counts.
 
-        It does not within an unfinished step, nor after a step that was skipped.
+        It does not if the optimizer has made no step since the last one that counted, and is within an unfinished step or has
+        skipped one.
         """
-        return not self.is_open and (self._steps_since_scheduler > 0 or not self.was_skipped)
+        return self._steps_since_scheduler > 0 or not (self.is_open or self.was_skipped)
 
     def on_schedule(self) -> None:
-        """The scheduler has made a step."""
-        self._steps_since_scheduler = 0
+        """The scheduler has made a step: for the step of the optimizer that is complete, or for those made before."""
+        self._steps_since_scheduler = -1 if self._is_complete else 0

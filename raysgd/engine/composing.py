@@ -27,7 +27,7 @@ from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placemen
 from raysgd.errors import ConfigError
 from raysgd.session import api
 from raysgd.torch.devices import device
-from raysgd.torch.model import prepare_model
+from raysgd.torch.model import prepare_model, prepare_optimizer
 
 
 class Composition:
@@ -129,7 +129,10 @@ class Composition:
         dtype = DTYPES[precision]
         if precision == "bf16-true":
             if self._config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
-                model.to(dtype)
+                for parameter in model.parameters():
+                    if parameter.is_floating_point():
+                        parameter.data = parameter.data.to(dtype)
+            _convert_saved_buffers(model, dtype)
             cast_inputs(model, dtype, keeps_outputs=self.pipeline is not None)
             self._note({"": model}, "parameters in bf16, master weights in fp32")
         else:
@@ -140,10 +143,10 @@ class Composition:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
-        if self._config.precision == "bf16-true":
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
+        if self._config.precision != "fp32":
+            # Also with autocast: it would keep a copy of each gathered weight until the backward pass.
+            dtype = DTYPES[self._config.precision]
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         is_offloaded, copies = self._config.cpu_offload, self._mesh()["dp"]
         offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if is_offloaded else OffloadPolicy()
         settings: dict[str, Any] = {"mesh": copies, "mp_policy": policy, "offload_policy": offload}
@@ -169,6 +172,7 @@ class Composition:
         replace_parameters(optimizer, {parameter: pieces.get(parameter, parameter) for parameter in trained})
         if self._config.fused_optimizer:
             _fuse(optimizer)
+        prepare_optimizer(optimizer)
         self.numbers.replace(pieces)
         if self.pipeline is not None:
             copied = (after[name] for name in self.pipeline.copied_parameters)
@@ -205,6 +209,14 @@ class Composition:
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:
             self.changes.setdefault(name, []).append(what)
+
+
+def _convert_saved_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the buffers that are part of the state; tables such as rotary frequencies, which are not, stay exact."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to(dtype))
 
 
 def _fuse(optimizer: Optimizer) -> None:

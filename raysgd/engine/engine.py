@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd._util.text import with_article
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.attached import AttachedHook
+from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composition
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import global_norm, scale
@@ -32,6 +32,15 @@ from raysgd.torch.model import is_wrapped, unwrap
 from raysgd.torch.restoring import restore
 
 _END = object()
+#: Strategies that do not act in the optimizer's step.
+_WITHOUT_OPTIMIZER = {
+    "precision": ("bf16",),
+    "zero_stage": (3,),
+    "cpu_offload": (True,),
+    "activation_checkpointing": ("full", "selective"),
+    "compile": ("model", "blocks"),
+    "loss_scale": (),
+}
 
 
 class Engine:
@@ -78,7 +87,8 @@ class Engine:
         self._made = Composition(self.config, lambda: self.mesh)
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
-        self._rows = 1  # of the newest batch
+        self._rows: int | None = None  # of the newest batch, if the engine knows it
+        self._frozen: list[nn.Parameter] = []
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -123,12 +133,18 @@ class Engine:
         self._check_given(model, optimizer, lr_scheduler_fn)
         self._made.apply(model, optimizer, tensor_plan)
         self._model = self._made.model
+        unwrap(self._model).register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
         if self._made.pipeline is None:
             self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
+            self._model.zero_grad = AttachedForward(  # type: ignore[method-assign]
+                self._model.zero_grad, self._optimizer.zero_grad
+            )
+            if api.world_size() > 1 and self.config.zero_stage < 3:
+                self._frozen = [each for each in model.parameters() if not each.requires_grad]
             if lr_scheduler_fn is not None:
                 self._scheduler = self._make_scheduler(lr_scheduler_fn, self._optimizer)
         train = None if train_dataloader is None else _FollowedLoader(prepare_data_loader(train_dataloader), self)
@@ -152,9 +168,14 @@ class Engine:
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
-                that the engine's loader has handed out last.
+                that the engine's loader has handed out last. A pipeline counts rows.
+
+        Raises:
+            UsageError: The weight of the batch is not known, or cannot be used; or the strategies need an optimizer, and
+                `compose` got none.
         """
-        weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
+        self._check_backward(weight)
+        weight = self._weight_of(weight)
         if self._made.pipeline is None:
             factor = self._scale.scale * weight
             (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
@@ -163,7 +184,37 @@ class Engine:
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
-        self.on_backward(weight)
+        # Several passes before a step add up, as without the engine.
+        is_more = self._accumulation.is_complete and not self.config.weighted_gradients
+        self.on_backward(0.0 if is_more else weight)
+
+    def _weight_of(self, weight: float | None) -> float:
+        if not self.config.weighted_gradients:
+            return 1.0
+        rows = self._rows if weight is None else weight
+        assert rows is not None
+        return float(rows)
+
+    def _check_backward(self, weight: float | None) -> None:
+        if self._optimizer is None:
+            given = self.config.given().items()
+            if names := [name for name, value in given if value not in _WITHOUT_OPTIMIZER.get(name, ())]:
+                raise UsageError(
+                    f"{', '.join(names)} act in the optimizer's step, and engine.compose got no optimizer: give "
+                    "compose(optimizer=...)."
+                )
+        if not self.config.weighted_gradients:
+            if weight is not None:
+                raise UsageError("engine.backward(weight=...) needs Engine(weighted_gradients=True).")
+        elif self._made.pipeline is not None and weight is not None:
+            raise UsageError(
+                "with pipeline_parallel a batch counts by its rows; leave engine.backward(weight=...) out."
+            )
+        elif weight is None and self._rows is None:
+            raise UsageError(
+                "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
+                "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
+            )
 
     def on_backward(self, weight: float) -> None:
         """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
@@ -174,7 +225,8 @@ class Engine:
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
-        return self._scale.scale * (count_rows(batch) if self.config.weighted_gradients else 1.0)
+        self._rows = count_rows(batch)
+        return self._scale.scale * (self._rows if self.config.weighted_gradients else 1.0)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -229,6 +281,11 @@ class Engine:
     def finish_gradients(self) -> bool:
         """Make the gradients of a complete step those of its mean loss, and clip them; returns whether they are finite."""
         if self._is_finite is None:
+            if any(parameter.grad is not None for parameter in self._frozen):
+                raise UsageError(
+                    "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
+                    "compose the model with all parameters that will be trained, and freeze them after that."
+                )
             gradients = self._gradients()
             factor: Any = 1 / self._divisor()
             self._is_finite = True
@@ -246,6 +303,20 @@ class Engine:
 
     def is_open(self) -> bool:
         return self._accumulation.is_open
+
+    def check_gradients(self) -> None:
+        """Check that there are no gradients of which the engine knows nothing."""
+        model = self._composed()
+        if not self.is_open() and (self._gradients() or any(each.grad is not None for each in model.parameters())):
+            raise UsageError(
+                "optimizer.step() was called with gradients that the engine has not made: call engine.backward(loss) in place of "
+                "loss.backward(), and optimizer.zero_grad() after each step."
+            )
+
+    def discard(self) -> None:
+        """Forget a complete step, whose gradients are dropped."""
+        self._accumulation.discard()
+        self._is_finite, self._weight = None, 0.0
 
     def on_step(self, *, skipped: bool) -> None:
         self._scale.update(overflowed=skipped)
@@ -333,6 +404,11 @@ class Engine:
             self._scheduler.load_state_dict(state["lr_scheduler"])
         taken = ("model", "optimizer", "lr_scheduler", "engine")
         return {name: value for name, value in state.items() if name not in taken}
+
+    def _on_load(self, module: nn.Module, incompatible: Any) -> None:
+        """Parameters were loaded into the model."""
+        if self._made.pieces is not None:
+            self._made.pieces.take_parameters()
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by the names of their parameters, if they are in another type."""
@@ -437,6 +513,13 @@ class _FollowedLoader(PreparedLoader):
         return self._follow(super().__iter__())
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if not isinstance(self.loader.dataset, IterableDataset):
+            total = len(self.loader)
+            for number, batch in enumerate(batches, start=1):
+                self._engine.on_batch(batch, is_last=number == total)
+                yield batch
+            return
+        # How many there are is not known: the next one is fetched before this one is used.
         batch = next(batches, _END)
         while batch is not _END:
             following = next(batches, _END)

@@ -20,7 +20,7 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Te
         gradients: Of this rank's parameters. A DTensor counts once, however many ranks hold parts of it.
         mesh: The mesh of all workers. The gradients of its stages are added up.
     """
-    device = gradients[0].device if gradients else torch.device(mesh.device_type)
+    device = torch.device(mesh.device_type)  # where the ranks communicate; offloaded gradients are on the CPU
     # By the axes over which a gradient is divided: each sum is added over these.
     squares: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -40,7 +40,7 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Te
         norms = torch._foreach_norm(squares[divided]) if divided in squares else []
         part = torch.zeros((), dtype=torch.float32, device=device)
         for norm in norms:
-            part = part + norm.float() ** 2
+            part = part + norm.to(device, torch.float32) ** 2
         for axis in divided:
             if mesh[axis].size() > 1:
                 dist.all_reduce(part, group=mesh[axis].get_group())
@@ -52,6 +52,9 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Te
 
 def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in place."""
-    local = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    if local:
-        torch._foreach_mul_(local, factor)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(local.device, []).append(local)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, torch.Tensor) else factor)

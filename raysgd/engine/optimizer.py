@@ -24,6 +24,12 @@ class Steps(Protocol):
 
     def is_open(self) -> bool: ...
 
+    def check_gradients(self) -> None:
+        """Check that there are no gradients of which the engine knows nothing."""
+
+    def discard(self) -> None:
+        """Forget a complete step, whose gradients are dropped."""
+
     def on_step(self, *, skipped: bool) -> None: ...
 
     def drop_gradients(self) -> None: ...
@@ -78,13 +84,15 @@ class EngineOptimizer(Optimizer):
         """Make the optimizer's step if the gradients of all its batches are there; else do nothing.
 
         Raises:
-            UsageError: A closure is given: it would make backward passes of its own.
+            UsageError: A closure is given, which would make backward passes of its own; or gradients are there that
+                ``engine.backward`` has not made.
         """
         if closure is not None:
             raise UsageError(
                 "optimizer.step(closure) cannot be used with the engine: call engine.backward(loss), then step()."
             )
         if not self._steps.is_complete():
+            self._steps.check_gradients()
             return
         is_finite = self._steps.finish_gradients()
         if is_finite:
@@ -93,7 +101,9 @@ class EngineOptimizer(Optimizer):
         self._steps.on_step(skipped=not is_finite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless they belong to a step that is not complete or not made yet."""
+        """Forget the gradients, unless they belong to a step that is not complete yet."""
+        if self._steps.is_open() and self._steps.is_complete():
+            self._steps.discard()
         if not self._steps.is_open():
             self._steps.drop_gradients()
 
@@ -163,7 +173,7 @@ def replace_parameters(
         if old is not new and old in optimizer.state:
             state = optimizer.state.pop(old)
             optimizer.state[new] = {
-                key: place_like(value, new, f"the optimizer's {key}") for key, value in state.items()
+                key: place_like(key, value, new, f"the optimizer's {key}") for key, value in state.items()
             }
 
 

@@ -195,6 +195,8 @@ class OptimizerPieces:
     # -- communication ------------------------------------------------------------------------------------------------
 
     def _collect(self, bucket: _Bucket) -> None:
+        for part in bucket.parts:
+            _place_gradient(part.parameter)
         if self._is_divided:
             self._reduce_scatter(bucket)
             return
@@ -259,6 +261,13 @@ class OptimizerPieces:
             for rank in range(self._num_ranks):
                 own = self._own(target, part.parameter, rank)
                 own.copy_(received[rank, part.offset : part.offset + own.numel()].view(own.shape))
+
+
+def _place_gradient(parameter: nn.Parameter) -> None:
+    """Distribute a gradient as its parameter is; that of torch's ``SequenceParallel`` is a part of the sum on each rank."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _divided_dim(parameter: nn.Parameter) -> int:

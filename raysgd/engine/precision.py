@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raysgd.engine.attached import AttachedForward
+from raysgd.torch.devices import device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -21,8 +22,7 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     forward = model.forward
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        with torch.autocast(device, dtype):
+        with torch.autocast(device().type, dtype):  # offloaded parameters are on the CPU
             outputs = forward(*args, **kwargs)
         return to_fp32(outputs)
 
@@ -102,8 +102,10 @@ class LossScale:
             self._num_finite = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "num_finite": self._num_finite}
+        """Return the scale; nothing if it is not enabled."""
+        return {"scale": self.scale, "num_finite": self._num_finite} if self.is_enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.is_enabled:
+        """Restore a scale, if it is enabled here and was where it was saved."""
+        if self.is_enabled and state:
             self.scale, self._num_finite = state["scale"], state["num_finite"]

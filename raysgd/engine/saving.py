@@ -20,6 +20,9 @@ from raysgd.checkpoint.codecs.torch import AbsentTensor
 from raysgd.errors import CheckpointError
 from raysgd.torch.restoring import place_like
 
+#: Settings of an optimizer's groups that say how steps are computed, not which.
+_OF_KERNELS = ("fused", "foreach", "capturable")
+
 
 class OptimizerNumbers:
     """The numbers of an optimizer's parameters before the engine replaced any, as ``state_dict`` counts them.
@@ -64,13 +67,14 @@ class OptimizerNumbers:
         groups, place = [], 0
         for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             places = range(place, place + len(group["params"]))
-            groups.append({**of_saved, "params": list(places)})
+            own = {key: group[key] for key in _OF_KERNELS if key in group}  # a strategy, or what the device can
+            groups.append({**of_saved, **own, "params": list(places)})
             for index, parameter in zip(places, group["params"], strict=True):
                 number = self.of[parameter]
                 if number in saved["state"]:
                     where = f"state['optimizer']['state'][{number}]"
                     state[index] = {
-                        key: place_like(value, parameter, f"{where}[{key!r}]")
+                        key: place_like(key, value, parameter, f"{where}[{key!r}]")
                         for key, value in saved["state"][number].items()
                     }
             place = places.stop

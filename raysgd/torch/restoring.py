@@ -94,7 +94,7 @@ def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
     by_number = dict(enumerate(parameters))
     state = {
         number: {
-            name: place_like(value, by_number.get(number), f"{place}['state'][{number!r}][{name!r}]")
+            name: place_like(name, value, by_number.get(number), f"{place}['state'][{number!r}][{name!r}]")
             for name, value in of_parameter.items()
         }
         if isinstance(of_parameter, Mapping)
@@ -104,11 +104,18 @@ def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
     return {**saved, "state": state}
 
 
-def place_like(value: Any, parameter: torch.Tensor | None, place: str) -> Any:
-    """Return an optimizer's value for a parameter: distributed as the parameter is, if it has the parameter's shape."""
+def place_like(name: str, value: Any, parameter: torch.Tensor | None, place: str) -> Any:
+    """Return an optimizer's value for a parameter: distributed as the parameter is, if it has the parameter's shape.
+
+    Args:
+        name: Its name in the optimizer's state. ``step`` is a number, also for a parameter without dimensions.
+        value: As it was saved; only tensors are placed.
+        parameter: None: the value stays as it is.
+        place: Where it was saved, for errors.
+    """
     if not isinstance(value, (SavedArray, torch.Tensor)):
         return value
-    if parameter is not None and tuple(value.shape) == tuple(parameter.shape) and value.shape:
+    if parameter is not None and tuple(value.shape) == tuple(parameter.shape) and (value.shape or name != "step"):
         return _placed(value, parameter, place)
     return value.read() if isinstance(value, SavedArray) else value
 

@@ -220,7 +220,8 @@ def test_error_has_its_status(
 
 
 @pytest.mark.parametrize(
-    "error", [UsageError("the Ray cluster cannot be reached"), CheckpointNotFoundError("no checkpoint"), ConfigError("no")]
+    "error",
+    [UsageError("the Ray cluster cannot be reached"), CheckpointNotFoundError("no checkpoint"), ConfigError("no")],
 )
 def test_what_a_flag_names_must_be_there(error: Exception) -> None:
     with pytest.raises(ConfigError, match=str(error)):

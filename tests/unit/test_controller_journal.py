@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal import journal
-from raysgd.controller.journal.journal import Journal, LogFile, event_frame, report_frame
+from raysgd.controller.journal.journal import Journal, LogFile, event_frame, report_frame, stored_frames
+from raysgd.errors import CheckpointNotFoundError
 
 
 def reports(seq: int, num_bytes: int = 10) -> Frame:
@@ -255,9 +260,9 @@ def test_full_disk_is_named_in_the_error() -> None:
     if not full.exists():
         pytest.skip("this system has no /dev/full")
     log = LogFile(Storage.from_uri("/dev"), "full")
-    log.append(b"{}\n")
+    log.append(0, b"{}\n")
     with pytest.raises(OSError, match="No space left"):
-        log.flush()
+        log.flush(1)
 
 
 def test_lines_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
@@ -266,16 +271,68 @@ def test_lines_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
 
     def flush_all_the_time() -> None:
         while not done.is_set():
-            log.flush()
+            log.flush(20_000)
 
     flusher = threading.Thread(target=flush_all_the_time)
     flusher.start()
     for number in range(20_000):
-        log.append(b"%d\n" % number)
+        log.append(number, b"%d\n" % number)
     done.set()
     flusher.join()
-    log.flush()
+    log.flush(20_000)
     assert (tmp_path / "lines").read_bytes().split() == [b"%d" % number for number in range(20_000)]
+
+
+class KilledError(Exception):
+    """The process was killed before a write."""
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["disk", "object store"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kinds=st.lists(st.sampled_from("re "), max_size=30), num_writes=st.integers(0, 12), segment=st.integers(1, 500))
+def test_what_a_killed_process_leaves_has_no_event_without_the_reports_before_it(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool, kinds: list[str], num_writes: int, segment: int
+) -> None:
+    """A frame that comes during a flush belongs to the next one. On a local disk nothing at all is missing in between."""
+    written = 0
+    storage = Storage.from_uri(tempfile.mkdtemp()) if is_local else object_store()
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", segment)
+    log = Journal(storage)
+    pending = list(enumerate(kinds))
+    flush_file = LogFile.flush
+
+    def flush_or_die(file: LogFile, before: int) -> None:
+        nonlocal written
+        if written == num_writes:
+            raise KilledError
+        written += file.first_unwritten is not None
+        flush_file(file, before)
+        append_next()
+
+    def append_next() -> None:
+        if pending:
+            seq, kind = pending.pop(0)
+            if kind != " ":
+                log.append(reports(seq) if kind == "r" else event(seq))
+
+    with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+        patch.setattr(LogFile, "flush", flush_or_die)
+        while pending:
+            for _ in range(3):
+                append_next()
+            log.flush()
+        log.flush()
+    appended = [seq for seq, kind in enumerate(kinds) if kind != " "]
+    try:
+        found = [frame.seq for frame in stored_frames(storage)]
+    except CheckpointNotFoundError:  # there are no events yet
+        return
+    if is_local:
+        assert found == appended[: len(found)]
+    last_event = max((seq for seq in found if kinds[seq] == "e"), default=-1)
+    assert [seq for seq in appended if seq <= last_event and kinds[seq] == "r"] == [
+        seq for seq in found if seq <= last_event and kinds[seq] == "r"
+    ]
 
 
 def test_lines_are_standard_json_and_read_back_as_they_were(storage: Storage) -> None:

@@ -64,10 +64,12 @@ def test_process_group_uses_the_same_device(
     machine(gpus, index)
     taken: list[int] = []
     formed: list[str] = []
+    timeouts: list[timedelta] = []
     monkeypatch.setattr(os, "environ", os.environ.copy())  # members of a group export variables
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: formed.append(backend))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", timeouts.append)
     store = torch.distributed.HashStore()
     store.set("raysgd/gloo/1", "[]")  # of the other member
     monkeypatch.setattr(torch_backend, "join_store", lambda *_: store)
@@ -79,7 +81,7 @@ def test_process_group_uses_the_same_device(
     assert taken == ([device.index] if device.type == "cuda" else [])
     assert formed == ["nccl" if has_gpu and given >= 1 else "gloo"]
     # With nccl, ranks would wait for each other in their first collective, which may come late.
-    assert store.timeout == timedelta(seconds=TorchConfig().timeout_s)
+    assert [store.timeout, *timeouts] == [timedelta(seconds=TorchConfig().timeout_s)] * 2
     backend.destroy_process_group()
 
 

@@ -1,8 +1,10 @@
 """The run's files: ``metrics-NNNN.jsonl`` with every report of every rank, ``events.jsonl`` (on object stores
 ``events-NNNN.jsonl``), ``run.json``.
 
-The TrainerActor writes them in a thread, so that storage never blocks the event loop, and flushes within a second. The journal
-is also the buffer between training and slow readers: `frames_from` reads back what memory no longer holds.
+The TrainerActor writes them in a thread, so that storage never blocks the event loop, and flushes within a second. On a local
+disk, frames are written in their order, so what a killed TrainerActor leaves has no gap; elsewhere an event is written after
+the reports before it. The journal is also the buffer between training and slow readers: `frames_from` reads back what memory no
+longer holds.
 
 A line of a metrics file is one batch of one rank, as its worker encoded it::
 
@@ -59,31 +61,38 @@ class LogFile:
     def __init__(self, storage: Storage, name: str) -> None:
         self.name = name
         self._storage = storage
-        self._pending: deque[bytes] = deque()
-        self._unwritten: list[bytes] = []
+        self._pending: deque[tuple[int, bytes]] = deque()
+        self._unwritten: list[tuple[int, bytes]] = []
         self._written: list[bytes] = []
         self.size_bytes = 0
 
-    def append(self, line: bytes) -> None:
-        self._pending.append(line)
+    def append(self, seq: int, line: bytes) -> None:
+        self._pending.append((seq, line))
         self.size_bytes += len(line)
 
     @property
-    def unwritten(self) -> list[bytes]:
-        """The lines that are not on storage yet."""
+    def unwritten(self) -> list[tuple[int, bytes]]:
+        """The lines that are not on storage yet, with the numbers of their frames."""
         return [*self._unwritten, *self._pending]
 
-    def flush(self) -> None:
-        """Write the appended lines. Blocks; called by one thread at a time. After an error, the next flush writes them."""
-        for _ in range(len(self._pending)):  # one by one, because another thread appends meanwhile
+    @property
+    def first_unwritten(self) -> int | None:
+        """The number of the first frame that is not on storage yet."""
+        waiting = self._unwritten or self._pending
+        return waiting[0][0] if waiting else None
+
+    def flush(self, before: int) -> None:
+        """Write the frames below a number. Blocks; called by one thread at a time. After an error, the next flush writes them."""
+        while self._pending and self._pending[0][0] < before:  # one by one, because another thread appends meanwhile
             self._unwritten.append(self._pending.popleft())
         if not self._unwritten:
             return
+        lines = [line for _, line in self._unwritten]
         if self._storage.is_local:
-            self._append(b"".join(self._unwritten))
+            self._append(b"".join(lines))
         else:
-            self._storage.write_bytes(self.name, b"".join([*self._written, *self._unwritten]))
-            self._written += self._unwritten
+            self._storage.write_bytes(self.name, b"".join([*self._written, *lines]))
+            self._written += lines
         self._unwritten = []
 
     def _append(self, data: bytes) -> None:
@@ -136,21 +145,29 @@ class SegmentedLog:
     def append(self, seq: int, line: bytes) -> None:
         if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
             self._open = self._next_file(seq)
-        self._open.append(line)
+        self._open.append(seq, line)
 
-    def flush(self) -> None:
-        """Blocks; called by one thread at a time."""
-        last = self._open  # another thread may begin a file meanwhile, and close this one
-        while self._closed:
-            self._closed[0].flush()
+    def flush(self, before: int) -> None:
+        """Write the frames below a number. Blocks; called by one thread at a time."""
+        for file in self._files():
+            file.flush(before)
+        while self._closed and self._closed[0].first_unwritten is None:
             self._closed.pop(0)
-        if last is not None:
-            last.flush()
+
+    def first_unwritten(self) -> int | None:
+        """Return the number of the first frame that is not on storage yet."""
+        numbers = (file.first_unwritten for file in self._files())
+        return next((number for number in numbers if number is not None), None)
 
     def unwritten(self) -> dict[str, list[bytes]]:
         """Return the lines that are not on storage yet, by the name of their file."""
-        files = [*self._closed, *([] if self._open is None else [self._open])]
-        return {file.name: file.unwritten for file in files}
+        return {file.name: [line for _, line in file.unwritten] for file in self._files()}
+
+    def _files(self) -> list[LogFile]:
+        """Return the files that may have frames which are not on storage, oldest first."""
+        last = self._open  # another thread may begin a file meanwhile, and close this one
+        closed = list(self._closed)
+        return closed if last is None or last in closed else [*closed, last]
 
     def _next_file(self, seq: int) -> LogFile:
         if self._open is not None:
@@ -179,6 +196,7 @@ class Journal:
         self._secrets = secrets
         self.num_reports = 0
         self._lock = threading.Lock()
+        self._end = 0  # one more than the number of the last frame
         self._events = SegmentedLog(storage, "events", None if storage.is_local else EVENTS_SEGMENT_BYTES)
         self._metrics = SegmentedLog(storage, "metrics", SEGMENT_BYTES)
 
@@ -209,12 +227,26 @@ class Journal:
             self._append_reports(frame)
         else:
             self._events.append(frame.seq, _event_line(frame, self._secrets))
+        self._end = frame.seq + 1
 
     def flush(self) -> None:
         """Write all recorded frames. Blocks; safe to call from any thread."""
         with self._lock:
-            self._metrics.flush()
-            self._events.flush()
+            end = self._end
+            if self._storage.is_local:
+                self._flush_in_order(end)
+            else:  # where each write replaces a file: the event that ends a run must not be there without its last reports
+                self._metrics.flush(end)
+                self._events.flush(end)
+
+    def _flush_in_order(self, end: int) -> None:
+        logs = (self._metrics, self._events)
+        while True:
+            first = [end if (number := log.first_unwritten()) is None else number for log in logs]
+            if min(first) >= end:
+                return
+            earlier, later = (0, 1) if first[0] < first[1] else (1, 0)
+            logs[earlier].flush(min(first[later], end))
 
     def num_unwritten(self) -> tuple[int, int]:
         """Return the number of reports and of other frames that are not on storage."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _FRONT_KEYS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 _STAGE_KEYS = frozenset({"attention_mask", "position_ids"})
 
+#: Shapes of batches whose buffers are kept.
+_MAX_RUNS = 8
 #: Further arguments of the model: hidden states are all that passes on from a forward pass.
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
@@ -255,7 +257,10 @@ class PipelineModel:
         key = (num_rows, length, num_parts, dtype, is_training)
         run = self._runs.get(key)
         if run is not None and run.module is self.module:
+            self._runs[key] = self._runs.pop(key)  # the newest is the last
             return run
+        while len(self._runs) >= _MAX_RUNS:  # each has buffers for its shapes
+            del self._runs[next(iter(self._runs))]
         hidden = torch.empty(
             num_rows, length, self.split.hidden_size, dtype=dtype, device="meta", requires_grad=is_training
         )

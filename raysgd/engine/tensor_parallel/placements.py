@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
+from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +85,7 @@ def fsdp_shard_placement(data_parallel_size: int) -> Callable[[nn.Parameter], Sh
     """Return a `shard_placement_fn` for `fully_shard`, which shards another dim than tensor parallelism where it can.
 
     So every piece is one box, or one for each part of a fused weight. FSDP2 by itself shards dim 0, where a fused weight's
-    description would be wrong, and its checkpoints with it.
+    description would be wrong, and its checkpoints with it: where it would have to, a ConfigError is raised.
     """
 
     def placement_of(parameter: nn.Parameter) -> Shard | None:
@@ -95,6 +96,16 @@ def fsdp_shard_placement(data_parallel_size: int) -> Callable[[nn.Parameter], Sh
             return None
         free = [dim for dim in range(parameter.ndim) if dim not in taken]
         even = [dim for dim in free if parameter.shape[dim] % data_parallel_size == 0]
+        if not even and any(
+            isinstance(placement, _StridedShard) and placement.dim == 0 for placement in parameter.placements
+        ):
+            shape = tuple(parameter.shape)
+            raise ConfigError(
+                f"zero_stage=3 with tensor_parallel cannot divide a fused weight of shape {shape} over {data_parallel_size} "
+                f"copies of the model: {data_parallel_size} does not divide "
+                f"{' or '.join(str(shape[dim]) for dim in free) or 'a free dimension'}. Give another number of workers, or "
+                "zero_stage=2."
+            )
         return Shard(even[0]) if even else None
 
     return placement_of

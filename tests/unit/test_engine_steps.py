@@ -1,0 +1,265 @@
+"""What a loop with the engine may do besides the usual order: more passes, dropped gradients, its own loader, loaded weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import raysgd
+from raysgd.engine.precision import LossScale
+from raysgd.engine.saving import OptimizerNumbers
+from raysgd.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("group")
+
+STEPS = 6
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def composed(make: Callable[[Any], Any] = adam, **strategies: Any) -> tuple[raysgd.Engine, Any, Any]:
+    engine = raysgd.Engine(**strategies)
+    model = make_model()
+    model, optimizer, *_ = engine.compose(model=model, optimizer=make(model))
+    return engine, model, optimizer
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(batch(number)).square().mean()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([each.detach().float().flatten() for each in model.parameters()]).tolist()
+
+
+def train_plainly(step: Callable[[nn.Module, torch.optim.Optimizer, int], None]) -> list[float]:
+    model = make_model()
+    optimizer = adam(model)
+    for number in range(STEPS):
+        step(model, optimizer, number)
+    return weights(model)
+
+
+def test_passes_before_a_step_add_up() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        loss_of(model, number + 100).backward()
+        optimizer.step()
+
+    engine, model, optimizer = composed(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = make_model()
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(STEPS):
+        step(plain, of_plain, number)
+        engine.backward(loss_of(model, number))
+        engine.backward(loss_of(model, number + 100))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weights(model) == pytest.approx(weights(plain))
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_gradients_of_a_batch_can_be_dropped(of_model: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, model, optimizer = composed()
+    zero_grad = model.zero_grad if of_model else optimizer.zero_grad
+    for number in range(STEPS):
+        engine.backward(loss_of(model, number) * float("nan"))
+        zero_grad()
+        engine.backward(loss_of(model, number))
+        optimizer.step()
+        zero_grad()
+    assert weights(model) == pytest.approx(train_plainly(step))
+
+
+def test_zero_grad_of_the_model_keeps_gradients_of_an_unfinished_step() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        ((loss_of(model, number) + loss_of(model, number + 100)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, model, optimizer = composed(accumulation_steps=2)
+    for number in range(STEPS):
+        for more in (0, 100):
+            engine.backward(loss_of(model, number + more))
+            optimizer.step()
+            model.zero_grad()
+    assert weights(model) == pytest.approx(train_plainly(step), rel=1e-5)
+    assert copy.deepcopy(model).zero_grad.__self__ is not model
+
+
+def test_backward_of_the_loss_itself_is_an_error() -> None:
+    _, model, optimizer = composed()
+    loss_of(model, 0).backward()
+    with pytest.raises(UsageError, match=r"call engine\.backward\(loss\) in place of loss\.backward\(\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        {"precision": "fp16"},
+        {"zero_stage": 1},
+        {"clip_grad_norm": 1.0},
+        {"accumulation_steps": 2},
+        {"fused_optimizer": True},
+    ],
+    ids=str,
+)
+def test_strategies_of_the_step_need_the_optimizer(strategies: dict[str, Any]) -> None:
+    engine = raysgd.Engine(**strategies)
+    model, *_ = engine.compose(model=make_model())
+    loss = loss_of(model, 0)
+    with pytest.raises(UsageError, match=rf"{next(iter(strategies))} act in the optimizer's step"):
+        engine.backward(loss)
+
+
+def test_model_alone_trains_with_an_optimizer_of_the_loop() -> None:
+    engine = raysgd.Engine(precision="bf16", activation_checkpointing="full")
+    model, *_ = engine.compose(model=make_model())
+    engine.backward(loss_of(model, 0))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_weight_of_a_batch_must_be_known() -> None:
+    engine, model, _ = composed(weighted_gradients=True)
+    with pytest.raises(UsageError, match=r"does not know its rows: call engine\.backward\(loss, weight=number\)"):
+        engine.backward(loss_of(model, 0))
+    engine.backward(loss_of(model, 0), weight=4)
+    engine, model, _ = composed()
+    with pytest.raises(UsageError, match=r"needs Engine\(weighted_gradients=True\)"):
+        engine.backward(loss_of(model, 0), weight=4)
+
+
+def test_weights_that_are_loaded_after_compose_are_trained_on() -> None:
+    engine, model, optimizer = composed(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.0), precision="bf16-true"
+    )
+    model.load_state_dict({name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()})
+    engine.backward(loss_of(model, 0))
+    optimizer.step()
+    assert set(weights(model)) == {7.0}
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("positions", torch.rand(3))
+        self.register_buffer("frequencies", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x) + self.positions)
+
+
+def test_bf16_parameters_keep_exact_tables() -> None:
+    model = Tables()
+    exact = model.frequencies.clone()
+    engine = raysgd.Engine(precision="bf16-true")
+    model, optimizer, *_ = engine.compose(model=model, optimizer=adam(model))
+    engine.backward(loss_of(model, 0))
+    optimizer.step()
+    assert torch.equal(model.frequencies, exact) and model.positions.dtype == model.layer.weight.dtype == torch.bfloat16
+
+
+def test_schedule_by_epochs_counts_also_within_an_unfinished_step() -> None:
+    model = make_model()
+    engine = raysgd.Engine(accumulation_steps=4)
+    model, optimizer, scheduler, *_ = engine.compose(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    )
+    rates = []
+    for _ in range(4):
+        for number in range(6):
+            engine.backward(loss_of(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.01, 0.001, 0.0001])
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(3)
+
+
+def test_random_data_is_drawn_as_without_the_engine() -> None:
+    def draws(loader: Any) -> list[float]:
+        return [value for batch in loader for value in (float(batch.sum()), float(torch.rand(())))]
+
+    loader = DataLoader(Noisy(), batch_size=1)
+    engine = raysgd.Engine()
+    *_, composed_loader, _ = engine.compose(model=make_model(), train_dataloader=loader)
+    torch.manual_seed(1)
+    plain = draws(loader)
+    torch.manual_seed(1)
+    assert draws(composed_loader) == plain
+
+
+def test_scale_of_a_run_without_fp16_is_not_restored() -> None:
+    scale = LossScale(True, 1024.0)
+    scale.load_state_dict(LossScale(False).state_dict())
+    assert scale.scale == 1024.0
+    other = LossScale(True, 2.0)
+    other.load_state_dict(scale.state_dict())
+    assert other.scale == 1024.0
+
+
+def test_restored_optimizer_keeps_its_own_kernels() -> None:
+    model = make_model()
+    saved = torch.optim.Adam(model.parameters(), lr=0.5)
+    own = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved))
+    assert (own.param_groups[0]["lr"], own.param_groups[0]["fused"]) == (0.5, True)
+
+
+def test_criterion_of_two_models_scales_for_the_newest() -> None:
+    criterion = nn.MSELoss()
+
+    def update(mixed_precision: Any) -> list[float]:
+        model = make_model()
+        before = weights(model)
+        settings = {"loss_scale": 64.0} if mixed_precision else {}
+        model, optimizer = raysgd.accelerate(
+            model,
+            criterion,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            mixed_precision=mixed_precision,
+            **settings,
+        )
+        criterion(model(batch(0)), torch.zeros(4, 1)).backward()
+        optimizer.step()
+        return [now - then for now, then in zip(weights(model), before, strict=True)]
+
+    plain = update(False)
+    for _ in range(2):
+        assert update("fp16") == pytest.approx(plain, rel=0.05, abs=1e-4)
