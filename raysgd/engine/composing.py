@@ -128,11 +128,7 @@ class Composition:
             return
         dtype = DTYPES[precision]
         if precision == "bf16-true":
-            if self._config.zero_stage < 3:  # FSDP keeps its pieces in fp32, and gathers them in bf16
-                for parameter in model.parameters():
-                    if parameter.is_floating_point():
-                        parameter.data = parameter.data.to(dtype)
-            _convert_saved_buffers(model, dtype)
+            _convert(model, dtype, with_parameters=self._config.zero_stage < 3)
             cast_inputs(model, dtype, keeps_outputs=self.pipeline is not None)
             self._note({"": model}, "parameters in bf16, master weights in fp32")
         else:
@@ -211,12 +207,20 @@ class Composition:
             self.changes.setdefault(name, []).append(what)
 
 
-def _convert_saved_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the buffers that are part of the state; tables such as rotary frequencies, which are not, stay exact."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                setattr(module, name, buffer.to(dtype))
+def _convert(model: nn.Module, dtype: torch.dtype, *, with_parameters: bool) -> None:
+    """Convert parameters, and buffers that are part of the state; tables that are not, as rotary frequencies, stay exact.
+
+    FSDP keeps its pieces of parameters in fp32, and gathers them in ``dtype``.
+    """
+    buffers = [
+        (module, name, buffer, name not in module._non_persistent_buffers_set)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    if with_parameters:
+        model.to(dtype)
+    for module, name, buffer, is_saved in buffers:
+        setattr(module, name, buffer.to(dtype) if is_saved and buffer.is_floating_point() else buffer)
 
 
 def _fuse(optimizer: Optimizer) -> None:
