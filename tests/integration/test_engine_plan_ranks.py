@@ -6,6 +6,7 @@ Eight models of different kinds. Parameters, gradients and optimizer state are w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -86,7 +87,7 @@ def test_states_and_activations_of_shared_layers(num_workers: int, measured: Any
 
 
 #: Bytes with which plain data parallelism fits, with which only ZeRO-3 does, and with which nothing does.
-PLENTY, LITTLE, TOO_LITTLE = 1e9, 6e6, 1.5e6
+PLENTY, LITTLE, TOO_LITTLE = 1e9, 6e6, 2.5e6
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_automatic_plan_fits_and_trains_to_the_losses_of_the_plain_loop(
     every = ranks.run(planned_ranks.train_planned, memory_of_ranks)
     plain = ranks.run(planned_ranks.train_planned, [PLENTY] * 4, zero_stage=0)[0]
     # Without ZeRO the model needs more than there is.
-    assert plain["config"].zero_stage == 0 and LITTLE < plain["states"] < plain["peak"]
+    assert plain["config"].zero_stage == 0 and plain["states"] > LITTLE
     for found in every:
         assert found["config"] == every[0]["config"] and found["config"].zero_stage > 0
         assert found["memory"] == LITTLE
@@ -122,8 +123,9 @@ def test_automatic_plan_that_fits_nowhere_is_an_error_on_all_ranks(
 ) -> None:
     errors = {found["error"] for found in ranks.run(planned_ranks.train_planned, memory_of_ranks)}
     (text,) = errors
-    assert "fits nowhere" in text and "on 4 x 0.0015 GB, of which 0.0014 GB may be used" in text
-    assert "The smallest need is" in text and "What would help: " in text
+    assert "fits nowhere" in text and "on 4 x 0.0025 GB, of which 0.0024 GB may be used" in text
+    assert re.search(r"The smallest need is 0\.\d+ GB per device, with data x4, ZeRO-3", text)
+    assert re.search(r"What would help: .*\d+ workers \(0\.\d+ GB each\)", text)
 
 
 def test_automatic_plan_does_not_divide_the_state_of_an_unknown_optimizer(ranks: RankGroup) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
@@ -65,12 +65,13 @@ def train_planned(memory_of_ranks: list[float], *, is_own: bool = False, **fixed
             model, optimizer, _, loader, _ = engine.compose(model=model, optimizer=inner, train_dataloader=loader)
         except ConfigError as error:
             return {"error": str(error)}
-        is_sharded = engine.config.zero_stage == 3
-        tracker: Any = FSDPMemTracker(model, inner) if is_sharded else MemTracker()
-        tracker.track_external(model, inner)
+        tracker: Any = None
+        if engine.config.zero_stage == 3:  # torch has a tracker for it
+            tracker = FSDPMemTracker(model, inner)
+            tracker.track_external(model, inner)
         losses: list[float] = []
         states: list[int] = []
-        with tracker:
+        with contextlib.nullcontext() if tracker is None else tracker:
             for _ in range(NUM_STEPS // 2):
                 for x, y in loader:
                     loss = nn.functional.mse_loss(model(x), y)
@@ -79,21 +80,23 @@ def train_planned(memory_of_ranks: list[float], *, is_own: bool = False, **fixed
                     states.append(engine.memory().total)
                     optimizer.zero_grad()
                     losses.append(mean_over_ranks([loss.detach()]))
+                    if tracker is not None:
+                        tracker.reset_mod_stats()  # it follows one call of a module; the peak stays
         assert engine.plan is not None
         return {
             "config": engine.config,
             "losses": losses,
             "states": max(states),
-            "peak": tracker.get_tracker_snapshot("peak")[torch.device("cpu")][_total_of(tracker)],
+            "peak": None if tracker is None else _peak_of(tracker),
             "predicted": engine.plan.chosen.memory.total,
             "memory": engine.plan.memory_per_device,
             "described": engine.describe(),
         }
 
 
-def _total_of(tracker: Any) -> Any:
-    kinds = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return next(kind for kind in kinds if getattr(kind, "name", kind) == "Total")
+def _peak_of(tracker: Any) -> int:
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return next(size for kind, size in peak.items() if getattr(kind, "name", kind) == "Total")
 
 
 def train_replicas(memory: float, **fixed: Any) -> tuple[Any, list[float], str]:
