@@ -44,7 +44,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """What `Engine.compose` was given.
+    """The arguments of `Engine.compose` on which a plan depends.
 
     Attributes:
         model: The model, on any device.
