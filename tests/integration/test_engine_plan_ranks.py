@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 
 from raysgd.engine.config import EngineConfig
@@ -109,6 +110,11 @@ def test_automatic_plan_fits_and_trains_to_the_losses_of_the_plain_loop(
         assert f"ZeRO-{found['config'].zero_stage}" in found["described"]
         assert "Not data x4: needs " in found["described"] and "FSDP over 4 ranks" in found["described"]
     assert plain["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
+
+
+def test_ranks_of_a_node_have_equal_parts_of_its_memory(ranks: RankGroup) -> None:
+    (memory,) = {found["memory"] for found in ranks.run(planned_ranks.train_planned, [None] * 4)}
+    assert 1e7 < memory <= psutil.virtual_memory().total / 4
 
 
 def test_automatic_plan_keeps_a_stage_that_is_given(ranks: RankGroup) -> None:

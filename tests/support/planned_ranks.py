@@ -47,11 +47,11 @@ def train_plainly() -> list[float]:
     return losses
 
 
-def train_planned(memory_of_ranks: list[float], *, is_own: bool = False, **fixed: Any) -> dict[str, Any]:
+def train_planned(memory_of_ranks: list[float | None], *, is_own: bool = False, **fixed: Any) -> dict[str, Any]:
     """Train with a plan for some memory, and return what it chose, the losses, and the bytes that were measured.
 
     Args:
-        memory_of_ranks: The ``memory_per_device`` that each rank gives.
+        memory_of_ranks: The ``memory_per_device`` that each rank gives; None: its part of the node's memory.
         is_own: Whether the optimizer is of a class that the engine does not know.
         fixed: Strategies that are chosen by hand.
     """

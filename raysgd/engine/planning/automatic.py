@@ -305,5 +305,5 @@ def _gather(value: Any) -> list[Any]:
 
 def _broadcast(values: list[Any]) -> Any:
     if api.world_size() > 1:
-        dist.broadcast_object_list(values, src=0, device=device())
+        dist.broadcast_object_list(values, src=0)
     return values[0]
