@@ -30,6 +30,8 @@ _NOT_HERE = {
     "accumulation_steps": "call loss.backward() several times before optimizer.step(), or use raysgd.Engine",
     "weighted_gradients": "use raysgd.Engine, whose backward(loss, weight) is given the weights",
     "pipeline_parallel": "use raysgd.Engine, whose compose makes the stages",
+    "plan": "use raysgd.Engine, whose compose is given the optimizer and batches",
+    "memory_per_device": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "micro_batches": "use raysgd.Engine, whose compose makes the stages",
 }
 #: Strategies that act in the optimizer's step.

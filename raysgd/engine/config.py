@@ -17,6 +17,10 @@ from raysgd.errors import ConfigError
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 ActivationCheckpointing = Literal["full", "selective"]
 Compile = Literal["model", "blocks"]
+#: Fields that say how strategies are chosen; they are not strategies.
+PLAN_FIELDS = ("plan", "memory_per_device")
+#: A device with less memory than this was surely not given in bytes.
+_SMALLEST_DEVICE_BYTES = 1e6
 
 
 @refuse_unknown_fields()
@@ -43,6 +47,9 @@ class EngineConfig:
         fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
             micro-batches have different numbers of them.
+        plan: ``"auto"``: ``Engine.compose`` chooses the strategies that are not given. None: they are off.
+        memory_per_device: Bytes of a device for ``plan="auto"``, such as ``80e9``. None: what the device has; on CPUs the
+            node's memory, divided by its workers.
     """
 
     precision: Precision = "fp32"
@@ -59,6 +66,8 @@ class EngineConfig:
     compile: Compile | None = None
     fused_optimizer: bool = False
     weighted_gradients: bool = False
+    plan: Literal["auto"] | None = None
+    memory_per_device: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(Precision))
@@ -80,7 +89,17 @@ class EngineConfig:
         for name in ("cpu_offload", "sequence_parallel", "fused_optimizer", "weighted_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; give True or False.")
+        self._check_plan()
         self._check_combination()
+
+    def _check_plan(self) -> None:
+        if self.plan not in (None, "auto"):
+            raise ConfigError(
+                f'plan={_shorten(self.plan)} is not known; give "auto". The strategies of a plan that was made by '
+                "raysgd.engine.plan are its config: Engine(plan.config)."
+            )
+        if self.memory_per_device is not None:
+            check_memory(self.memory_per_device)
 
     def _check_combination(self) -> None:
         if self.cpu_offload and self.zero_stage != 3:
@@ -118,6 +137,22 @@ class EngineConfig:
         """Return the fields that `of` was called with, also those equal to their defaults; otherwise what `given` returns."""
         names: frozenset[str] | None = vars(self).get("_named")
         return self.given() if names is None else {name: getattr(self, name) for name in names}
+
+
+def check_memory(memory_per_device: Any) -> float:
+    """Check the bytes of a device. Numbers that are too small to be bytes are refused: they are GB or MB."""
+    amount = check_amount("memory_per_device", memory_per_device, positive=True)
+    if amount < _SMALLEST_DEVICE_BYTES:
+        exponent, unit = ("e9", "GB") if amount < 1000 else ("e6", "MB")
+        raise ConfigError(
+            f"memory_per_device={memory_per_device!r} is less than a megabyte, since it is in bytes: "
+            f"give {amount:g}{exponent} for {amount:g} {unit}."
+        )
+    return amount
+
+
+def _shorten(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def merge_configs(config: EngineConfig, override: EngineConfig | None) -> EngineConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import is_wrapped, unwrap
 from raysgd.torch.restoring import restore
+
+if TYPE_CHECKING:
+    from raysgd.engine.planning.plan import Plan
 
 _END = object()
 #: Strategies that do not act in the optimizer's step.
@@ -62,12 +65,17 @@ class Engine:
 
     Strategies of the command line, as in ``raysgd run --engine.precision bf16 script.py``, override those that are given here.
 
+    With ``plan="auto"``, `compose` chooses the strategies that are not given: the fastest that fit into the memory of the
+    devices. The loop computes the same, and the Trainer's ``workers_per_replica`` says how many workers hold one copy of the
+    model between them.
+
     Args:
         config: All strategies at once, in place of ``strategies``.
-        **strategies: Fields of `raysgd.engine.EngineConfig`.
+        **strategies: Fields of `raysgd.engine.EngineConfig`. With ``plan="auto"`` they are not varied.
 
     Attributes:
-        config: The strategies.
+        config: The strategies; with ``plan="auto"``, those that were chosen when `compose` has returned.
+        plan: What ``plan="auto"`` chose, a `raysgd.engine.Plan`; None before `compose`, and without it.
 
     Raises:
         ConfigError: A strategy does not exist, or needs other workers than the Trainer has.
@@ -76,7 +84,12 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **strategies: Any) -> None:
         if config is not None and strategies:
             raise ConfigError("Engine(config, ...) has a config and strategies too; give one of the two.")
-        self.config = merge_configs(EngineConfig(**strategies) if config is None else config, current_engine_config())
+        override = current_engine_config()
+        config = EngineConfig(**strategies) if config is None else config
+        self.config = merge_configs(config, override)
+        # With plan="auto", a choice by hand stays also if it is the default.
+        self._given = frozenset(strategies) | set(config.named()) | set({} if override is None else override.named())
+        self.plan: Plan | None = None
         self._check_workers()
         self._accumulation = Accumulation(self.config.accumulation_steps)
         self._scale = LossScale(self.config.precision == "fp16", self.config.loss_scale)
@@ -109,6 +122,8 @@ class Engine:
         train_dataloader: DataLoader[Any] | None = None,
         eval_dataloader: DataLoader[Any] | None = None,
         tensor_plan: Any = None,
+        sample_batch: Any = None,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare everything that a training loop uses. All ranks call it.
 
@@ -120,17 +135,31 @@ class Engine:
             eval_dataloader: The same.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
                 model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
+            sample_batch: Used by ``plan="auto"``: a batch of the loop, or shapes as `raysgd.engine.plan` takes them. Give the
+                largest if batches differ. None: the first rows of ``train_dataloader``'s dataset, which are read for it.
+            loss_fn: Used by ``plan="auto"``: computes the loss of a model and a batch. None: the model is called with what
+                its ``forward`` takes of the batch.
 
         Returns:
             model, optimizer, lr_scheduler, train_dataloader, eval_dataloader; None for what was not given.
 
         Raises:
-            ConfigError: Something cannot be used with the strategies; the text says what and why.
+            ConfigError: Something cannot be used with the strategies, or with ``plan="auto"`` no strategies fit; the text says
+                what and why.
             UsageError: It is called a second time.
         """
         if self._model is not None:
             raise UsageError("engine.compose was called before; make an Engine for each model.")
         self._check_given(model, optimizer, lr_scheduler_fn)
+        if self.config.plan is not None:
+            self._choose(
+                model=model,
+                optimizer=optimizer,
+                loader=train_dataloader,
+                sample_batch=sample_batch,
+                loss_fn=loss_fn,
+                tensor_plan=tensor_plan,
+            )
         self._made.apply(model, optimizer, tensor_plan)
         self._model = self._made.model
         unwrap(self._model).register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
@@ -150,6 +179,14 @@ class Engine:
         train = None if train_dataloader is None else _FollowedLoader(prepare_data_loader(train_dataloader), self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
+
+    def _choose(self, **composed: Any) -> None:
+        """Choose the strategies that were not given."""
+        from raysgd.engine.planning.automatic import Composed, choose_plan  # imports much that no other engine needs
+
+        self.plan = choose_plan(self.config, self._given, Composed(**composed))
+        self.config = self.plan.config
+        self._made = Composition(self.config, lambda: self.mesh)
 
     def _make_scheduler(self, make: Callable[[Any], Any], optimizer: EngineOptimizer) -> Any:
         scheduler = make(optimizer)
@@ -425,7 +462,16 @@ class Engine:
 
     def _check_workers(self) -> None:
         identity, needed = context.current().identity, self.config.workers_per_replica
-        if identity.workers_per_replica != needed:
+        is_planned = self.config.plan is not None
+        if self.config.memory_per_device is not None and not is_planned:
+            raise ConfigError('memory_per_device is what plan="auto" may use, and plan is None: give plan="auto" too.')
+        # What is not given, a plan can choose.
+        is_fitting = identity.workers_per_replica == needed or (
+            is_planned
+            and identity.workers_per_replica % needed == 0
+            and not {"tensor_parallel", "pipeline_parallel"} <= self._given
+        )
+        if not is_fitting:
             sizes = self.config.tensor_parallel, self.config.pipeline_parallel
             raise ConfigError(
                 f"tensor_parallel={sizes[0]} and pipeline_parallel={sizes[1]} need {needed} workers for each copy of the model, "
@@ -491,7 +537,7 @@ class Engine:
         return measure((*model.parameters(), *model.buffers()), pieces, state)
 
     def describe(self) -> str:
-        """Return a table of what was done to each module."""
+        """Return a table of what was done to each module; with ``plan="auto"``, after the choice and its reasons."""
         rows = [
             ("module", "done to it"),
             *((name or "(model)", "; ".join(did)) for name, did in self._made.changes.items()),
@@ -499,7 +545,8 @@ class Engine:
         if len(rows) == 1:
             rows.append(("(model)", "nothing"))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {did}" for name, did in rows)
+        table = [f"{name:<{width}}  {did}" for name, did in rows]
+        return "\n".join(table if self.plan is None else [self.plan.reason, "", *table])
 
 
 class _FollowedLoader(PreparedLoader):

@@ -243,6 +243,35 @@ def test_script_finds_what_a_program_finds(ray_cluster: Any, tmp_path: Path) -> 
     assert json.loads(line) == [*expected, "imported", "by a flag", "bf16", 2, True]
 
 
+def test_engine_chooses_its_strategies_by_a_flag(ray_cluster: Any, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "train.py",
+        """
+        import torch
+        import raysgd
+
+        engine = raysgd.Engine(precision="bf16")
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
+        rows = torch.utils.data.TensorDataset(torch.ones(16, 256))
+        loader = torch.utils.data.DataLoader(rows, batch_size=4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, _, loader, _ = engine.compose(model=model, optimizer=optimizer, train_dataloader=loader)
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"stage {engine.config.zero_stage} in {engine.config.precision}")
+        """,
+    )
+    flags = ["--num-workers", "2", "--storage-path", "runs", "--engine.plan", "auto"]
+    for memory, stage in (("1e9", 0), ("12e6", 3)):
+        done = command.run(ray_cluster, tmp_path, "run", *flags, "--engine.memory-per-device", memory, "train.py")
+        assert done.returncode == 0, done.stderr
+        assert (0, f"stage {stage} in bf16") in lines_of(done.stdout)
+        assert 'plan="auto": chosen: data x2' in done.stdout + done.stderr
+
+
 def test_working_dir_is_copied_to_the_workers(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "code" / "jobs").mkdir(parents=True)
     (tmp_path / "code" / "data.txt").write_text("shipped")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from support import engine_ranks
+from support import engine_ranks, planned_ranks
 from support.torch_ranks import RankGroup
 
 #: A call waits for four processes, which import torch and transformers first.
@@ -229,3 +230,40 @@ def test_stage_keeps_the_names_of_its_parameters(ranks: RankGroup) -> None:
     assert "transformer.h.3.attn.c_attn.weight" in last and last_copies == ("lm_head.weight",)
     blocks = [{name.split(".")[2] for name in names if ".h." in name} for names in (first, last)]
     assert sorted(blocks[0] | blocks[1]) == ["0", "1", "2", "3"] and not blocks[0] & blocks[1]
+
+
+def test_table_says_what_each_rank_has(ranks: RankGroup) -> None:
+    strategies = {"tensor_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full", "precision": "bf16"}
+    for text in ranks.run(planned_ranks.describe, "gpt2", **strategies):
+        head, *rows = (line.split(maxsplit=1) for line in text.splitlines())
+        assert head == ["module", "done to it"]
+        block = "full activation checkpointing; FSDP over 2 ranks"
+        assert dict(rows) == {
+            "(model)": "layers shared by 2 ranks; autocast to bf16; FSDP over 2 ranks",
+            "transformer.h.0": block,
+            "transformer.h.1": block,
+        }
+
+
+def test_table_says_which_stage_each_rank_has(ranks: RankGroup) -> None:
+    for rank, text in enumerate(ranks.run(planned_ranks.describe, "gpt2", pipeline_parallel=2, zero_stage=1)):
+        stage = rank % 2
+        assert re.findall(r"^(\S+) +(.*)$", text, re.MULTILINE)[1:] == [
+            (f"transformer.h.{stage}", f"stage {stage} of 2"),
+            ("(model)", "optimizer state divided over 2 ranks"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "expected"),
+    [
+        (0, "DDP"),
+        (1, "optimizer state divided over 4 ranks"),
+        (2, "optimizer state and gradients divided over 4 ranks"),
+        (3, "FSDP over 4 ranks"),
+    ],
+)
+def test_table_says_what_is_divided(ranks: RankGroup, zero_stage: int, expected: str) -> None:
+    for text in ranks.run(planned_ranks.describe, "bert", zero_stage=zero_stage):
+        assert re.search(rf"^\(model\) +{expected}$", text, re.MULTILINE)
+        assert ("bert.encoder.layer.1" in text) == (zero_stage == 3)

@@ -1,18 +1,23 @@
 """What the plan predicts for 2 and 4 ranks, against what the engine's strategies hold in gloo processes.
 
-Eight models of different kinds. Parameters, gradients and optimizer state are within 3 %, activations within 20 %.
+Eight models of different kinds. Parameters, gradients and optimizer state are within 3 %, activations within 20 %. And what
+``Engine(plan="auto")`` chooses on 4 ranks, trains to, and holds.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import MemoryEstimate, predict_memory
+from support import planned_ranks
+from support.engine_steps import train_language_plainly
 from support.planned_models import SmallModel, small_models
 from support.rank_memory import TENSOR_PARALLEL, measure_rank
 from support.torch_ranks import RankGroup
@@ -80,3 +85,71 @@ def test_states_and_activations_of_shared_layers(num_workers: int, measured: Any
     found, expected = predict(name, num_workers, tensor_parallel=num_workers), every[f"tensor {num_workers}"]
     check_states(found, expected)
     assert found.activations == pytest.approx(expected["activations"], rel=0.2)
+
+
+#: Bytes with which plain data parallelism fits, with which only ZeRO-3 does, and with which nothing does.
+PLENTY, LITTLE, TOO_LITTLE = 1e9, 6e6, 2.5e6
+
+
+@pytest.mark.parametrize(
+    "memory_of_ranks", [[LITTLE] * 4, [PLENTY, PLENTY, LITTLE, PLENTY]], ids=["equal", "one small"]
+)
+def test_automatic_plan_fits_and_trains_to_the_losses_of_the_plain_loop(
+    ranks: RankGroup, memory_of_ranks: list[float]
+) -> None:
+    every = ranks.run(planned_ranks.train_planned, memory_of_ranks)
+    plain = ranks.run(planned_ranks.train_planned, [PLENTY] * 4, zero_stage=0)[0]
+    # Without ZeRO the model needs more than there is.
+    assert plain["config"].zero_stage == 0 and plain["states"] > LITTLE
+    for found in every:
+        assert found["config"] == every[0]["config"] and found["config"].zero_stage > 0
+        assert found["memory"] == LITTLE
+        assert found["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
+        assert found["states"] < found["peak"] < LITTLE
+        assert found["peak"] <= found["predicted"] * 1.03 < LITTLE
+        assert f"ZeRO-{found['config'].zero_stage}" in found["described"]
+        assert "Not data x4: needs " in found["described"] and "FSDP over 4 ranks" in found["described"]
+    assert plain["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
+
+
+def test_ranks_of_a_node_have_equal_parts_of_its_memory(ranks: RankGroup) -> None:
+    (memory,) = {found["memory"] for found in ranks.run(planned_ranks.train_planned, [None] * 4)}
+    assert 1e7 < memory <= psutil.virtual_memory().total / 4
+
+
+def test_automatic_plan_keeps_a_stage_that_is_given(ranks: RankGroup) -> None:
+    for found in ranks.run(planned_ranks.train_planned, [PLENTY] * 4, zero_stage=2):
+        assert found["config"].zero_stage == 2
+        assert found["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
+
+
+@pytest.mark.parametrize("memory_of_ranks", [[TOO_LITTLE] * 4, [PLENTY, PLENTY, PLENTY, TOO_LITTLE]])
+def test_automatic_plan_that_fits_nowhere_is_an_error_on_all_ranks(
+    ranks: RankGroup, memory_of_ranks: list[float]
+) -> None:
+    errors = {found["error"] for found in ranks.run(planned_ranks.train_planned, memory_of_ranks)}
+    (text,) = errors
+    assert "fits nowhere" in text and "on 4 x 0.0025 GB, of which 0.0024 GB may be used" in text
+    assert re.search(r"The smallest need is 0\.\d+ GB per device, with data x4, ZeRO-3", text)
+    assert re.search(r"What would help: .*\d+ workers \(0\.\d+ GB each\)", text)
+
+
+def test_automatic_plan_does_not_divide_the_state_of_an_unknown_optimizer(ranks: RankGroup) -> None:
+    for found in ranks.run(planned_ranks.train_planned, [LITTLE] * 4, is_own=True):
+        assert "zero_stage=3 instead of" not in found["error"] and "fits nowhere" in found["error"]
+    for found in ranks.run(planned_ranks.train_planned, [LITTLE] * 4, is_own=True, zero_stage=3):
+        assert found["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "sizes"),
+    [({}, {(2, 1), (1, 2)}), ({"pipeline_parallel": 1}, {(2, 1)}), ({"tensor_parallel": 1}, {(1, 2)})],
+)
+def test_automatic_plan_uses_the_workers_of_each_copy(
+    ranks: RankGroup, fixed: dict[str, int], sizes: set[tuple[int, int]]
+) -> None:
+    expected = train_language_plainly("gpt2", planned_ranks.NUM_STEPS)
+    for config, losses, described in ranks.run(planned_ranks.train_replicas, PLENTY, **fixed):
+        assert (config.tensor_parallel, config.pipeline_parallel) in sizes
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert described.startswith("Chosen: data x2")

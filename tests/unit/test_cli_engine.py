@@ -33,6 +33,8 @@ CONFIGS = st.builds(
     compile=st.sampled_from([None, "model", "blocks"]),
     fused_optimizer=st.booleans(),
     weighted_gradients=st.booleans(),
+    plan=st.sampled_from([None, "auto"]),
+    memory_per_device=st.none() | st.floats(1e6, 1e12),
 )
 
 
@@ -69,6 +71,14 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert config_of(FILE_FLAG, str(path), *words) == EngineConfig(precision="fp16", zero_stage=3)
 
 
+def test_automatic_plan_has_flags(tmp_path: Path) -> None:
+    words = ["--engine.plan", "auto", "--engine.memory-per-device", "40e9", "--engine.zero-stage=1"]
+    assert config_of(*words) == EngineConfig(plan="auto", memory_per_device=40e9, zero_stage=1)
+    path = tmp_path / "engine.yaml"
+    path.write_text("plan: auto\nmemory-per-device: 40e9\n")
+    assert config_of(FILE_FLAG, str(path), "--engine.plan", "none") == EngineConfig(memory_per_device=40e9)
+
+
 def test_file_of_comments_is_a_config_of_defaults(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("# precision: bf16\n")
@@ -78,6 +88,11 @@ def test_file_of_comments_is_a_config_of_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["--engine.plan", "fast"], "--engine.plan: plan='fast' is not known; give \"auto\"."),
+        (
+            ["--engine.memory-per-device", "40"],
+            "--engine.memory-per-device: memory_per_device=40.0 is less than a megabyte",
+        ),
         (["--engine.zero-stage", "7"], "--engine.zero-stage: zero_stage=7 is not known; give 0, 1, 2 or 3."),
         (["--engine.precision", "bf61"], "--engine.precision: precision='bf61' is not known"),
         (["--engine.tensor-parallel", "two"], "--engine.tensor-parallel two: 'two' is not an int."),

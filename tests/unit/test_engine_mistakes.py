@@ -1,7 +1,8 @@
-"""Mistakes with the engine are errors before training, which say what to do; and what `Engine.memory` measures."""
+"""Mistakes with the engine are errors before training, which say what to do. `Engine.memory` measures, `describe` has a table."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,49 @@ def test_memory_prints_a_table() -> None:
     assert rows[0].split() == ["MB", "measured"]
     assert [row.split()[-1] for row in rows[1:]] == ["4.000", "0.000", "8.000", "12.000"]
     assert use.table(predicted=use).splitlines()[-1].split() == ["total", "12.000", "12.000"]
+
+
+class Stacked(nn.Module):
+    """Two blocks that repeat, and a layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_model() for _ in range(2))
+        self.last = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(sum(block(x) for block in self.blocks))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "expected"),
+    [
+        ({}, {"(model)": "nothing"}),
+        ({"accumulation_steps": 2, "clip_grad_norm": 1.0}, {"(model)": "nothing"}),
+        ({"compile": "model"}, {"(model)": "compiled"}),
+        ({"compile": "blocks"}, {"blocks.0": "compiled", "blocks.1": "compiled"}),
+        (
+            {"activation_checkpointing": "full", "compile": "blocks"},
+            dict.fromkeys(("blocks.0", "blocks.1"), "full activation checkpointing; compiled"),
+        ),
+        (
+            {"activation_checkpointing": "selective", "precision": "bf16", "compile": "model"},
+            {
+                **dict.fromkeys(("blocks.0", "blocks.1"), "selective activation checkpointing"),
+                "(model)": "autocast to bf16; compiled",
+            },
+        ),
+        ({"precision": "bf16-true"}, {"(model)": "parameters in bf16, master weights in fp32"}),
+        ({"zero_stage": 1}, {"(model)": "optimizer state divided over 1 ranks"}),
+    ],
+)
+def test_table_has_what_was_done_to_each_module(strategies: dict[str, Any], expected: dict[str, str]) -> None:
+    engine, model = raysgd.Engine(**strategies), Stacked()
+    engine.compose(model=model, optimizer=sgd(model))
+    head, *rows = (re.split(r" {2,}", line) for line in engine.describe().splitlines())
+    assert head == ["module", "done to it"]
+    assert dict(rows) == expected
+    assert len(rows) == len(expected)
 
 
 def test_zero_stage_without_a_process_group() -> None:

@@ -291,3 +291,71 @@ def test_optimizer_without_a_fused_step_needs_temporary_tensors() -> None:
     assert fused.config.fused_optimizer
     assert not own.config.fused_optimizer
     assert own.memory.step == own.memory.gradients
+
+
+class Reading(nn.Module):
+    """Reads numbers out of a tensor while it is built, as models with a schedule of dropout rates do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.layer = nn.Linear(4, 4)
+
+
+class Careless(nn.Module):
+    """Has a mistake that is not due to the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4)  # type: ignore[call-arg]
+
+
+def plan_layer(**changed: Any) -> Plan:
+    arguments: dict[str, Any] = {
+        "model_fn": lambda: nn.Linear(4, 4),
+        "batch": torch.zeros(4, 4),
+        "num_workers": 1,
+        "memory_per_device": 1e9,
+        "device": "cpu",
+    }
+    return plan(**{**arguments, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_fn": Reading}, r"built without data: RuntimeError: Tensor\.item.*on device=\"cpu\""),
+        ({"model_fn": lambda: nn.Linear(4, 4).to("cpu")}, r"NotImplementedError: Cannot copy.*must not move the model"),
+        (
+            {"optimizer_fn": torch.optim.LBFGS},
+            r"LBFGS computes.*by a closure.*give an optimizer whose step\(\) needs no",
+        ),
+        (
+            {"optimizer_fn": torch.optim.SparseAdam},
+            r"SparseAdam cannot make a step without data: RuntimeError: Spars.*\. Its",
+        ),
+        ({"model_fn": lambda: nn.Linear(4, 4).requires_grad_(False)}, r"parameters of the model are frozen.*unfreeze"),
+        ({"loss_fn": lambda model, batch: batch.sum()}, r"loss does not depend on a parameter.*Give loss_fn="),
+        ({"batch": torch.zeros(0, 4)}, r"batch has 0 rows; give the rows of one optimizer step, 1 or more"),
+        (
+            {"memory_per_device": 40},
+            r"memory_per_device=40 is less than a megabyte, since it is in bytes: give 40e9 for 40 GB",
+        ),
+        ({"memory_per_device": 80_000}, r"give 80000e6 for 80000 MB"),
+        ({"plan": "auto"}, r"plan\(plan=\.\.\.\) is not an argument"),
+    ],
+)
+def test_mistakes_are_refused_with_what_to_do(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_layer(**changed)
+
+
+def test_other_errors_of_the_model_are_not_changed() -> None:
+    with pytest.raises(TypeError, match="out_features"):
+        plan_layer(model_fn=Careless)
+
+
+@pytest.mark.parametrize(("config", "kind"), [({"zero_stage": 1}, "a dict"), (None, "a NoneType")])
+def test_prediction_without_a_config_is_refused(config: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config=.* is {kind}; give an EngineConfig\(\.\.\.\)"):
+        predict_memory(lambda: nn.Linear(4, 4), torch.zeros(4, 4), config, 1)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from raysgd.config.argument_names import nearest
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import PLAN_FIELDS, EngineConfig
 from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory
 from raysgd.engine.planning.profile import ModelProfile
 from raysgd.engine.planning.step_time import Hardware, TimeEstimate, estimate_time
@@ -100,7 +100,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> EngineConfig:
         UnknownArgumentError: A name is not a field of `EngineConfig`.
         ConfigError: A value, or the choices together, are not allowed.
     """
-    known = [one.name for one in fields(EngineConfig)]
+    known = [one.name for one in fields(EngineConfig) if one.name not in PLAN_FIELDS]
     for name in fixed:
         if name not in known:
             raise UnknownArgumentError(
@@ -118,7 +118,13 @@ def check_fixed(fixed: Mapping[str, Any]) -> EngineConfig:
 
 
 def list_space(
-    profile: ModelProfile, fixed: Mapping[str, Any], *, num_workers: int, batch_rows: int, refuse: Refuse | None
+    profile: ModelProfile,
+    fixed: Mapping[str, Any],
+    *,
+    num_workers: int,
+    batch_rows: int,
+    refuse: Refuse | None,
+    workers_per_replica: int | None = None,
 ) -> Space:
     """List the strategies that can work, and why others cannot.
 
@@ -128,6 +134,7 @@ def list_space(
         num_workers: Devices.
         batch_rows: Rows of all micro-batches of an optimizer step.
         refuse: What the engine refuses.
+        workers_per_replica: Devices that hold one copy of the model; others are not listed. None: any number.
     """
     configs: list[tuple[EngineConfig, int, int]] = []
     refused: dict[str, str] = {}
@@ -137,6 +144,8 @@ def list_space(
     for tensor, pipeline in product(
         _choices(fixed, "tensor_parallel", divisors), _choices(fixed, "pipeline_parallel", divisors)
     ):
+        if workers_per_replica not in (None, tensor * pipeline):
+            continue
         name = f"tensor_parallel={tensor}, pipeline_parallel={pipeline}"
         if reason := _find_obstacle(profile, tensor, pipeline, num_workers, batch_rows):
             refused[name] = reason

@@ -50,6 +50,26 @@ class MemoryEstimate:
         """The peak on the device: in the passes or in the optimizer's step, whichever is higher."""
         return self.parameters + self.gradients + self.optimizer + max(self.activations + self.buffers, self.step)
 
+    def explain(self) -> str:
+        """Return the parts of the peak in GB, the largest first; parts below 1 % are left out."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "activations": self.activations,
+            "buffers": self.buffers,
+        }
+        if self.step > self.activations + self.buffers:
+            parts |= {"activations": 0.0, "buffers": 0.0, "temporary tensors of the optimizer's step": self.step}
+        shown = sorted(((size, name) for name, size in parts.items() if size >= self.total / 100), reverse=True)
+        return ", ".join(f"{name} {in_gb(size)}" for size, name in shown)
+
+
+def in_gb(size: float) -> str:
+    """Return bytes as a number of GB (10^9 bytes) with two or three digits."""
+    number = size / 1e9
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
+
 
 def estimate_memory(
     profile: ModelProfile, config: EngineConfig, *, data_parallel: int, num_rows: int

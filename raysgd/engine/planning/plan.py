@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysgd._util.text import with_article
 from raysgd.config.checks import check_amount, check_choice, check_count, check_instance
-from raysgd.engine.config import EngineConfig
-from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed, evaluate, list_space
-from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory
-from raysgd.engine.planning.profile import ModelProfile, Segment
+from raysgd.engine.config import EngineConfig, check_memory
+from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed
+from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory, in_gb
+from raysgd.engine.planning.planner import Planner, Workers, choose, choose_fused_step, profile_model, say_impossible
+from raysgd.engine.planning.profile import ModelProfile
 from raysgd.engine.planning.step_time import Hardware
 from raysgd.engine.planning.support import EngineSupport
 from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, OptimizerFn, TracedModel
 from raysgd.errors import ConfigError
 
-_GB = 1e9
 _SHOWN = 4
 _EXPLAINED = 6
-# Of candidates whose times differ by less than this, the one with the fewest strategies is chosen.
-_SAME_TIME = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +68,11 @@ class Plan:
         fitting = [one for one in self.candidates if one.is_fitting]
         lines = [
             f"Chosen: {self.chosen.describe()}. {len(fitting)} of {len(self.candidates)} strategies fit into "
-            f"{_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}."
+            f"{in_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}."
         ]
         for one in _find_simpler(self.candidates, self.chosen):
             if not one.is_fitting:
-                lines.append(f"Not {one.describe()}: needs {_gb(one.memory.total)} GB, {_explain(one.memory)}.")
+                lines.append(f"Not {one.describe()}: needs {in_gb(one.memory.total)} GB, {one.memory.explain()}.")
             else:
                 lines.append(f"Not {one.describe()}: {_seconds(one)} a step, {_explain_time(one, self.chosen)}.")
         return "\n".join(lines)
@@ -84,7 +83,7 @@ class Plan:
         stacks = ", ".join(f"{count} {name or 'model'}" for name, count in profile.stacks.items()) or "none"
         title = (
             f"Plan for {profile.num_parameters:,} parameters (layers: {stacks}) on {self.num_workers} x "
-            f"{_gb(self.memory_per_device)} GB, of which {self.margin:.0%} are kept free"
+            f"{in_gb(self.memory_per_device)} GB, of which {self.margin:.0%} are kept free"
         )
         shown = [one for one in self.candidates if one.is_fitting and one is not self.chosen][:_SHOWN]
         shown += _find_simpler(self.candidates, self.chosen)[:_SHOWN]
@@ -157,30 +156,38 @@ def plan(
         The plan; ``print(plan)`` shows a table with the reason, ``plan.config`` is for `raysgd.Engine`.
 
     Raises:
-        UnknownArgumentError: A fixed field does not exist.
+        UnknownArgumentError: A fixed field does not exist, or is not a strategy.
         ConfigError: The fixed choices cannot work, the model cannot be traced, or no strategy fits. The message has the
             numbers and what would help.
     """
     check_count("num_workers", num_workers, minimum=1)
-    check_amount("memory_per_device", memory_per_device, positive=True)
+    check_memory(memory_per_device)
     check_choice("device", device, ("cuda", "cpu"))
     if not 0 <= check_amount("margin", margin) < 1:
         raise ConfigError(
             f"margin={margin} is the part of the memory that is kept free: give 0 or more, and less than 1."
         )
     hardware = check_instance("hardware", hardware, Hardware)
-    fixed = _fuse(fixed, optimizer_fn, device)
+    fixed = choose_fused_step(fixed, optimizer_fn, device)
     precision = check_fixed(fixed).precision
     model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device, tensor_plan=tensor_plan)
     support = EngineSupport(model.model, has_own_plan=tensor_plan is not None, refuse=refuse)
-    planner = _Planner(model, optimizer_fn, num_workers, memory_per_device * (1 - margin), hardware, support)
+    planner = Planner(
+        model,
+        optimizer_fn,
+        workers=Workers(num_workers, model.num_rows),
+        limit_bytes=memory_per_device * (1 - margin),
+        hardware=hardware,
+        support=support,
+    )
     candidates, refused = planner.compare(fixed)
     if not candidates:
-        raise ConfigError(_say_impossible(refused, fixed))
+        raise ConfigError(say_impossible(refused, fixed))
     if not candidates[0].is_fitting:
-        raise ConfigError(planner.say_what_would_help(candidates, fixed, memory_per_device))
+        helps = [*planner.find_freed_choice(fixed), *planner.find_more_workers(fixed), *planner.find_offload(fixed)]
+        raise ConfigError(planner.say_what_would_help(candidates, memory_per_device, helps))
     return Plan(
-        chosen=_choose(candidates),
+        chosen=choose(candidates),
         candidates=candidates,
         refused=refused,
         profile=planner.profile,
@@ -217,6 +224,8 @@ def predict_memory(
     Raises:
         ConfigError: The strategy does not fit the number of workers, or the model cannot be traced.
     """
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config={config!r} is {with_article(type(config).__name__)}; give an EngineConfig(...).")
     data_parallel, remainder = divmod(check_count("num_workers", num_workers, minimum=1), config.workers_per_replica)
     if remainder:
         raise ConfigError(
@@ -232,132 +241,6 @@ def predict_memory(
         raise ConfigError(obstacle)
     profile = replace(profile, stage_blocks=support.stage_blocks)
     return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
-
-
-def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]) -> ModelProfile:
-    """Trace a model for sizes of a micro-batch, and describe its parameters."""
-    steps = {count: model.trace(count) for count in rows}
-    first = next(iter(steps.values()))
-    obstacle = None
-    if not any(kind != "vocabulary" for kind, _ in model.layout.kinds.values()):
-        obstacle = "no layers were found that ranks can share"
-    elif model.layout.unknown:
-        obstacle = f"it is not known how ranks share {model.layout.unknown[0]}"
-    elif first.leaking_block is not None:
-        obstacle = f"the layers of {first.leaking_block} are not pairs of column- and row-parallel layers"
-    segments: dict[int, tuple[Segment, ...]] = {count: step.segments for count, step in steps.items()}
-    return ModelProfile(
-        parameters=model.describe_parameters(optimizer_fn, first.sides),
-        buffer_bytes=model.count_buffer_bytes(),
-        num_blocks=len(model.layout.blocks),
-        stacks={name: len(blocks) for name, blocks in model.layout.stacks.items()},
-        head_counts=model.layout.head_counts,
-        tensor_parallel_obstacle=obstacle,
-        steps=segments,
-    )
-
-
-class _Planner:
-    """Compares strategies for one model; sizes of micro-batches are traced when they are first needed."""
-
-    def __init__(
-        self,
-        model: TracedModel,
-        optimizer_fn: OptimizerFn,
-        num_workers: int,
-        limit_bytes: float,
-        hardware: Hardware,
-        support: EngineSupport,
-    ) -> None:
-        self._model = model
-        self._num_workers = num_workers
-        self._limit_bytes = limit_bytes
-        self._hardware = hardware
-        self._support = support
-        self.profile = profile_model(model, optimizer_fn, [1])
-
-    def compare(
-        self, fixed: Mapping[str, Any], *, num_workers: int | None = None
-    ) -> tuple[tuple[Candidate, ...], Mapping[str, str]]:
-        """Estimate all strategies, and return them with the reasons against those that cannot work."""
-        space = list_space(
-            self.profile,
-            fixed,
-            num_workers=num_workers or self._num_workers,
-            batch_rows=self._model.num_rows,
-            refuse=self._support.find_obstacle,
-        )
-        steps = dict(self.profile.steps)
-        for count in sorted({num_rows for _, _, num_rows in space.configs} - set(steps)):
-            steps[count] = self._model.trace(count).segments
-        self.profile = replace(self.profile, steps=steps, stage_blocks=self._support.stage_blocks)
-        return evaluate(self.profile, space, self._hardware, self._limit_bytes), space.refused
-
-    def say_what_would_help(
-        self, candidates: tuple[Candidate, ...], fixed: Mapping[str, Any], memory_per_device: float
-    ) -> str:
-        """Describe the smallest need, and the changes with which the model would fit."""
-        smallest = min(candidates, key=lambda one: one.memory.total)
-        lines = [
-            f"The model fits nowhere: {self.profile.num_parameters:,} parameters on {self._num_workers} x "
-            f"{_gb(memory_per_device)} GB, of which {_gb(self._limit_bytes)} GB may be used. The smallest need is "
-            f"{_gb(smallest.memory.total)} GB per device, with {smallest.describe()} and {smallest.num_rows} rows in a "
-            f"micro-batch: {_explain(smallest.memory)}."
-        ]
-        helps = list(self._find_what_helps(fixed))
-        lines.append(
-            "What would help: " + "; ".join(helps) + "." if helps else "A smaller model or larger devices are needed."
-        )
-        return " ".join(lines)
-
-    def _find_what_helps(self, fixed: Mapping[str, Any]) -> list[str]:
-        helps = []
-        if fixed and (freed := self._find_freed_choice(fixed)):
-            helps.append(freed)
-        for factor in (2, 4, 8):
-            count = self._num_workers * factor
-            if fitting := self._first_fitting(fixed, num_workers=count):
-                helps.append(f"{count} workers ({_gb(fitting.memory.total)} GB each)")
-                break
-        may_offload = not fixed.get("cpu_offload") and fixed.get("zero_stage", 3) == 3
-        if may_offload and (fitting := self._first_fitting({**fixed, "cpu_offload": True})):
-            helps.append(
-                f"cpu_offload=True ({_gb(fitting.memory.total)} GB on the device, {_gb(fitting.memory.host)} GB of the host "
-                "for each worker)"
-            )
-        return helps
-
-    def _find_freed_choice(self, fixed: Mapping[str, Any]) -> str | None:
-        for name in fixed:
-            if name in ("precision", "fused_optimizer"):
-                continue
-            others = {key: value for key, value in fixed.items() if key != name}
-            if fitting := self._first_fitting(others):
-                value = getattr(fitting.config, name)
-                return f"{name}={value!r} instead of {fixed[name]!r} ({_gb(fitting.memory.total)} GB)"
-        return None
-
-    def _first_fitting(self, fixed: Mapping[str, Any], *, num_workers: int | None = None) -> Candidate | None:
-        candidates, _ = self.compare(fixed, num_workers=num_workers)
-        return candidates[0] if candidates and candidates[0].is_fitting else None
-
-
-def _fuse(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str, Any]:
-    """Choose a fused step where torch has one: it needs no temporary tensors of the size of the parameters.
-
-    On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
-    """
-    base = getattr(optimizer_fn, "func", optimizer_fn)
-    is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    if "fused_optimizer" in fixed or not (is_fusible or device == "cpu"):
-        return dict(fixed)
-    return {**fixed, "fused_optimizer": is_fusible and device == "cuda"}
-
-
-def _choose(candidates: tuple[Candidate, ...]) -> Candidate:
-    fastest = candidates[0].time.total_s
-    equal = [one for one in candidates if one.is_fitting and one.time.total_s <= fastest * (1 + _SAME_TIME)]
-    return min(equal, key=lambda one: (one.num_strategies, one.time.total_s))
 
 
 def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
@@ -396,24 +279,10 @@ def _row(one: Candidate, chosen: Candidate) -> tuple[str, ...]:
         ">" if one is chosen else "",
         one.describe(),
         str(one.num_rows),
-        *(_gb(part) for part in parts),
+        *(in_gb(part) for part in parts),
         f"{one.time.total_s:.3g}",
         "yes" if one.is_fitting else "no",
     )
-
-
-def _explain(memory: MemoryEstimate) -> str:
-    parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "activations": memory.activations,
-        "buffers": memory.buffers,
-    }
-    if memory.step > memory.activations + memory.buffers:
-        parts = {**parts, "activations": 0.0, "buffers": 0.0, "temporary tensors of the optimizer's step": memory.step}
-    shown = sorted(((size, name) for name, size in parts.items() if size >= memory.total / 100), reverse=True)
-    return ", ".join(f"{name} {_gb(size)}" for size, name in shown)
 
 
 def _explain_time(one: Candidate, chosen: Candidate) -> str:
@@ -429,18 +298,6 @@ def _explain_time(one: Candidate, chosen: Candidate) -> str:
         "optimizer_s": "the optimizer's step",
     }
     return f"{words[worst]} takes {extra[worst]:.3g} s more"
-
-
-def _say_impossible(refused: Mapping[str, str], fixed: Mapping[str, Any]) -> str:
-    chosen = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if name != "fused_optimizer")
-    reasons = list(dict.fromkeys(refused.values())) or ["no size of a micro-batch divides the batch"]
-    given = f"with {chosen} " if chosen else ""
-    return f"No strategy {given}can work: {'; '.join(reasons[:3])}."
-
-
-def _gb(size: float) -> str:
-    number = size / _GB
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def _seconds(one: Candidate) -> str:

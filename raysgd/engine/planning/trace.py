@@ -8,6 +8,8 @@ shallow one.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -61,7 +63,7 @@ class TracedModel:
             or a function, the names of the layers do.
 
     Raises:
-        ConfigError: The model cannot be built on the meta device, or has no parameters.
+        ConfigError: The model cannot be built on the meta device or has no parameters to train, or the batch has no rows.
     """
 
     def __init__(
@@ -74,8 +76,7 @@ class TracedModel:
         device: DeviceType = "cuda",
         tensor_plan: Any = None,
     ) -> None:
-        with torch.device("meta"):
-            model = model_fn()
+        model = _build_on_meta(model_fn)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model_fn returned {type(model).__name__}; it has to return a torch.nn.Module.")
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -88,6 +89,12 @@ class TracedModel:
             self.layout = read_own_plan(model, self.layout, tensor_plan)
         if next(model.parameters(), None) is None:
             raise ConfigError("The model has no parameters, so there is nothing to plan.")
+        if not any(one.requires_grad for one in model.parameters()):
+            raise ConfigError(
+                "All parameters of the model are frozen (requires_grad=False), so there is nothing to train: unfreeze those "
+                "that shall be trained, by parameter.requires_grad_(True)."
+            )
+        count_rows(batch)
         self._batch = batch
         self._loss_fn = loss_fn or compute_loss
         self._precision = precision
@@ -156,11 +163,7 @@ class TracedModel:
                 recorder.start_backward()
                 loss.backward()  # type: ignore[no-untyped-call]
             except Exception as error:
-                raise ConfigError(
-                    f"The model cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0]} Its forward "
-                    "pass must not depend on the values of tensors; give loss_fn= if it is called in another way than "
-                    "model(**batch)."
-                ) from error
+                raise ConfigError(_explain_trace_error(error)) from error
             by_key = {key_of(parameter): name for name, parameter in self.model.named_parameters()}
             sides = {by_key[key]: frozenset(side) for key, side in recorder.tracker.sides.items() if key in by_key}
             return Step(recorder.finish(), sides, recorder.leaking_block)
@@ -190,7 +193,10 @@ class TracedModel:
             for copy in copies.values():
                 copy.grad = torch.empty_like(copy)
             optimizer = optimizer_fn(list(copies.values()))
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise ConfigError(_explain_step_error(optimizer, error)) from error
         sizes = {}
         for kind, copy in copies.items():
             kept = [one for one in tree_leaves(optimizer.state.get(copy, {})) if isinstance(one, torch.Tensor)]
@@ -198,6 +204,52 @@ class TracedModel:
             other = sum(one.numel() * one.element_size() for one in kept if one.shape != copy.shape or not one.dim())
             sizes[kind] = (like, other)
         return {parameter: sizes[kind] for parameter, kind in kinds.items()}
+
+
+def _build_on_meta(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model on the meta device. Errors that are not due to this device are not changed."""
+    try:
+        with torch.device("meta"):
+            return model_fn()
+    except Exception as error:
+        if not isinstance(error, NotImplementedError) and not re.search(r"\bmeta\b", str(error)):
+            raise
+        raise ConfigError(
+            f"The model cannot be built without data: {_say(error)} model_fn runs on the meta device, where tensors have no "
+            "values. It must not move the model (.to(), .cuda()), nor load weights; and where it reads numbers out of tensors "
+            '(.item(), .tolist(), float()), compute them in Python, or by torch on device="cpu".'
+        ) from error
+
+
+def _explain_trace_error(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        return (
+            f"The loss does not depend on a parameter that is trained: {_say(error)} Give loss_fn= if the model's output has no "
+            "loss, and do not compute the loss under torch.no_grad()."
+        )
+    return (
+        f"The model cannot be traced without data: {_say(error)} Its forward pass must not depend on the values of tensors; "
+        "give loss_fn= if it is called in another way than model(**batch)."
+    )
+
+
+def _explain_step_error(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    name = type(optimizer).__name__
+    if "closure" in inspect.signature(optimizer.step).parameters and "closure" in str(error):
+        return (
+            f"{name} computes the loss several times in a step, by a closure, so that its memory cannot be planned: give an "
+            "optimizer whose step() needs no closure, such as torch.optim.AdamW."
+        )
+    return (
+        f"{name} cannot make a step without data: {_say(error)} Its step() must not depend on the values of gradients; give "
+        "optimizer_fn= an optimizer with a state of the same size, such as torch.optim.AdamW."
+    )
+
+
+def _say(error: Exception) -> str:
+    lines = str(error).splitlines()
+    first = lines[0].strip() if lines else ""
+    return f"{type(error).__name__}{': ' * bool(first)}{first}{'' if first.endswith(('.', '!')) else '.'}"
 
 
 class _Recorder:
@@ -449,7 +501,7 @@ def count_rows(batch: Batch) -> int:
     """Return the first dimension of a batch's tensors.
 
     Raises:
-        ConfigError: The batch has no tensors or shapes, or they differ in their first dimension.
+        ConfigError: The batch has no tensors or shapes, they differ in their first dimension, or it is 0.
     """
     sizes = {shape[0] for shape in _shapes_of(batch) if shape}
     if len(sizes) != 1:
@@ -457,7 +509,9 @@ def count_rows(batch: Batch) -> int:
         raise ConfigError(
             f"batch has {found}; give a dict or tuple of tensors or shapes with one first dimension: its rows."
         )
-    return int(sizes.pop())
+    if not (rows := int(sizes.pop())):
+        raise ConfigError("batch has 0 rows; give the rows of one optimizer step, 1 or more.")
+    return rows
 
 
 def make_batch(batch: Batch, num_rows: int, float_dtype: torch.dtype | None = None) -> Batch:
