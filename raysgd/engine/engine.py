@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from raysgd.engine.memory import MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
+from raysgd.engine.rows import RowPlaces, count_rows, take_rows
 from raysgd.engine.saving import complete, spread
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
@@ -78,7 +79,8 @@ class Engine:
         self._made = Composition(self.config, lambda: self.mesh)
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
-        self._rows = 1  # of the newest batch
+        self._rows = 1  # of the newest batch, without repeated ones
+        self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -87,6 +89,11 @@ class Engine:
             config = self.config
             self._mesh = make_mesh(tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel)
         return self._mesh
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now, with ``precision="fp16"``; 1 otherwise. It is the same on all ranks."""
+        return self._scale.scale
 
     # -- composing ----------------------------------------------------------------------------------------------------
 
@@ -152,9 +159,22 @@ class Engine:
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
-                that the engine's loader has handed out last.
+                that the engine's loader has handed out last. A batch that only repeats rows has the weight 0 in any case.
+
+        Raises:
+            UsageError: With ``pipeline_parallel``, the loss is another one than the model returned, or a weight is given.
         """
-        weight = float(self._rows if weight is None else weight) if self.config.weighted_gradients else 1.0
+        if self.config.weighted_gradients and self._made.pipeline is not None:
+            if weight is not None:
+                raise UsageError(
+                    "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
+                    "leave out engine.backward(weight=...); batches are weighted by their rows."
+                )
+            weight = self._pipeline_weight
+        elif self.config.weighted_gradients:
+            weight = 0.0 if self._rows == 0 else float(self._rows if weight is None else weight)
+        else:
+            weight = 1.0
         if self._made.pipeline is None:
             factor = self._scale.scale * weight
             (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
@@ -174,7 +194,9 @@ class Engine:
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
-        return self._scale.scale * (count_rows(batch) if self.config.weighted_gradients else 1.0)
+        if self.config.weighted_gradients:
+            self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
+        return self._scale.scale * self._pipeline_weight
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -269,10 +291,15 @@ class Engine:
             with torch.no_grad():
                 self._made.pieces.update_parameters()
 
-    def on_batch(self, batch: Any, *, is_last: bool) -> None:
-        """The training loader hands out a batch."""
+    def on_batch(self, num_rows: int, *, is_last: bool) -> None:
+        """The training loader hands out a batch, of which so many rows count on this rank."""
         self._accumulation.is_last_batch = is_last
-        self._rows = count_rows(batch)
+        self._rows = num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the training loader's newest batch that count on this rank."""
+        return self._rows
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -288,7 +315,7 @@ class Engine:
             )
         state: dict[str, Any] = {
             "model": unwrap(model).state_dict(),
-            "engine": {"loss_scale": self._scale.state_dict()},
+            "engine": {"loss_scale": self._scale.state_dict(), "tied": self._made.tied},
         }
         if self._optimizer is not None and self._made.numbers is not None:
             state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
@@ -424,28 +451,32 @@ class Engine:
 
 
 class _FollowedLoader(PreparedLoader):
-    """A prepared loader whose batches the engine follows."""
+    """A prepared loader whose batches the engine follows.
+
+    With weighted gradients, rows that it would repeat are left out. A batch that only repeats rows is handed out, since all
+    ranks make equally many steps; its weight is 0.
+    """
 
     def __init__(self, prepared: PreparedLoader, engine: Engine) -> None:
         vars(self).update(vars(prepared))
         self._engine = engine
+        self._places = RowPlaces(prepared) if engine.config.weighted_gradients else None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._follow(super().__iter__())
+        # A loop that was resumed within an epoch has put a sampler there that leaves out the first batches.
+        sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        num_left_out = getattr(sampler, "num_left_out", 0)
+        return self._follow(super().__iter__(), num_left_out)
 
-    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _follow(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        rows_before = number * (0 if self._places is None else self._places.batch_size)
         batch = next(batches, _END)
         while batch is not _END:
             following = next(batches, _END)
-            self._engine.on_batch(batch, is_last=following is _END)
+            num_own = rows = count_rows(batch)
+            if self._places is not None:
+                num_own = self._places.num_own(number, rows_before, rows)
+                batch = take_rows(batch, num_own or rows)
+            self._engine.on_batch(num_own, is_last=following is _END)
             yield batch
-            batch = following
-
-
-def count_rows(batch: Any) -> int:
-    """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
-    from torch.utils import _pytree as pytree
-
-    values = list(batch.values()) if isinstance(batch, Mapping) else batch
-    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
-    return tensors[0].shape[0] if tensors else 1
+            number, rows_before, batch = number + 1, rows_before + rows, following

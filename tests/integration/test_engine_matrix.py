@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support import engine_steps
+from support import engine_overflow, engine_steps
 from support.pairs import all_pairs, product
 from support.torch_ranks import RankGroup
 
@@ -90,3 +90,57 @@ def test_gradients_are_those_of_the_mean_over_all_rows(ranks: RankGroup, zero_st
     expected = engine_steps.train_evenly(6, sum(map(sum, sizes)))
     for found in ranks.run(engine_steps.train_uneven, 6, sizes, zero_stage=zero_stage):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [33, 30], ids=["a rank without rows", "repeated rows"])
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        {},
+        {"zero_stage": 1, "accumulation_steps": 2},
+        {"zero_stage": 2, "has_weight": True},
+        {"zero_stage": 3},
+        {"pipeline_parallel": 2},
+        {"tensor_parallel": 2, "zero_stage": 2},
+    ],
+    ids=str,
+)
+def test_rows_that_the_loader_repeats_do_not_count(ranks: RankGroup, strategies: dict[str, Any], num_rows: int) -> None:
+    copies = NUM_RANKS // (strategies.get("pipeline_parallel", 1) * strategies.get("tensor_parallel", 1))
+    whole_step = 16 * strategies.get("accumulation_steps", 1)
+    expected = engine_steps.train_on_rows("gpt2", num_rows, whole_step)
+    for losses in ranks.run(engine_steps.train_on_loader, "gpt2", num_rows, 16 // copies, **strategies):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+OVERFLOWS = (0, 3)
+
+
+@functools.cache
+def plain_with_skipped_steps() -> tuple[list[float], list[float]]:
+    return engine_overflow.train_plainly(8, OVERFLOWS)
+
+
+@pytest.mark.parametrize("scheduler_first", [False, True], ids=["optimizer first", "scheduler first"])
+@pytest.mark.parametrize(
+    ("where", "strategies"),
+    [
+        ("backward", {}),
+        ("backward", {"zero_stage": 2}),
+        ("backward", {"zero_stage": 3}),
+        ("backward", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("gradient", {"zero_stage": 2}),
+        ("gradient", {"zero_stage": 3}),
+        ("gradient", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_step_is_skipped_by_all_ranks_if_gradients_of_one_overflow(
+    ranks: RankGroup, where: str, strategies: dict[str, Any], scheduler_first: bool
+) -> None:
+    losses, rates = plain_with_skipped_steps()
+    found = ranks.run(engine_overflow.train, 8, OVERFLOWS, where=where, scheduler_first=scheduler_first, **strategies)
+    for own_losses, own_rates, scale in found:
+        assert own_losses == pytest.approx(losses, rel=BOUNDS["fp16"])
+        assert own_rates == pytest.approx(rates), "the scheduler does not count a skipped step"
+        assert scale == 1024.0 / 2 ** len(OVERFLOWS)
