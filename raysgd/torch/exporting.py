@@ -27,7 +27,7 @@ from raysgd.config.checks import check_count
 from raysgd.errors import CheckpointError, ConfigError
 
 #: What wrappers of torch put into the names of parameters.
-_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _DDP_PREFIX = "module."
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _FILE = "model.safetensors"
@@ -125,11 +125,10 @@ def _find_tensors(state: Any, key: str | None, checkpoint: Checkpoint) -> dict[s
                 f"{checkpoint.path}: {place}[{name!r}] is {with_article(type(value).__name__)}, not a tensor; give the key of a "
                 "model's state dict."
             )
-    has_prefix = all(name.startswith(_DDP_PREFIX) for name in state)
-    return {
-        _WRAPPERS.sub("", name.removeprefix(_DDP_PREFIX) if has_prefix else name): value
-        for name, value in state.items()
-    }
+    tensors = {_WRAPPERS.sub("", name): value for name, value in state.items()}
+    if all(name.startswith(_DDP_PREFIX) for name in tensors):
+        tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in tensors.items()}
+    return tensors
 
 
 def _is_saved_tensor(value: Any) -> bool:

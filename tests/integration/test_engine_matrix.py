@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support import engine_overflow, engine_steps
+from support import engine_compiled, engine_overflow, engine_steps
 from support.pairs import all_pairs, product
 from support.torch_ranks import RankGroup
 
@@ -144,3 +145,28 @@ def test_step_is_skipped_by_all_ranks_if_gradients_of_one_overflow(
         assert own_losses == pytest.approx(losses, rel=BOUNDS["fp16"])
         assert own_rates == pytest.approx(rates), "the scheduler does not count a skipped step"
         assert scale == 1024.0 / 2 ** len(OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategies"),
+    [
+        ("aot_eager", {"compile": "model"}),
+        ("aot_eager", {"compile": "blocks", "accumulation_steps": 2}),
+        ("aot_eager", {"compile": "model", "zero_stage": 2}),
+        ("aot_eager", {"compile": "blocks", "zero_stage": 2, "accumulation_steps": 2}),
+        ("aot_eager", {"compile": "model", "zero_stage": 3}),
+        ("aot_eager", {"compile": "blocks", "zero_stage": 3, "activation_checkpointing": "full"}),
+        ("aot_eager", {"compile": "model", "tensor_parallel": 2}),
+        ("aot_eager", {"compile": "blocks", "tensor_parallel": 2, "zero_stage": 3}),
+        ("aot_eager", {"compile": "model", "pipeline_parallel": 2}),
+        ("aot_eager", {"compile": "blocks", "pipeline_parallel": 2}),
+        ("inductor", {"compile": "blocks", "zero_stage": 2}),
+    ],
+    ids=str,
+)
+def test_compiled_models_train_to_the_same_losses(ranks: RankGroup, backend: str, strategies: dict[str, Any]) -> None:
+    if backend == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("torch's inductor needs a C++ compiler")
+    for losses, num_compiled in ranks.run(engine_compiled.train, "gpt2", 4, backend, **strategies):
+        assert losses == pytest.approx(plain(None)[:4], rel=1e-5)
+        assert num_compiled > 0
