@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now, with ``precision="fp16"``; 1 otherwise. It is the same on all ranks."""
+        """The factor of fp16 losses now, equal on all ranks; 1 in other precisions."""
         return self._scale.scale
 
     # -- composing ----------------------------------------------------------------------------------------------------
@@ -256,12 +256,24 @@ class Engine:
             self._is_finite = True
             if self.config.clip_grad_norm is not None or self._scale.is_enabled:
                 norm = self._norm() * factor
-                self._is_finite = not self._scale.is_enabled or bool(torch.isfinite(norm))
+                self._is_finite = not self._scale.is_enabled or self._is_finite_everywhere(norm)
                 if self.config.clip_grad_norm is not None:
                     factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)
             if self._is_finite and not (isinstance(factor, float) and factor == 1):
                 scale(gradients, factor)
         return self._is_finite
+
+    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
+        """Return whether the norm is finite on all ranks.
+
+        Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
+        the gradient by itself, and the norm of each rank counts its own.
+        """
+        is_finite = torch.isfinite(norm)
+        if self.config.workers_per_replica > 1:
+            is_finite = is_finite.to(torch.uint8)
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
 
     def is_complete(self) -> bool:
         return self._accumulation.is_complete

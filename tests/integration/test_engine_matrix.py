@@ -152,6 +152,7 @@ def test_step_is_skipped_by_all_ranks_if_gradients_of_one_overflow(
     [
         ("aot_eager", {"compile": "model"}),
         ("aot_eager", {"compile": "blocks", "accumulation_steps": 2}),
+        ("aot_eager", {"compile": "model", "zero_stage": 1, "accumulation_steps": 2}),
         ("aot_eager", {"compile": "model", "zero_stage": 2}),
         ("aot_eager", {"compile": "blocks", "zero_stage": 2, "accumulation_steps": 2}),
         ("aot_eager", {"compile": "model", "zero_stage": 3}),

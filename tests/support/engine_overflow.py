@@ -70,7 +70,8 @@ def train(
             loss = model(**{key: value[own] for key, value in whole.items()}).loss
             engine.backward(loss)
             if where == "gradient" and step in overflows and rank == size - 1:
-                gradient = next(one.grad for one in optimizer.param_groups[0]["params"] if one.grad is not None)
+                updated = reversed(optimizer.param_groups[0]["params"])
+                gradient = next(one.grad for one in updated if one.grad is not None and one.grad.numel())
                 getattr(gradient, "_local_tensor", gradient).view(-1)[:1] = torch.inf
             if scheduler_first:
                 scheduler.step()
