@@ -114,6 +114,13 @@ def test_rows_that_the_loader_repeats_do_not_count(ranks: RankGroup, strategies:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_pipeline_refuses_a_weight_that_comes_too_late(ranks: RankGroup) -> None:
+    with pytest.raises(
+        AssertionError, match=r"UsageError: with pipeline_parallel .* leave out engine\.backward\(weight"
+    ):
+        ranks.run(engine_steps.train_on_loader, "gpt2", 16, 8, has_weight=True, pipeline_parallel=2)
+
+
 OVERFLOWS = (0, 3)
 
 
