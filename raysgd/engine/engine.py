@@ -113,7 +113,8 @@ class Engine:
             model: Is changed in place; its parameters may be replaced by others.
             optimizer: Made of the model's parameters. It is moved to the new ones with its groups and its state.
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
-            train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`.
+            train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`. With
+                ``weighted_gradients=True`` the rows that it repeats at the end of an epoch are left out.
             eval_dataloader: The same.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
                 model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
