@@ -76,7 +76,16 @@ class SavedArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return self.size * int(self.dtype.itemsize)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def place_of_data(self) -> frozenset[Any]:
+        """A key that is equal for arrays whose data was saved once for both, as that of tied weights is."""
+        return frozenset((shard.index, shard.part.where, shard.name) for shard in self._shards)
 
     def __getitem__(self, key: Any) -> Any:
         """Read the elements of slices without steps, one for each of the first dims, as a new array or tensor."""

@@ -342,6 +342,7 @@ class TrainerActor(Watched):
             failure=settings.spec.failure_config,
             checkpoint=settings.spec.checkpoint_config,
             grows_without_save=settings.spec.backend.grows_without_save,
+            workers_per_replica=settings.spec.scaling.workers_per_replica,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=None if record is None else get_attempt(settings.name, request.run_id),

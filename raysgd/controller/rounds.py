@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raysgd._util.json import decode_rows
@@ -54,23 +54,39 @@ def check_reduce(reduce: Any) -> dict[str, str]:
     return dict(reduce)
 
 
-def reduce_metrics(workers: Sequence[Mapping[str, Any]], reduce: Reduce) -> dict[str, Any]:
+def reduce_metrics(
+    workers: Sequence[Mapping[str, Any]], reduce: Reduce, copies: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Return the metrics of the lowest rank, with those named in ``reduce`` computed over all ranks that reported them.
 
     Args:
         workers: Each rank's metrics, in rank order.
         reduce: Reduction by the name of a metric, ``val/acc`` for a nested one. ``mean``, ``sum``, ``min`` and ``max`` skip
-            values that are not numbers.
+            values that are not numbers. In ``mean`` and ``sum`` the first rank of each copy of the model counts that has one,
+            as the ranks of a copy read the same rows.
+        copies: Of which copy of the model each rank holds a part. None: each rank holds a whole copy.
     """
     merged = dict(workers[0])
     for metric, name in reduce.items():
-        found = [(metrics, keys) for metrics in workers if (keys := find_keys(metrics, metric)) is not None]
-        values = [value_at(metrics, keys) for metrics, keys in found]
-        if name not in ("last", "first"):
-            values = [value for value in values if isinstance(value, (int, float))]
+        found = [
+            (copy, keys, value_at(metrics, keys))
+            for copy, metrics in zip(copies or range(len(workers)), workers, strict=True)
+            if (keys := find_keys(metrics, metric)) is not None
+        ]
+        counted = [
+            (copy, value) for copy, _, value in found if name in ("last", "first") or isinstance(value, (int, float))
+        ]
+        values = [value for _, value in counted]
+        if name in ("mean", "sum") and copies is not None:
+            values = list(dict(reversed(counted)).values())  # the first rank's, of each copy
         if values:
             set_at(merged, found[0][1], _reduced(name, values))
     return merged
+
+
+def copies_of(ranks: Iterable[int], workers_per_replica: int) -> list[int] | None:
+    """Return of which copy of the model each rank holds a part; None if each holds a whole copy."""
+    return None if workers_per_replica == 1 else [rank // workers_per_replica for rank in ranks]
 
 
 def _reduced(name: str, values: Sequence[Any]) -> Any:
@@ -122,6 +138,7 @@ class RoundMerger:
         self._reduce = dict(reduce or {})
         self._attempt = 0
         self._world_size = 0
+        self._workers_per_replica = 1
         self._iteration = 0
         self._iterations_before = 0
         self._time_before_s = 0.0
@@ -146,6 +163,7 @@ class RoundMerger:
     def _begin(self, frame: Frame) -> None:
         self._attempt = frame.attempt
         self._world_size = frame.data["world_size"]
+        self._workers_per_replica = frame.data.get("workers_per_replica", 1)  # journals of earlier versions have none
         self._iterations_before = self._iteration = frame.data["iterations_before"]
         self._time_before_s = frame.data["time_before_s"]
         self._rows = [deque() for _ in range(self._world_size)]
@@ -178,11 +196,12 @@ class RoundMerger:
         reduce, automatic = self._reduce, {"world_size": self._world_size, "attempt": self._attempt}
         times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
         last = times.get(ranks[0], self._time_before_s)
+        copies = copies_of(ranks, self._workers_per_replica)
         for iteration in range(self._iteration + 1, self._iteration + count + 1):
             rows = [queue.popleft() for queue in queues]
             workers = [row[2] for row in rows]
             timestamp, total, metrics = rows[0]
-            result = Result(reduce_metrics(workers, reduce) if reduce else metrics, workers, ranks)
+            result = Result(reduce_metrics(workers, reduce, copies) if reduce else metrics, workers, ranks)
             result["training_iteration"] = iteration
             result["timestamp"] = timestamp
             result["time_this_iter_s"] = total - last

@@ -167,6 +167,7 @@ class RunPlan:
         reduce: How a checkpoint's metrics are computed from those of all ranks.
         previous: What an earlier controller process left; None: the run begins.
         grows_without_save: See `raysgd.backends.base.BackendConfig`.
+        workers_per_replica: See `raysgd.config.ScalingConfig`.
     """
 
     failure: FailureConfig
@@ -175,3 +176,4 @@ class RunPlan:
     reduce: Mapping[str, str] = field(default_factory=dict)
     previous: PreviousState | None = None
     grows_without_save: bool = False
+    workers_per_replica: int = 1

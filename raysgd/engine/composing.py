@@ -42,6 +42,7 @@ class Composition:
         pieces: What the optimizer updates in place of parameters, if it does not update all of them as they are.
         numbers: Of the optimizer's parameters, before any was replaced.
         copied: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
+        tied: Names of parameters that are another one too, and the first name of that one.
         changes: What was done to each module, by its name.
     """
 
@@ -53,6 +54,7 @@ class Composition:
         self.pieces: OptimizerPieces | None = None
         self.numbers: OptimizerNumbers | None = None
         self.copied: set[int] = set()
+        self.tied: dict[str, str] = {}
         self.changes: dict[str, list[str]] = {}
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None, tensor_plan: Any) -> None:
@@ -62,6 +64,8 @@ class Composition:
             ConfigError: A strategy cannot be applied to the model, or the optimizer has other parameters.
         """
         before = dict(model.named_parameters(remove_duplicate=False))
+        first_names = {parameter: name for name, parameter in reversed(before.items())}
+        self.tied = {name: first for name, parameter in before.items() if (first := first_names[parameter]) != name}
         if optimizer is not None:
             self.numbers = OptimizerNumbers(optimizer)
             replace_parameters(optimizer, {parameter: parameter for parameter in before.values()})  # refuses others

@@ -46,7 +46,7 @@ class EngineConfig:
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
         fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
-            micro-batches have different numbers of them.
+            micro-batches have different numbers of them. Rows that the engine's loader would repeat are left out.
         plan: ``"auto"``: ``Engine.compose`` chooses the strategies that are not given. None: they are off.
         memory_per_device: Bytes of a device for ``plan="auto"``, such as ``80e9``. None: what the device has; on CPUs the
             node's memory, divided by its workers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
 from raysgd.engine.accumulation import Accumulation
@@ -22,11 +22,12 @@ from raysgd.engine.memory import MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
+from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.engine.saving import complete, spread
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
-from raysgd.torch.loader import PreparedLoader, prepare_data_loader
+from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import is_wrapped, unwrap
 from raysgd.torch.restoring import restore
@@ -34,7 +35,6 @@ from raysgd.torch.restoring import restore
 if TYPE_CHECKING:
     from raysgd.engine.planning.plan import Plan
 
-_END = object()
 #: Strategies that do not act in the optimizer's step.
 _WITHOUT_OPTIMIZER = {
     "precision": ("bf16",),
@@ -100,7 +100,8 @@ class Engine:
         self._made = Composition(self.config, lambda: self.mesh)
         self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
-        self._rows: int | None = None  # of the newest batch, if the engine knows it
+        self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
+        self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
         self._frozen: list[nn.Parameter] = []
 
     @property
@@ -110,6 +111,11 @@ class Engine:
             config = self.config
             self._mesh = make_mesh(tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel)
         return self._mesh
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of fp16 losses now, equal on all ranks; 1 in other precisions."""
+        return self._scale.scale
 
     # -- composing ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +137,8 @@ class Engine:
             model: Is changed in place; its parameters may be replaced by others.
             optimizer: Made of the model's parameters. It is moved to the new ones with its groups and its state.
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
-            train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`.
+            train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`. With
+                ``weighted_gradients=True`` the rows that it repeats at the end of an epoch are left out.
             eval_dataloader: The same.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
                 model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
@@ -176,7 +183,10 @@ class Engine:
                 self._frozen = [each for each in model.parameters() if not each.requires_grad]
             if lr_scheduler_fn is not None:
                 self._scheduler = self._make_scheduler(lr_scheduler_fn, self._optimizer)
-        train = None if train_dataloader is None else _FollowedLoader(prepare_data_loader(train_dataloader), self)
+        train = None
+        if train_dataloader is not None:
+            prepared = prepare_data_loader(train_dataloader)
+            train = FollowedLoader(prepared, self._on_batch, keeps_repeated=not self.config.weighted_gradients)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
 
@@ -205,11 +215,11 @@ class Engine:
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
-                that the engine's loader has handed out last. A pipeline counts rows.
+                that the engine's loader has handed out last. A batch that only repeats rows has the weight 0 in any case.
 
         Raises:
-            UsageError: The weight of the batch is not known, or cannot be used; or the strategies need an optimizer, and
-                `compose` got none.
+            UsageError: The weight of the batch is not known, or cannot be used; with ``pipeline_parallel``, the loss is another
+                one than the model returned; or the strategies need an optimizer, and `compose` got none.
         """
         self._check_backward(weight)
         weight = self._weight_of(weight)
@@ -228,7 +238,9 @@ class Engine:
     def _weight_of(self, weight: float | None) -> float:
         if not self.config.weighted_gradients:
             return 1.0
-        rows = self._rows if weight is None else weight
+        if self._made.pipeline is not None:
+            return self._pipeline_weight
+        rows = self._rows if weight is None or self._rows == 0 else weight
         assert rows is not None
         return float(rows)
 
@@ -262,8 +274,9 @@ class Engine:
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
-        self._rows = count_rows(batch)
-        return self._scale.scale * (self._rows if self.config.weighted_gradients else 1.0)
+        if self.config.weighted_gradients:
+            self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
+        return self._scale.scale * self._pipeline_weight
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -328,12 +341,24 @@ class Engine:
             self._is_finite = True
             if self.config.clip_grad_norm is not None or self._scale.is_enabled:
                 norm = self._norm() * factor
-                self._is_finite = not self._scale.is_enabled or bool(torch.isfinite(norm))
+                self._is_finite = not self._scale.is_enabled or self._is_finite_everywhere(norm)
                 if self.config.clip_grad_norm is not None:
                     factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)
             if self._is_finite and not (isinstance(factor, float) and factor == 1):
                 scale(gradients, factor)
         return self._is_finite
+
+    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
+        """Return whether the norm is finite on all ranks.
+
+        Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
+        the gradient by itself, and the norm of each rank counts its own.
+        """
+        is_finite = torch.isfinite(norm)
+        if self.config.workers_per_replica > 1:
+            is_finite = is_finite.to(torch.uint8)
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
 
     def is_complete(self) -> bool:
         return self._accumulation.is_complete
@@ -377,10 +402,15 @@ class Engine:
             with torch.no_grad():
                 self._made.pieces.update_parameters()
 
-    def on_batch(self, batch: Any, *, is_last: bool) -> None:
-        """The training loader hands out a batch."""
+    def _on_batch(self, num_rows: int, is_last: bool) -> None:
+        """The training loader hands out a batch, of which so many rows count on this rank."""
         self._accumulation.is_last_batch = is_last
-        self._rows = count_rows(batch)
+        self._rows = num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the training loader's newest batch that count on this rank."""
+        return 1 if self._rows is None else self._rows
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -396,7 +426,7 @@ class Engine:
             )
         state: dict[str, Any] = {
             "model": unwrap(model).state_dict(),
-            "engine": {"loss_scale": self._scale.state_dict()},
+            "engine": {"loss_scale": self._scale.state_dict(), "tied": self._made.tied},
         }
         if self._optimizer is not None and self._made.numbers is not None:
             state["optimizer"] = self._made.numbers.state_of(self._optimizer.inner)
@@ -547,38 +577,3 @@ class Engine:
         width = max(len(name) for name, _ in rows)
         table = [f"{name:<{width}}  {did}" for name, did in rows]
         return "\n".join(table if self.plan is None else [self.plan.reason, "", *table])
-
-
-class _FollowedLoader(PreparedLoader):
-    """A prepared loader whose batches the engine follows."""
-
-    def __init__(self, prepared: PreparedLoader, engine: Engine) -> None:
-        vars(self).update(vars(prepared))
-        self._engine = engine
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._follow(super().__iter__())
-
-    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if not isinstance(self.loader.dataset, IterableDataset):
-            total = len(self.loader)
-            for number, batch in enumerate(batches, start=1):
-                self._engine.on_batch(batch, is_last=number == total)
-                yield batch
-            return
-        # How many there are is not known: the next one is fetched before this one is used.
-        batch = next(batches, _END)
-        while batch is not _END:
-            following = next(batches, _END)
-            self._engine.on_batch(batch, is_last=following is _END)
-            yield batch
-            batch = following
-
-
-def count_rows(batch: Any) -> int:
-    """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
-    from torch.utils import _pytree as pytree
-
-    values = list(batch.values()) if isinstance(batch, Mapping) else batch
-    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
-    return tensors[0].shape[0] if tensors else 1

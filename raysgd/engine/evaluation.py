@@ -1,8 +1,4 @@
-"""Evaluation on all ranks: loaders that know which rows are repeated, and rows gathered in the order of the data.
-
-`raysgd.torch.prepare_data_loader` gives all ranks equally many batches, which sharded models need, and repeats the first rows
-for that. The repeated rows are the last ones in the order of the data, so they can be left out here.
-"""
+"""Evaluation on all ranks: a loader that leaves out repeated rows, and rows gathered in the order of the data. Worker side."""
 
 from __future__ import annotations
 
@@ -12,25 +8,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DistributedSampler
 
-from raysgd.engine.engine import count_rows
-from raysgd.errors import UsageError
+from raysgd.engine.rows import RowPlaces, count_rows
+from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.samplers import StridedSampler
 
 T = TypeVar("T")
 _MISSING: Any = object()
 
 
-def interleave(of_ranks: Sequence[Sequence[T]], total: int) -> list[T]:
+def interleave(of_ranks: Sequence[Sequence[T]], total: int | None) -> list[T]:
     """Return what all ranks have in the order of the data, of which rank r of N has items r, r + N, r + 2N, ...
 
     Args:
         of_ranks: Items by rank.
-        total: Items without those that are repeated at the end.
+        total: Items without those that are repeated at the end. None: none are repeated.
     """
     return [one for step in zip_longest(*of_ranks, fillvalue=_MISSING) for one in step if one is not _MISSING][:total]
 
@@ -40,16 +33,21 @@ class EvaluationLoader:
 
     Attributes:
         loader: The prepared loader.
+
+    Raises:
+        ConfigError: It is not known which rows of the data each rank reads.
     """
 
     def __init__(self, loader: PreparedLoader) -> None:
         self.loader = loader
-        identity = context.current().identity
-        self._rank, self._num_ranks = identity.data_parallel_rank, identity.data_parallel_size
-        self._ranks_apart = identity.workers_per_replica
-        batches = loader.loader.batch_sampler
-        #: Ranks take turns by rows, or by whole batches.
-        self._by_rows = batches is not None and not isinstance(batches, StridedSampler)
+        self._places = RowPlaces(loader)
+        if not self._places.is_even:
+            raise ConfigError(
+                f"an evaluation on {self._places.num_ranks} copies of the model needs to know which rows each of them reads, "
+                f"and {type(loader.loader.batch_sampler).__name__} does not say so: give a dataset, or a DataLoader with "
+                "batch_size=... or with a batch sampler that yields the same batches on all ranks."
+            )
+        self._ranks_apart = context.current().identity.workers_per_replica
         self._rows: list[int] = []  # of the batches that were handed out
 
     def __len__(self) -> int:
@@ -69,11 +67,7 @@ class EvaluationLoader:
     def num_own_rows(self) -> int:
         """Return how many of the newest batch's rows this rank counts; the first ones. The others are repeated."""
         rows = self._rows[-1]
-        if not self._by_rows:
-            return rows if (len(self._rows) - 1) * self._num_ranks + self._rank < self._total() else 0
-        first = sum(self._rows) - rows
-        is_counted = [(first + row) * self._num_ranks + self._rank < self._total() for row in range(rows)]
-        return sum(is_counted)
+        return self._places.num_own(len(self._rows) - 1, sum(self._rows) - rows, rows)
 
     def gather(self, values: Any) -> Any:
         """Return the values of every row of the evaluation once, in the order of the data, on every rank.
@@ -107,38 +101,13 @@ class EvaluationLoader:
         is_newest = num != seen
         rows = self._rows[-1:] if is_newest else self._rows
         before = len(self._rows) - len(rows)
-        if self._by_rows:
+        if self._places.by_rows:
             before = seen - num
             rows = [1] * num
         own = (values, rows)
         of_ranks = [cut(*each) for each in api.gather(own)[:: self._ranks_apart]]
-        return join(interleave(of_ranks, max(0, self._total() - before * self._num_ranks)))
-
-    def _total(self) -> int:
-        """Return how many rows, or whole batches, there are without those that are repeated."""
-        loader = self.loader.loader
-        sampler: Any = loader.batch_sampler
-        if sampler is None:
-            sampler = loader.sampler
-        elif self._by_rows:
-            sampler = sampler.sampler
-        if isinstance(sampler, DistributedSampler):
-            return len(sampler.dataset)  # type: ignore[arg-type]
-        return len(sampler.sampler if isinstance(sampler, StridedSampler) else sampler)
-
-
-def take_rows(batch: Any, num_rows: int) -> Any:
-    """Return a batch with its first rows only."""
-    rows = count_rows(batch)
-    if num_rows >= rows:
-        return batch
-
-    def cut(value: Any) -> Any:
-        return value[:num_rows] if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows else value
-
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # such as a tokenizer's batch
-        return {name: pytree.tree_map(cut, value) for name, value in batch.items()}
-    return pytree.tree_map(cut, batch)
+        total = self._places.total()
+        return join(interleave(of_ranks, None if total is None else max(0, total - before * self._places.num_ranks)))
 
 
 def _cut(values: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:

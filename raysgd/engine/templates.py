@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from raysgd._util.text import with_article
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
-from raysgd.engine.engine import Engine, count_rows
-from raysgd.engine.evaluation import EvaluationLoader, take_rows
+from raysgd.engine.engine import Engine
+from raysgd.engine.evaluation import EvaluationLoader
+from raysgd.engine.rows import take_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
@@ -400,7 +401,7 @@ class _Loop:
         loss = self._template._loss_of(batch)
         self._engine.backward(loss)
         self._losses.append(loss.detach())
-        self._rows.append(count_rows(batch))
+        self._rows.append(self._engine.num_rows)
         is_step = self._engine.is_complete()
         if is_step and self._engine.config.clip_grad_norm is None and self._settings.clip_grad_norm is not None:
             self._engine.clip_grad_norm_(self._settings.clip_grad_norm)
@@ -476,11 +477,15 @@ class _Loop:
 
 
 class _RemainingItems:
-    """A sampler that leaves out its first items when it is read for the first time."""
+    """A sampler that leaves out its first items when it is read for the first time.
+
+    Attributes:
+        num_left_out: The number of items that the next reader does not get.
+    """
 
     def __init__(self, sampler: Any, num_items: int) -> None:
         self._sampler = sampler
-        self._num_items = num_items
+        self.num_left_out = num_items
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":
@@ -491,7 +496,7 @@ class _RemainingItems:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        num_items, self._num_items = self._num_items, 0
+        num_items, self.num_left_out = self.num_left_out, 0
         return islice(iter(self._sampler), num_items, None)
 
 

@@ -188,7 +188,8 @@ class Trainer:
             callbacks: Callbacks for this run. Live progress is shown without one.
             resume_from: Where to start from: a `Checkpoint`, a path, or any state that `raysgd.save_checkpoint` takes.
             reduce: Metrics to compute over all ranks, such as ``{"loss": "mean", "val/acc": "max"}``; one of ``mean sum min max
-                last first``. A nested metric is named by its keys, with ``/``.
+                last first``. A nested metric is named by its keys, with ``/``. With ``workers_per_replica``, one rank of each
+                copy of the model counts in ``mean`` and ``sum``.
             returns: ``"all"`` returns the list of all ranks' values.
 
         Raises:

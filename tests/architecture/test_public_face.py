@@ -38,7 +38,7 @@ PUBLIC = {
         predict_memory
     """.split(),
     "raysgd.torch": """
-        PreparedLoader device mesh prepare_data_loader prepare_model prepare_optimizer restore unwrap
+        PreparedLoader device export mesh prepare_data_loader prepare_model prepare_optimizer restore unwrap
     """.split(),
     "raysgd.tensorflow": """
         KerasCallback MultiWorkerMirroredStrategy

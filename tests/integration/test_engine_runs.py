@@ -24,7 +24,9 @@ KIND = "gpt2"
 NUM_STEPS = 3
 #: Workers and strategies of one run after the other; each continues the one before.
 RUNS: list[tuple[int, dict[str, Any]]] = [
+    (4, {"zero_stage": 3, "cpu_offload": True}),
     (2, {"zero_stage": 3}),
+    (4, {"zero_stage": 3, "cpu_offload": True, "tensor_parallel": 2}),
     (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     (2, {"zero_stage": 1}),
     (4, {"pipeline_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
@@ -59,7 +61,7 @@ def train(config: dict[str, Any]) -> None:
         scheduler.step()
         optimizer.zero_grad()
         step += 1
-        raysgd.report(step=step, loss=loss.detach(), first=first)
+        raysgd.report(step=step, loss=loss.detach(), first=first, rows=own.stop - own.start)
         engine.save_checkpoint(step=step)
 
 
@@ -70,7 +72,7 @@ def run(runs: Path, num_workers: Any, strategies: dict[str, Any], until: int, **
     with make_trainer(runs, num_workers, "torch", **settings) as trainer:
         config = {"strategies": strategies, "until": until, **more}
         stream = trainer.run_generator(
-            train, config, callbacks=quiet(), reduce={"loss": "mean"}, resume_from=resume_from
+            train, config, callbacks=quiet(), reduce={"loss": "mean", "rows": "sum"}, resume_from=resume_from
         )
         results = list(stream)
         checkpoint = trainer.get_last_checkpoint()
@@ -86,6 +88,7 @@ def test_a_checkpoint_of_one_strategy_is_continued_by_another(ray_cluster: Any, 
             tmp_path / str(number), num_workers, strategies, number * NUM_STEPS, resume_from=checkpoint
         )
         assert {result["first"] for result in results} == {(number - 1) * NUM_STEPS}
+        assert {result["rows"] for result in results} == {8}, "each copy of the model counts once"
         losses += [result["loss"] for result in results]
         assert losses == pytest.approx(expected[: len(losses)], rel=1e-5), strategies
     assert checkpoint is not None

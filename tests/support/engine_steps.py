@@ -249,6 +249,54 @@ def train_language_plainly(kind: str, num_steps: int = 20, clip: float | None = 
     return losses
 
 
+def train_on_loader(
+    kind: str, num_rows: int, batch_size: int, num_epochs: int = 2, has_weight: bool = False, **strategies: Any
+) -> list[float]:
+    """Train on rows of the engine's own loader with weighted gradients; return the loss of all rows after each epoch."""
+    from support.engine_models import batch, build
+
+    config = raysgd.EngineConfig(weighted_gradients=True, **strategies)
+    with session_of(dist.get_rank(), dist.get_world_size(), config.workers_per_replica):
+        engine = raysgd.Engine(config)
+        model, whole = build(kind), batch(kind, 0, rows=num_rows, is_even=True)
+        rows = [{key: value[row] for key, value in whole.items()} for row in range(num_rows)]
+        model, optimizer, _, loader, _ = engine.compose(
+            model=model,
+            optimizer=language_optimizer(model),
+            train_dataloader=DataLoader(rows, batch_size=batch_size),  # type: ignore[arg-type]
+        )
+        losses = []
+        for _ in range(num_epochs):
+            model.train()
+            for one in loader:
+                loss = model(**one).loss
+                engine.backward(loss, weight=one["labels"].numel() if has_weight else None)
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                losses.append(float(model(**whole).loss))
+        return losses
+
+
+def train_on_rows(kind: str, num_rows: int, batch_size: int, num_epochs: int = 2) -> list[float]:
+    """Return what `train_on_loader` does, of the plain loop over batches of ``batch_size`` rows and a smaller last one."""
+    from support.engine_models import batch, build
+
+    model, whole, losses = build(kind), batch(kind, 0, rows=num_rows, is_even=True), []
+    optimizer = language_optimizer(model)
+    for _ in range(num_epochs):
+        model.train()
+        for at in range(0, num_rows, batch_size):
+            model(**{key: value[at : at + batch_size] for key, value in whole.items()}).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(model(**whole).loss))
+    return losses
+
+
 def language_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an AdamW whose eps is above the rounding errors of gradients, which it would otherwise turn into whole steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)

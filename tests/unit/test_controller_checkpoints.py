@@ -253,6 +253,15 @@ def test_manifest_metrics_are_rank_0s_or_reduced() -> None:
         assert manifest.metrics == {"loss": expected}
 
 
+def test_copy_of_the_model_counts_once_in_the_metrics_of_a_checkpoint() -> None:
+    pending = PendingCheckpoints(3, 4, reduce={"loss": "mean", "rows": "sum"}, workers_per_replica=2)
+    for rank, (loss, rows) in enumerate([(1.0, 8), (1.0, 8), (3.0, 4), (3.0, 4)]):
+        pending.on_event(rank, saved(metrics={"loss": loss, "rows": rows}))
+        pending.on_event(rank, part())
+    (manifest,) = pending.pop_complete()
+    assert manifest.metrics == {"loss": 2.0, "rows": 12}
+
+
 # -- scores: the round after a save ------------------------------------------------------------------------------------
 
 

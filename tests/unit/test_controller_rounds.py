@@ -22,8 +22,11 @@ from raysgd.errors import ConfigError
 from raysgd.result import Result
 
 
-def attempt(number: int = 1, world_size: int = 2, iterations_before: int = 0, time_before_s: float = 0.0) -> Frame:
+def attempt(
+    number: int = 1, world_size: int = 2, iterations_before: int = 0, time_before_s: float = 0.0, **more: int
+) -> Frame:
     data = {
+        **more,
         "attempt": number,
         "world_size": world_size,
         "iterations_before": iterations_before,
@@ -244,6 +247,36 @@ def test_metric_missing_on_rank_0_is_reduced_over_reporting_ranks() -> None:
 def test_values_that_are_not_numbers_are_skipped() -> None:
     assert reduce_metrics([{"x": None}, {"x": 2}], {"x": "mean"}) == {"x": 2}
     assert reduce_metrics([{"x": "a"}, {"x": "b"}], {"x": "mean"}) == {"x": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sum", 14), ("mean", 7), ("min", 4), ("max", 20), ("first", 4), ("last", 20)]
+)
+def test_each_copy_of_the_model_counts_once_in_mean_and_sum(name: str, expected: float) -> None:
+    merger = RoundMerger({"x": name})
+    values = [4, 5, 10, 20]
+    given = [attempt(world_size=4, workers_per_replica=2)]
+    given += [
+        Frame(0, frames.REPORTS, 1, rank, {"first": 0, "count": 1}, encode_rows([[1.0, 1.0, {"x": value}]]))
+        for rank, value in enumerate(values)
+    ]
+    (result,) = [result for frame in given for result in merger.feed(frame)]
+    assert result["x"] == expected and result.workers == [{"x": value} for value in values]
+
+
+def test_copy_counts_by_its_first_rank_that_reported_the_metric() -> None:
+    workers = [{"a": 1}, {"x": 3}, {"x": None}, {"x": 5}, {"x": "?"}, {}]
+    assert reduce_metrics(workers, {"x": "sum"}, [0, 0, 1, 1, 2, 2]) == {"a": 1, "x": 8}
+    assert reduce_metrics(workers[:2] + workers[3:4], {"x": "mean"}, [0, 0, 1]) == {"a": 1, "x": 4}
+
+
+@given(copies=st.lists(st.integers(-99, 99), min_size=1, max_size=5), each=st.integers(1, 3))
+def test_reduced_value_does_not_depend_on_the_ranks_of_a_copy(copies: list[int], each: int) -> None:
+    workers = [{"n": value} for value in copies for _ in range(each)]
+    of_ranks = [number for number in range(len(copies)) for _ in range(each)]
+    for name in ("sum", "mean", "min", "max", "first", "last"):
+        expected = reduce_metrics([{"n": value} for value in copies], {"n": name})
+        assert reduce_metrics(workers, {"n": name}, of_ranks) == expected
 
 
 def test_unreported_metric_is_not_reduced() -> None:

@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import raysgd
 from raysgd.engine import Finetuner, PreTrainer, TemplateSettings
-from raysgd.engine.evaluation import EvaluationLoader, interleave, take_rows
+from raysgd.engine.evaluation import EvaluationLoader, interleave
+from raysgd.engine.rows import RowPlaces, take_rows
 from raysgd.engine.templates import learning_rate_factor, make_default_optimizer
 from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.samplers import Shard
@@ -137,6 +138,51 @@ def test_stream_of_rows_resumes_too(tmp_path: Path) -> None:
         assert len(run(10)) == 7 and len(whole) == 10
     with pytest.raises(ConfigError, match=r"OfStream: the training data has no length.*give steps="):
         OfStream(engine=raysgd.Engine()).train()
+
+
+class Rows(IterableDataset[Any]):
+    """A stream of seven rows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(X[20:27], Y[20:27], strict=True))
+
+
+class Batches:
+    """A batch sampler that has nothing but batches, not even a length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    "validation",
+    [Rows(), DataLoader(TensorDataset(X[20:27], Y[20:27]), batch_sampler=Batches())],
+    ids=["stream", "batch sampler"],
+)
+def test_validation_data_needs_no_length_on_one_worker(validation: Any) -> None:
+    class OfStream(Template):
+        data = (TensorDataset(X[:20], Y[:20]), validation, None)
+
+    class TunerOfStream(Tuner):
+        data = OfStream.data
+
+    template = OfStream(engine=raysgd.Engine(), batch_size=3)
+    metrics = template.train()
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(template.model.eval()(X[20:27]), Y[20:27]).item()
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert TunerOfStream(engine=raysgd.Engine(), batch_size=3, epochs=1).train()["eval_rows"] == 7
+
+
+def test_validation_data_whose_rows_are_not_known_is_refused_before_training() -> None:
+    with session_of(1, 3):
+        prepared = raysgd.torch.prepare_data_loader(DataLoader(range(9), batch_size=2), global_batch_size=4)
+        with pytest.raises(
+            ConfigError, match=r"3 copies of the model .* UnevenBatchSampler does not say so: give a dataset"
+        ):
+            EvaluationLoader(prepared)
+        with pytest.raises(UsageError, match="Rows is an IterableDataset, which no sampler can split"):
+            EvaluationLoader(raysgd.torch.prepare_data_loader(DataLoader(Rows())))
 
 
 def test_own_optimizer_scheduler_and_loaders_are_used() -> None:
@@ -289,6 +335,34 @@ def test_each_row_is_counted_on_one_rank(kind: str, num: int, num_ranks: int, si
 def _own(loader: EvaluationLoader) -> Iterator[list[int]]:
     for batch in loader:
         yield batch[: loader.num_own_rows()].tolist()
+
+
+@settings(max_examples=25)
+@given(num=st.integers(1, 30), num_ranks=st.integers(1, 5), size=st.integers(1, 12), left_out=st.integers(0, 3))
+@pytest.mark.parametrize("kind", ["rows", "batches", "uneven", "items"])
+def test_weighted_gradients_count_each_row_on_one_rank(
+    kind: str, num: int, num_ranks: int, size: int, left_out: int
+) -> None:
+    """With any split of the data, and also where a resumed loop leaves out the first batches."""
+    data = list(range(num))
+    counted, read = [], []
+    for rank in range(num_ranks):
+        with session_of(rank, num_ranks):
+            reads: dict[str, Any] = {"batch_size": None if kind == "items" else size}
+            if kind == "batches":
+                reads = {"batch_sampler": Pairs(SequentialSampler(data), size, False)}
+            globally = {"global_batch_size": max(size, num_ranks)} if kind == "uneven" else {}
+            prepared = raysgd.torch.prepare_data_loader(DataLoader(data, **reads), **globally)
+            places, rows_before = RowPlaces(prepared), 0
+            for number, batch in enumerate(prepared):
+                rows = [batch] if kind == "items" else batch.tolist()
+                if number == left_out:  # here a resumed loop begins to count
+                    rows_before = number * places.batch_size
+                counted += rows[: places.num_own(number, rows_before, len(rows))]
+                rows_before += len(rows)
+                read += rows
+    assert sorted(counted) == data
+    assert len(read) - num < num_ranks * (size if kind == "batches" else 1), "only the last rows are repeated"
 
 
 def test_rows_are_taken_from_every_tensor_of_a_batch() -> None:

@@ -276,6 +276,18 @@ def dtype_from_json(description: Any) -> Any:
     return dtype
 
 
+def stored_dtype(dtype: Any) -> tuple[str, int]:
+    """Return the safetensors dtype that stores a dtype of torch, and how many of those one element takes.
+
+    Raises:
+        CheckpointError: None does.
+    """
+    name = _name(dtype)
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype {name} cannot be written to a file; convert the tensor.")
+    return _DTYPES[name]
+
+
 def tensor_from_bytes(data: ByteArray, dtype: Any, shape: Sequence[int]) -> Any:
     """Return a tensor over these bytes."""
     return _view(data, dtype, list(shape))

@@ -99,6 +99,7 @@ class CheckpointCoordinator:
         self._retention = retention
         self._is_score_checked = retention.score_attribute is None
         self._reduce = plan.reduce
+        self._workers_per_replica = plan.workers_per_replica
         self._uri_of = uri_of
         self._emit = emit
         self._memory = MemoryTier(emit, on_in_memory) if config.keep_in_memory else None
@@ -196,7 +197,9 @@ class CheckpointCoordinator:
         self._last_announced = self._last_number  # a number that no checkpoint was made of is used again
 
         def make_pending() -> PendingCheckpoints:
-            return PendingCheckpoints(attempt, world_size, self._first_number, start, self._reduce)
+            return PendingCheckpoints(
+                attempt, world_size, self._first_number, start, self._reduce, self._workers_per_replica
+            )
 
         self._attempt, self._started_from, self._saves_first = attempt, start, None
         self._pending = make_pending()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
-from raysgd.controller.rounds import Reduce, reduce_metrics
+from raysgd.controller.rounds import Reduce, copies_of, reduce_metrics
 from raysgd.controller.run_plan import Start
 from raysgd.data.order.position import check_agreement
 from raysgd.errors import CheckpointError
@@ -49,6 +49,7 @@ class PendingCheckpoints:
         first_number: Number of the checkpoint that the first save makes.
         start: Where the attempt starts.
         reduce: How metrics of a checkpoint are made from those of all ranks.
+        workers_per_replica: Ranks that hold one copy of the model between them; `reduce` counts copies.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class PendingCheckpoints:
         first_number: int = 1,
         start: Start | None = None,
         reduce: Reduce | None = None,
+        workers_per_replica: int = 1,
     ) -> None:
         self._attempt = attempt
         self._world_size = world_size
         self._first_number = first_number
         self._start = start or Start()
         self._reduce = reduce or {}
+        self._workers_per_replica = workers_per_replica
         self._refused_from = math.inf  # this call and all later ones
         self._dropped: set[int] = set()  # calls
         self._pending: dict[int, _Pending] = {}
@@ -168,8 +171,9 @@ class PendingCheckpoints:
         )
 
     def _reduced(self, by_rank: dict[int, bytes | None]) -> dict[str, Any] | None:
-        metrics = [json.loads(given) for _, given in sorted(by_rank.items()) if given is not None]
-        return reduce_metrics(metrics, self._reduce) if metrics else None
+        metrics = {rank: json.loads(given) for rank, given in sorted(by_rank.items()) if given is not None}
+        copies = copies_of(metrics, self._workers_per_replica)
+        return reduce_metrics(list(metrics.values()), self._reduce, copies) if metrics else None
 
     def _find_different_arguments(self, call: int, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):

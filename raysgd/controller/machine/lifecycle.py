@@ -159,7 +159,8 @@ class RunLifecycle:
             "iterations_before": start.iteration,
             "time_before_s": start.time_total_s,
         }
-        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=data))
+        of_frame = {**data, "workers_per_replica": self._plan.workers_per_replica}
+        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=of_frame))
         place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number}
         self._emit(c.RecordEvent("attempt_start", {**data, **place}))
         self._emit(c.StartAttempt(attempt, start, first_number))

@@ -65,6 +65,7 @@ class Run:
         failure: FailureConfig,
         checkpoint: CheckpointConfig,
         grows_without_save: bool = False,
+        workers_per_replica: int = 1,
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
@@ -95,7 +96,9 @@ class Run:
                     break
                 self._awaited.feed(frame.rows)
         earlier = previous if is_resumed else None
-        plan = RunPlan(failure, checkpoint, request.start, request.reduce, earlier, grows_without_save)
+        plan = RunPlan(
+            failure, checkpoint, request.start, request.reduce, earlier, grows_without_save, workers_per_replica
+        )
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
         self._barriers.end()  # workers of an earlier controller process may still call it

@@ -1,0 +1,145 @@
+"""Rows of batches, and which of them a prepared loader repeats. Worker side.
+
+`raysgd.torch.prepare_data_loader` gives all ranks equally many batches, which sharded models need, and repeats the first rows
+for that. The repeated rows are the last ones in the order of the data, so their places are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from raysgd.session import context
+from raysgd.torch.loader import PreparedLoader
+from raysgd.torch.samplers import StridedSampler, UnevenBatchSampler
+
+_END = object()
+
+
+class RowPlaces:
+    """Says how many rows of a batch of a prepared loader are not repeated ones.
+
+    Args:
+        loader: The prepared loader.
+
+    Attributes:
+        rank: The data-parallel rank.
+        num_ranks: The number of data-parallel ranks.
+        by_rows: Whether ranks take turns by rows; else by whole batches.
+        batch_size: Rows of a full batch of this rank; 0 if batches have no fixed size.
+        is_even: Whether each rank's place in the order of the data is known: row, or batch, r of N.
+    """
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        identity = context.current().identity
+        self.rank, self.num_ranks = identity.data_parallel_rank, identity.data_parallel_size
+        batches: Any = loader.loader.batch_sampler
+        self.by_rows = batches is not None and not isinstance(batches, StridedSampler)
+        self.batch_size = int(getattr(batches, "batch_size", 0) or 0)
+        self._uneven = batches if isinstance(batches, UnevenBatchSampler) else None
+        sampler = loader.loader.sampler if batches is None else batches
+        #: What splits the data over the ranks.
+        self._sampler: Any = getattr(sampler, "sampler", None) if self.by_rows else sampler
+        takes_turns = self._uneven is None and isinstance(self._sampler, (DistributedSampler, StridedSampler))
+        self.is_even = self.num_ranks == 1 or takes_turns
+
+    def total(self) -> int | None:
+        """Return how many rows, or whole batches, all ranks have without the repeated ones; None: none are repeated."""
+        if self.num_ranks == 1 or not self.is_even:
+            return None
+        if isinstance(self._sampler, DistributedSampler):
+            return len(self._sampler.dataset)  # type: ignore[arg-type]
+        inner = self._sampler.sampler
+        return len(inner) if hasattr(inner, "__len__") else None  # a sampler without a length repeats nothing
+
+    def num_own(self, batch: int, rows_before: int, rows: int) -> int:
+        """Return how many of a batch's rows this rank counts; they are the first ones.
+
+        Args:
+            batch: Number of the batch in this rank's epoch, from 0.
+            rows_before: Rows of this rank's earlier batches.
+            rows: Rows of the batch.
+        """
+        if self._uneven is not None:
+            left = len(self._uneven.sampler) - batch * self._uneven.size
+            return rows if left >= self.num_ranks or self.rank < left else 0
+        total = self.total()
+        if total is None:
+            return rows
+        if not self.by_rows:
+            return rows if batch * self.num_ranks + self.rank < total else 0
+        return sum((rows_before + row) * self.num_ranks + self.rank < total for row in range(rows))
+
+
+class FollowedLoader(PreparedLoader):
+    """A prepared loader that says what it hands out.
+
+    Args:
+        prepared: The loader.
+        on_batch: Called before each batch, with the number of its rows that count on this rank, and whether it is the last one.
+        keeps_repeated: False: rows that it would repeat are left out. A batch that only repeats rows is handed out all the
+            same, since all ranks make equally many steps; it counts no row.
+    """
+
+    def __init__(
+        self, prepared: PreparedLoader, on_batch: Callable[[int, bool], None], *, keeps_repeated: bool
+    ) -> None:
+        vars(self).update(vars(prepared))
+        self._on_batch = on_batch
+        self._places = None if keeps_repeated else RowPlaces(prepared)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loop that was resumed within an epoch has put a sampler there that leaves out the first batches.
+        sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        num_left_out = getattr(sampler, "num_left_out", 0)
+        return self._follow(super().__iter__(), num_left_out)
+
+    def _follow(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        rows_before = number * (0 if self._places is None else self._places.batch_size)
+        for batch, is_last in self._with_ends(batches, number):
+            num_own = rows = count_rows(batch)
+            if self._places is not None:
+                num_own = self._places.num_own(number, rows_before, rows)
+                batch = take_rows(batch, num_own or rows)
+            self._on_batch(num_own, is_last)
+            yield batch
+            number, rows_before = number + 1, rows_before + rows
+
+    def _with_ends(self, batches: Iterator[Any], number: int) -> Iterator[tuple[Any, bool]]:
+        """Yield batches from ``number`` on, and whether each is the last one."""
+        if not isinstance(self.loader.dataset, IterableDataset):
+            total = len(self.loader)
+            for place, batch in enumerate(batches, start=number + 1):
+                yield batch, place == total
+            return
+        # How many there are is not known: the next one is fetched before this one is used.
+        batch = next(batches, _END)
+        while batch is not _END:
+            following = next(batches, _END)
+            yield batch, following is _END
+            batch = following
+
+
+def count_rows(batch: Any) -> int:
+    """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
+    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
+    return tensors[0].shape[0] if tensors else 1
+
+
+def take_rows(batch: Any, num_rows: int) -> Any:
+    """Return a batch with its first rows only."""
+    rows = count_rows(batch)
+    if num_rows >= rows:
+        return batch
+
+    def cut(value: Any) -> Any:
+        return value[:num_rows] if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows else value
+
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # such as a tokenizer's batch
+        return {name: pytree.tree_map(cut, value) for name, value in batch.items()}
+    return pytree.tree_map(cut, batch)
