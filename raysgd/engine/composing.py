@@ -143,8 +143,10 @@ class Composition:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
-        if self._config.precision != "fp32":
-            # Also with autocast: it would keep a copy of each gathered weight until the backward pass.
+        is_cast = self._config.precision == "bf16-true" or (self._config.precision != "fp32" and self.pipeline is None)
+        if is_cast:
+            # Also with autocast: it would keep a copy of each gathered weight until the backward pass. Of a pipeline's stage,
+            # some layers are called outside of autocast.
             dtype = DTYPES[self._config.precision]
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         is_offloaded, copies = self._config.cpu_offload, self._mesh()["dp"]
