@@ -191,7 +191,7 @@ def render(document: dict[str, Any]) -> str:
         "",
         "<!-- Written by benchmarks/engine.py; changes made here are lost. -->",
         "",
-        "The engine beside the same strategies written by hand with torch and with other libraries, in the same processes and",
+        "The engine, and the same strategies written by hand with torch and with other libraries, in the same processes and",
         f"in turns, on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ". There was no GPU; ranks talk over gloo.",
@@ -318,17 +318,17 @@ def _render_saves(part: dict[str, Any]) -> list[str]:
 
 
 def _render_kills(part: dict[str, Any]) -> list[str]:
-    rest = [took - load for took, load in zip(part["seconds"], part["loads"], strict=True)]
-    seconds, load, without = (statistics.median(each) for each in (part["seconds"], part["loads"], rest))
+    others = [took - load for took, load in zip(part["seconds"], part["loads"], strict=True)]
+    seconds, load, without = (statistics.median(each) for each in (part["seconds"], part["loads"], others))
     return [
         "## A rank of an elastic FSDP2 group is killed",
         "",
         "Two ranks with a spare, a training state of 100 MB, saved every 5 steps; from the SIGKILL to the next step of a whole",
-        f"group. Medians of {len(rest)} kills.",
+        f"group. Medians of {len(others)} kills.",
         "",
         make_table(
             ["kill to next step", "of it the reading of the state", "rest", "longest rest"],
-            [[f"{seconds:.2f} s", f"{load:.2f} s", f"{without:.2f} s", f"{max(rest):.2f} s"]],
+            [[f"{seconds:.2f} s", f"{load:.2f} s", f"{without:.2f} s", f"{max(others):.2f} s"]],
         ),
         "",
         f"- Target: at most {KILL_LIMIT_S} s and the time of reading. The rest is {without:.2f} s: "

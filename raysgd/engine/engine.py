@@ -255,10 +255,12 @@ class Engine:
         if not self.config.weighted_gradients:
             if weight is not None:
                 raise UsageError("engine.backward(weight=...) needs Engine(weighted_gradients=True).")
-        elif self._made.pipeline is not None and weight is not None:
-            raise UsageError(
-                "with pipeline_parallel a batch counts by its rows; leave engine.backward(weight=...) out."
-            )
+        elif self._made.pipeline is not None:
+            if weight is not None:
+                raise UsageError(
+                    "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
+                    "leave out engine.backward(weight=...); batches are weighted by their rows."
+                )
         elif weight is None and self._rows is None:
             raise UsageError(
                 "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
@@ -371,8 +373,8 @@ class Engine:
         model = self._composed()
         if not self.is_open() and (self._gradients() or any(each.grad is not None for each in model.parameters())):
             raise UsageError(
-                "optimizer.step() was called with gradients that the engine has not made: call engine.backward(loss) in place of "
-                "loss.backward(), and optimizer.zero_grad() after each step."
+                "optimizer.step() was called with gradients that did not come from the engine: call engine.backward(loss) in "
+                "place of loss.backward(), and optimizer.zero_grad() after each step."
             )
 
     def discard(self) -> None:

@@ -85,7 +85,7 @@ class EngineOptimizer(Optimizer):
 
         Raises:
             UsageError: A closure is given, which would make backward passes of its own; or gradients are there that
-                ``engine.backward`` has not made.
+                did not come from ``engine.backward``.
         """
         if closure is not None:
             raise UsageError(
