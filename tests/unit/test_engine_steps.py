@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.data import DataLoader, Dataset
 
 import raysgd
 from raysgd.engine.precision import LossScale
 from raysgd.engine.saving import OptimizerNumbers
-from raysgd.errors import UsageError
+from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
+from raysgd.errors import ConfigError, UsageError
+from raysgd.torch.restoring import place_like
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -240,6 +245,26 @@ def test_restored_optimizer_keeps_its_own_kernels() -> None:
     own = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved))
     assert (own.param_groups[0]["lr"], own.param_groups[0]["fused"]) == (0.5, True)
+
+
+def test_fused_weight_that_fsdp_would_cut_wrongly_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+
+    def fused(width: int) -> Any:
+        return nn.Parameter(DTensor.from_local(torch.empty(12, width), mesh, [_StridedShard(0, split_factor=3)]))
+
+    place = fsdp_shard_placement(3)
+    assert place(fused(6)) == Shard(1)
+    with pytest.raises(ConfigError, match=r"fused weight of shape \(12, 5\) over 3 copies.*3 does not divide 5"):
+        place(fused(5))
+
+
+def test_state_of_a_scalar_lies_where_the_scalar_does_but_not_its_count_of_steps() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    scalar = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()])
+    placed = place_like("exp_avg", torch.tensor(0.5), scalar, "here")
+    assert isinstance(placed, DTensor) and float(placed.to_local()) == 0.5
+    assert not isinstance(place_like("step", torch.tensor(3.0), scalar, "here"), DTensor)
 
 
 def test_criterion_of_two_models_scales_for_the_newest() -> None:
