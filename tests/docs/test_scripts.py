@@ -32,7 +32,7 @@ def write_files(folder: Path) -> set[str]:
 
 @pytest.mark.timeout(300)
 def test_commands_of_the_page_run(ray_cluster: Any, tmp_path: Path) -> None:
-    assert write_files(tmp_path) == {"train.py", "ddp.py", "engine.yaml"}
+    assert write_files(tmp_path) == {"train.py", "large.py", "ddp.py", "engine.yaml"}
     printed = []
     for line in COMMANDS:
         program, *words = shlex.split(line)
@@ -44,6 +44,7 @@ def test_commands_of_the_page_run(ray_cluster: Any, tmp_path: Path) -> None:
     assert re.search(r"\(rank 1 pid=\d+\) trained 5 epochs", printed[0])
     assert "trained 4 epochs" in printed[2] and "epoch=0" not in printed[2], "the second run did not resume"
     assert re.search(r"\(rank 0 pid=\d+\) of 2 ranks", printed[3])
+    assert re.search(r"\(rank 0 pid=\d+\) loss 0\.", printed[4]) and "had no effect" not in printed[4]
 
 
 def test_file_of_the_page_is_a_config_of_the_engine(tmp_path: Path) -> None:
