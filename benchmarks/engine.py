@@ -105,12 +105,13 @@ def measure_steps(folder: Path, quick: bool) -> dict[str, Any]:
     from bench.engine_loops import measure_steps as train_func
 
     cases = {}
+    rounds, steps = (2, 1) if quick else (25, 3)
     with _cluster(8):
         for case in CASES:
             tensor_parallel = case == "fsdp2_tp"
             settings = {"workers_per_replica": 2} if tensor_parallel else {}
             with _trainer(folder, 4 if tensor_parallel else 2, **settings) as run:
-                config = {"case": case, "rounds": 2 if quick else 25, "steps": 1 if quick else 3}
+                config = {"case": case, "rounds": rounds, "steps": steps}
                 cases[case], _ = run(train_func, config)
             print(
                 case,
@@ -119,7 +120,7 @@ def measure_steps(folder: Path, quick: bool) -> dict[str, Any]:
             )
     for found in cases.values():
         found["ms"] = {name: [rounded(each) for each in times] for name, times in found["ms"].items()}
-    return {"cases": cases}
+    return {"cases": cases, "steps": steps}
 
 
 def measure_bytes(folder: Path, quick: bool) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def measure_saves(folder: Path, quick: bool) -> dict[str, Any]:
     with _cluster(8):
         with _trainer(folder, 2, checkpoint_config=keep) as run:
             saves, trainer = run(train_func, {**shape, "repetitions": repetitions, "folder": str(files)})
-            newest = trainer.run_info.checkpoints[-1]
+            newest = trainer.get_last_checkpoint()
         with _trainer(folder, 4) as run:
             config = {**shape, "folder": str(files / str(repetitions))}
             taken = [run(measure_load, {**config, "seed": seed}, resume_from=newest)[0] for seed in range(loads + 1)]
@@ -156,11 +157,11 @@ def measure_saves(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def measure_kills(folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure from the kill of a rank to the next step; an elastic group of two with a spare, saved every 5 steps."""
+    """Measure from the kill of a rank to the next step; a group of two with a spare, saved every 5 steps."""
     from bench.engine_saves import train
 
     system = FragileRaysgd("raysgd_spare", folder)
-    system.start({"num_cpus": 4, "num_workers": [1, 2], "num_spares": 1})
+    system.start({"num_cpus": 4, "num_workers": 2, "num_spares": 1})
     seconds: list[float] = []
     loads: list[float] = []
     try:
@@ -220,12 +221,13 @@ def _render_steps(part: dict[str, Any]) -> list[str]:
         is_met = ratio["engine"] <= max(STEP_LIMIT, 1 + spread) and ratio["engine"] <= min(peers, default=2.0) + spread
         rows.append([CASES[case], *cells, f"{spread:.3f}", _met(is_met)])
         notes += [f"{LOOPS[name]}, {CASES[case]}: {why}" for name, why in found["missing"].items()]
-    number = len(next(iter(part["cases"].values()))["ms"]["engine"])
+    number, steps = len(next(iter(part["cases"].values()))["ms"]["engine"]), part["steps"]
     return [
         "## Time of a step",
         "",
         "A LLaMA of 5 million parameters in fp32, 4 sequences of 128 tokens on each rank, AdamW. Medians, in brackets the ratio",
-        f"to the loop by hand (the median over {number} rounds, in each of which every loop makes 3 steps, in random order).",
+        f"to the loop by hand (the median over {number} rounds, in each of which every loop makes {steps} steps, in random",
+        "order).",
         f"Target: at most {STEP_LIMIT}, or within the spread of the loop by hand against itself, and not slower than the best",
         "other library, within that spread too. The spread is the larger of that ratio's distance from 1 and half the range",
         "that holds its median with a probability of 95 %.",
@@ -321,7 +323,7 @@ def _render_kills(part: dict[str, Any]) -> list[str]:
     others = [took - load for took, load in zip(part["seconds"], part["loads"], strict=True)]
     seconds, load, without = (statistics.median(each) for each in (part["seconds"], part["loads"], others))
     return [
-        "## A rank of an elastic FSDP2 group is killed",
+        "## A rank of an FSDP2 group is killed",
         "",
         "Two ranks with a spare, a training state of 100 MB, saved every 5 steps; from the SIGKILL to the next step of a whole",
         f"group. Medians of {len(others)} kills.",

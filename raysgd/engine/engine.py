@@ -42,7 +42,6 @@ _WITHOUT_OPTIMIZER = {
     "cpu_offload": (True,),
     "activation_checkpointing": ("full", "selective"),
     "compile": ("model", "blocks"),
-    "loss_scale": (),
 }
 
 

@@ -95,7 +95,8 @@ class PreparedLoader:
         self._forward_epoch()
         if self.loader.num_workers:
             # gloo's threads still release the tensors of the last collective. A process that is forked while such a thread
-            # registers with the interpreter hangs in its first instruction (Python 3.10 and 3.11).
+            # registers with the interpreter hangs in its first instruction (Python 3.10 and 3.11). Nothing says when they are
+            # done: the pause makes it rare, and cannot exclude it.
             time.sleep(_BEFORE_A_FORK_S)
         return self._batches(iter(self.loader))
 
