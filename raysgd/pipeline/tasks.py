@@ -1,0 +1,54 @@
+"""What the driver sends to the workers: a train_func for each of fit and predict. Any process; JAX is imported in the call.
+
+The user's functions stay pickled until the process group is formed: a model among them may hold JAX arrays, which would fix the
+devices of the process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.pipeline.settings import FitSettings, PredictSettings
+from raysgd.workers.pickling import loads
+
+
+@dataclass(frozen=True)
+class FitTask:
+    """The train_func of fit.
+
+    Attributes:
+        parts: Pickle of a dict: the user's functions, the optimizer and the sharding rules.
+        like: Pickle of the shapes of the parameters.
+    """
+
+    parts: bytes
+    like: bytes
+    settings: FitSettings
+
+    @property
+    def __name__(self) -> str:
+        return "fit"
+
+    def __call__(self) -> dict[str, Any]:
+        from raysgd.pipeline.worker.fitting import Fitting
+
+        return Fitting({**loads(self.parts), "like": loads(self.like)}, self.settings, identity=self.parts).run()
+
+
+@dataclass(frozen=True)
+class PredictTask:
+    """The train_func of predict. Attributes are as those of `FitTask`."""
+
+    parts: bytes
+    like: bytes
+    settings: PredictSettings
+
+    @property
+    def __name__(self) -> str:
+        return "predict"
+
+    def __call__(self) -> list[Any]:
+        from raysgd.pipeline.worker.predicting import predict_all
+
+        return predict_all({**loads(self.parts), "like": loads(self.like)}, self.settings, identity=self.parts)

@@ -1,0 +1,54 @@
+"""Trees of arrays: their shapes, as NumPy arrays, and as nested dicts for checkpoints. Any process; makes no JAX array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from raysgd.pipeline.sharding.parameters import key_of, list_parameters
+
+
+def shapes_of(tree: Any) -> Any:
+    """Return the tree with a `jax.ShapeDtypeStruct` in place of each array."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def as_numpy(params: Any) -> Any:
+    """Return a tree of parameters as NumPy arrays of the types that JAX uses. It makes no JAX array.
+
+    Raises:
+        ConfigError: The tree is empty, or a leaf is not an array of floating-point numbers.
+    """
+    list_parameters(params)
+
+    def convert(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)  # float64 becomes float32
+
+    return jax.tree.map(convert, params)
+
+
+def as_nested_dict(tree: Any) -> dict[Any, Any]:
+    """Return the arrays of a tree in nested dicts, whatever classes hold them, for `raysgd.save_checkpoint`."""
+    nested: dict[Any, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        *above, last = (key_of(key) for key in keys)
+        node = nested
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return nested
+
+
+def from_nested_dict(nested: Any, like: Any) -> Any:
+    """Return a tree with the structure of ``like`` and the arrays of the result of `as_nested_dict`."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    leaves = []
+    for keys, _ in paths:
+        node = nested
+        for key in keys:
+            node = node[key_of(key)]
+        leaves.append(node)
+    return jax.tree_util.tree_unflatten(structure, leaves)
