@@ -1,0 +1,134 @@
+"""The names ``last`` and ``best`` in a Trainer's folder, which lead to checkpoints of its runs. Written by the TrainerActor.
+
+On a local disk they are symbolic links; elsewhere files with the path of the checkpoint's folder, which
+`raysgd.checkpoint.checkpoint.Checkpoint.from_path` follows. A name is replaced after the checkpoint that it will lead to is
+committed, and before older ones are deleted: it leads to a whole checkpoint at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore, directory_name
+from raysgd.config.run import CheckpointConfig
+from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+LAST, BEST = "last", "best"
+_RUN = re.compile(r"run_\d+", re.ASCII)
+_TARGET = re.compile(r"(run_\d+)/checkpoints/checkpoint_(\d+)", re.ASCII)
+_MAX_BYTES = 1000
+
+
+class CheckpointLinks:
+    """Keeps ``last`` and ``best`` of all runs in a Trainer's folder.
+
+    Args:
+        runs: The Trainer's folder.
+        run_name: The folder of this run in it.
+        best_by: Says which of two checkpoints is better. None: there is no ``best``.
+    """
+
+    def __init__(self, runs: Storage, run_name: str, best_by: RetentionPolicy | None) -> None:
+        self._runs = runs
+        self._store = CheckpointStore(runs.child(run_name, "checkpoints"))
+        self._best_by = best_by
+        self._last_number = 0
+        self._best: Manifest | None = None
+
+    def repair(self) -> None:
+        """Make both lead where they should, after a crash or for a new run. Reads the manifests of all runs."""
+        found = list_manifests(self._runs)
+        if not found:
+            return
+        self._link(LAST, *found[-1])
+        best = None if self._best_by is None else find_best([each.metrics for _, each in found], self._best_by)
+        if best is not None:
+            store, self._best = found[best]
+            self._link(BEST, store, self._best)
+
+    def update(self, manifest: Manifest) -> None:
+        """Make them lead to a checkpoint of this run that was committed, or whose metrics have changed."""
+        if manifest.number >= self._last_number:
+            self._last_number = manifest.number
+            self._link(LAST, self._store, manifest)
+        if self._best_by is None:
+            return
+        candidates = [manifest] if self._best is None else [self._best, manifest]
+        best = find_best([each.metrics for each in candidates], self._best_by)
+        if best is not None and candidates[best] is manifest:
+            self._best = manifest
+            self._link(BEST, self._store, manifest)
+
+    def _link(self, link: str, store: CheckpointStore, manifest: Manifest) -> None:
+        run = store.storage.parent().name
+        target = f"{run}/{store.storage.name}/{directory_name(manifest.number)}"
+        if not self._runs.is_local:
+            self._runs.write_bytes(link, target.encode())
+            return
+        path = self._runs.path_of(link)
+        if os.path.islink(path) and os.readlink(path) == target:
+            return
+        temporary = f"{path}.new"
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed here
+            os.unlink(temporary)
+        os.symlink(target, temporary)
+        os.replace(temporary, path)
+
+
+def list_manifests(runs: Storage) -> list[tuple[CheckpointStore, Manifest]]:
+    """Return the manifests of all runs in a Trainer's folder, each with the store that it is in; oldest first."""
+    names = sorted((name for name in runs.list_names() if _RUN.fullmatch(name)), key=lambda name: int(name[4:]))
+    stores = [CheckpointStore(runs.child(name, "checkpoints")) for name in names]
+    return [(store, manifest) for store in stores for manifest in store.list()]
+
+
+def find_best(metrics: Sequence[Mapping[str, Any]], policy: RetentionPolicy) -> int | None:
+    """Return the place of the best checkpoint of several runs, which are given by their metrics, oldest first.
+
+    Numbers of checkpoints begin again in each run, so the newer of equal ones is that with the later place. None: none has
+    the metric.
+    """
+    best = policy.best([_Placed(place, each) for place, each in enumerate(metrics)])
+    return None if best is None else best.number
+
+
+def make_links(run: Storage, config: CheckpointConfig) -> CheckpointLinks | None:
+    """Return what keeps the links of a run, if its config asks for them; a trial of Ray Tune has none."""
+    if not config.links or not _RUN.fullmatch(run.name):
+        return None
+    best_by = None
+    if config.keep_best:
+        best_by = RetentionPolicy(None, *next(iter(config.keep_best.items())))
+    elif config.score_attribute is not None:
+        best_by = RetentionPolicy(None, config.score_attribute, config.score_order)
+    return CheckpointLinks(run.parent(), run.name, best_by)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A checkpoint of any run, numbered by its place among all of them."""
+
+    number: int
+    metrics: Mapping[str, Any]
+
+
+def follow(link: Storage) -> Storage | None:
+    """Return the checkpoint's folder that a file ``last`` or ``best`` leads to; None if it is not such a file."""
+    if link.name not in (LAST, BEST) or link.is_local:
+        return None
+    runs = link.parent()
+    try:
+        found = _TARGET.fullmatch(runs.read_bytes(link.name, _MAX_BYTES).decode(errors="replace"))
+    except (CheckpointNotFoundError, CheckpointCorruptError):  # there is none, or a file that is too large for one
+        return None
+    if found is None:
+        return None
+    return runs.child(found[1]).child("checkpoints").child(directory_name(int(found[2])))

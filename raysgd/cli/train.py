@@ -1,0 +1,151 @@
+"""``raysgd train -f FILE``: a training that a YAML file describes, with any value changed on the command line. Driver side.
+
+What needs Ray is imported after the file was checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from raysgd.cli.console import SUCCEEDED, json_flag, print_json
+from raysgd.cli.run import run_to_end, show_all_output
+from raysgd.config.argument_names import nearest
+from raysgd.errors import ConfigError
+
+_HELP = """Train a model as a YAML file says.
+
+Any value of the file can be changed: `--max_epochs 2`, `--model.args.dim=32`, `--log.0.type TensorBoardLogger`;
+`--max_train_steps!` removes one. The fields, and what they mean, are those of raysgd.declarative.TrainerArgs.
+"""
+
+
+@click.command(
+    "train",
+    help=_HELP,
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    options_metavar="-f FILE",
+)
+@click.option("-f", "--file", "path", metavar="FILE", help="The YAML file.")
+@click.option(
+    "--allow-import",
+    "allowed",
+    multiple=True,
+    metavar="MODULE",
+    help="Import components from this module, and those below it, alone; may be repeated (default: any).",
+)
+@click.option("--print-config", is_flag=True, help="Print all fields with their values, as YAML, and do not train.")
+@click.option(
+    "--evaluate",
+    "stage",
+    type=click.Choice(["val", "test"]),
+    help="Compute the loss of this data with the weights of --checkpoint.resume_from, and do not train.",
+)
+@json_flag
+@click.pass_context
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
+def command(
+    ctx: click.Context,
+    /,
+    path: str | None,
+    allowed: Sequence[str],
+    print_config: bool,
+    stage: Any,
+    as_json: bool,
+    words: Sequence[str],
+) -> int:
+    """Train; return the exit status: 1 if the training failed, 2 if a value cannot work."""
+    if path is None:
+        if print_config and not words:
+            _print_values(_defaults(), as_json)
+            return SUCCEEDED
+        file = next((word for word in words if word.endswith((".yaml", ".yml"))), "FILE")
+        raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
+    show_all_output()  # before the import of Ray
+    from raysgd.declarative.entry import evaluate, load_args, train
+    from raysgd.declarative.reading import as_values
+
+    _check_flags(words)
+    args = load_args(path, words)
+    if print_config:
+        _print_values(as_values(args), as_json)
+        return SUCCEEDED
+
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        allow_import = list(allowed) or None
+        found.update(
+            train(args, allow_import=allow_import)
+            if stage is None
+            else evaluate(args, stage, allow_import=allow_import)
+        )
+
+    status = run_to_end(ctx.find_root().obj, "training", run)
+    if status != SUCCEEDED:
+        return status
+    if as_json:  # after the output of workers, so that these are the last lines
+        print_json(found)
+    else:
+        for name, value in found.items():
+            print(f"{name}: {value}")
+    return status
+
+
+def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
+    """Train again from the newest checkpoint of an earlier run; for `raysgd restore`.
+
+    Args:
+        words: The words after ``raysgd train`` of that run.
+        run_dir: Its folder.
+        changes: Flags that replace those of the run.
+    """
+    from raysgd.cli.main import main
+
+    return main(["train", *words, *changes, "--checkpoint.resume_from", run_dir])
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """Refuse a misspelt flag of the command, which would be taken for a field.
+
+    Raises:
+        ConfigError: A word is nearly a flag; the message names it.
+    """
+    import dataclasses
+
+    from raysgd.declarative.args import TrainerArgs
+
+    fields = [f"--{each.name}" for each in dataclasses.fields(TrainerArgs)]
+    flags = [name for each in command.params for name in each.opts if name.startswith("--")]
+    for word in words:
+        name = word.partition("=")[0].rstrip("!")
+        if not name.startswith("--") or f"--{name[2:].partition('.')[0].replace('-', '_')}" in fields:
+            continue
+        if (close := nearest(name, [*flags, *fields])) and close == nearest(name, flags):
+            raise ConfigError(f"{name} is neither a flag nor a field{close}.")
+
+
+def _defaults() -> dict[str, Any]:
+    """Return all fields with their defaults."""
+    import dataclasses
+
+    from raysgd.declarative.args import TrainerArgs
+    from raysgd.declarative.reading import as_values
+
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(TrainerArgs):
+        made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+        found[each.name] = as_values(made)
+    return found
+
+
+def _print_values(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(values)
+        return
+    import yaml
+
+    yaml.safe_dump(values, sys.stdout, sort_keys=False, default_flow_style=False)

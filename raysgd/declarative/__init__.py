@@ -1,0 +1,78 @@
+"""Training by a file: components by name, one loop, from YAML or Python.
+
+The names are resolved on first use, so that importing the package loads no torch.
+"""
+
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from raysgd.declarative.args import (
+        CheckpointConfig,
+        ComputeConfig,
+        DataloaderConfig,
+        DatasetConfig,
+        DatasetSamplerConfig,
+        HookConfig,
+        HookMapConfig,
+        LogConfig,
+        LRSchedulerConfig,
+        ModelConfig,
+        OptimizerConfig,
+        TrainerArgs,
+    )
+    from raysgd.declarative.entry import evaluate, load_args, merge_checkpoint, train
+    from raysgd.declarative.hooks import AggregatedOutputs, TrainHook
+
+_MODULE_OF = {
+    **dict.fromkeys(
+        (
+            "CheckpointConfig",
+            "ComputeConfig",
+            "DataloaderConfig",
+            "DatasetConfig",
+            "DatasetSamplerConfig",
+            "HookConfig",
+            "HookMapConfig",
+            "LRSchedulerConfig",
+            "LogConfig",
+            "ModelConfig",
+            "OptimizerConfig",
+            "TrainerArgs",
+        ),
+        "raysgd.declarative.args",
+    ),
+    **dict.fromkeys(("evaluate", "load_args", "merge_checkpoint", "train"), "raysgd.declarative.entry"),
+    **dict.fromkeys(("AggregatedOutputs", "TrainHook"), "raysgd.declarative.hooks"),
+}
+
+__all__ = [
+    "AggregatedOutputs",
+    "CheckpointConfig",
+    "ComputeConfig",
+    "DataloaderConfig",
+    "DatasetConfig",
+    "DatasetSamplerConfig",
+    "HookConfig",
+    "HookMapConfig",
+    "LRSchedulerConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TrainHook",
+    "TrainerArgs",
+    "evaluate",
+    "load_args",
+    "merge_checkpoint",
+    "train",
+]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

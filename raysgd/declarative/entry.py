@@ -1,0 +1,448 @@
+"""`train` and `evaluate`: a declarative training as a run of a `raysgd.Trainer`. Driver side; only a plan imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raysgd._util.logs import get_logger
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.progress.callback import ProgressCallback
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.links import find_best, list_manifests
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore, read_manifest
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.config.argument_names import nearest
+from raysgd.config.checks import from_mapping, split_path
+from raysgd.declarative.args import FieldError, TrainerArgs
+from raysgd.declarative.loggers import make_callbacks
+from raysgd.declarative.reading import Tree, args_of, as_values, merge
+from raysgd.declarative.strategies import Strategies, decide, list_warnings
+from raysgd.declarative.values import TYPE_KEY, VALUE_KEY, VALUE_TYPE_KEY, Importer, explain_missing
+from raysgd.engine.config import EngineConfig
+from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.trainer.trainer import Trainer
+
+#: Arguments of the Trainer that the field ``trainer`` may have.
+_TRAINER_FIELDS = (
+    "num_workers", "backend", "backend_args", "cpus_per_worker", "gpus_per_worker", "resources_per_worker",
+    "placement_strategy", "runtime_env", "deterministic", "detached", "ray_address", "failure_config", "checkpoint_config",
+)  # fmt: skip
+PLAN_FILES = ("plan.txt", "plan.json")
+#: Fields outside of sections of components that have the full name of a function.
+_FUNCTIONS = (("init_env_fn",), ("optimizer", "aggregate_outputs_fn"), ("dataloader", "train_args", "collate_fn"))
+
+
+def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainerArgs:
+    """Read a training from a YAML file.
+
+    Args:
+        path: The file.
+        overrides: Words as on the command line, such as ``["--max_epochs", "2", "--model.args.dim=32"]``.
+
+    Raises:
+        ConfigError: It cannot be read, or a value is not allowed; the text names file, line and key.
+    """
+    tree = Tree.of_file(os.fspath(path))
+    tree.override(overrides)
+    args = tree.make_args()
+    with tree.naming_places():
+        _check_names(args)
+        if args.search is not None:
+            from raysgd.declarative.searching import check_search
+
+            check_search(args)
+    return args
+
+
+@dataclass(frozen=True)
+class Training:
+    """The train_func of a declarative training.
+
+    Attributes:
+        base: Values of the training that a config replaces.
+        engine: The engine's config.
+        folder: The working directory of the driver, from which modules are imported.
+        allowed: See `raysgd.declarative.values.Importer`.
+        stage: None: it trains; else what it evaluates.
+        metric: The metric of a search, whose trials report results with it alone; None: all results are reported.
+    """
+
+    base: Mapping[str, Any]
+    engine: EngineConfig
+    folder: str
+    allowed: tuple[str, ...] | None = None
+    stage: str | None = None
+    metric: str | None = None
+
+    @property
+    def __name__(self) -> str:
+        return "training" if self.stage is None else "evaluation"
+
+    def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Run on one worker. The config has values of the training, with dots in their names in a search."""
+        args = args_of(merge(self.base, config) if self.base else config)
+        with importing_from(self.folder):
+            from raysgd.declarative.loop import TrainingLoop
+
+            loop = TrainingLoop(args, self.engine, Importer(self.allowed), metric=self.metric)
+            return loop.train() if self.stage is None else loop.evaluate(self.stage)
+
+
+@contextlib.contextmanager
+def importing_from(folder: str) -> Iterator[None]:
+    """Make modules in a folder importable within the block."""
+    if not os.path.isdir(folder) or folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def train(
+    args: TrainerArgs | Mapping[str, Any],
+    *,
+    callbacks: Sequence[Callback] = (),
+    allow_import: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Train as `TrainerArgs` say, on workers of a Ray cluster.
+
+    Args:
+        args: The training; a dict has its fields as a YAML file has them.
+        callbacks: Further callbacks of the run.
+        allow_import: Modules from which components may be imported, with all below them. None: any.
+
+    Returns:
+        The newest metrics, ``finished_train_steps`` and ``best_loss``; with ``run_mode="compile"`` the paths of the plan's files;
+        with ``search`` the metrics and the config of the best trial.
+
+    Raises:
+        ConfigError: A value cannot work.
+        CheckpointNotFoundError: ``checkpoint.resume_from`` is a path, and there is no checkpoint.
+    """
+    job = _Job.of(args, allow_import)
+    with importing_from(os.getcwd()):
+        strategies = job.decide()
+        if job.args.run_mode == "compile":
+            return write_plan(job.args, strategies)
+        if job.args.search is not None:
+            from raysgd.declarative.searching import search
+
+            given = [*job.callbacks, *callbacks]
+            return search(job.args, job.training({}, strategies), job.make_trainer(strategies), given)
+        start = find_start(job.args)
+        if start is not None and (metrics := finished(job.args, start)) is not None:
+            get_logger().info("the training is finished already, in %s; nothing was changed.", start.path)
+            return metrics
+        if start is None and not job.args.checkpoint.no_save and list_checkpoints(job.args.checkpoint.save_dir):
+            get_logger().warning(
+                "checkpoint.save_dir %s has checkpoints of earlier runs: best will lead to the best of all. Give another folder, "
+                "or --checkpoint.resume_from last to continue.",
+                job.args.checkpoint.save_dir,
+            )
+        with job.make_trainer(strategies) as trainer:
+            found: dict[str, Any] = trainer.run(
+                job.training({}, strategies),
+                as_values(job.args),
+                callbacks=[*job.callbacks, *callbacks],
+                resume_from=start,
+            )
+    return found
+
+
+def evaluate(
+    args: TrainerArgs | Mapping[str, Any],
+    stage: Literal["val", "test"] = "val",
+    *,
+    allow_import: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Compute the loss of the validation or test data with the weights of ``checkpoint.resume_from``.
+
+    Raises:
+        ConfigError: A value cannot work, or there is no such dataset.
+        CheckpointNotFoundError: There is no checkpoint.
+    """
+    job = _Job.of(args, allow_import)
+    with importing_from(os.getcwd()):
+        start = find_start(job.args)
+        if start is None:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint to evaluate in {job.args.checkpoint.save_dir}: give checkpoint.resume_from, which is "
+                "last, best or a path."
+            )
+        strategies = job.decide()
+        with job.make_trainer(strategies, keeps_links=False) as trainer:
+            training = job.training({}, strategies, stage)
+            found: dict[str, Any] = trainer.run(
+                training, as_values(job.args), callbacks=job.callbacks, resume_from=start
+            )
+    return found
+
+
+def merge_checkpoint(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
+    """Write a checkpoint that ranks saved in pieces as one with whole tensors, to a folder in ``output``; return its path.
+
+    Any number of workers can resume from it under any strategies, as they can from the checkpoint itself. The whole state must
+    fit into the memory of this process.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        ConfigError: It cannot be merged.
+    """
+    from raysgd.session.merging import merge_parts
+
+    folder = Storage.from_uri(str(_at_path(os.fspath(checkpoint)).path))
+    return merge_parts(folder, read_manifest(folder), Storage.from_uri(output), allow_pickle=False)
+
+
+@dataclass(frozen=True)
+class _Job:
+    args: TrainerArgs
+    importer: Importer
+    allowed: tuple[str, ...] | None
+    callbacks: list[Callback]
+
+    @classmethod
+    def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
+        if not isinstance(args, TrainerArgs):
+            args = args_of(args)
+        with Tree().naming_places():
+            _check_names(args)
+        importer = Importer(allow_import)
+        with importing_from(os.getcwd()):
+            callbacks, warnings = make_callbacks(args, importer)
+            missing = list_missing_modules(args)
+        for text in (*list_warnings(args), *warnings, *missing):
+            get_logger().warning(text)
+        callbacks.append(ProgressCallback(mode="auto" if args.enable_progress_bar else "off"))
+        return cls(args, importer, None if allow_import is None else tuple(allow_import), callbacks)
+
+    def decide(self) -> Strategies:
+        strategies = decide(self.args, self.importer)
+        if strategies.plan is not None:
+            get_logger().info(strategies.plan.reason)
+        return strategies
+
+    def training(self, base: Mapping[str, Any], strategies: Strategies, stage: str | None = None) -> Training:
+        return Training(base, strategies.config, os.getcwd(), self.allowed, stage)
+
+    def make_trainer(self, strategies: Strategies, *, keeps_links: bool = True) -> Trainer:
+        """Make the Trainer of the training."""
+        args, given = self.args, dict(self.args.trainer)
+        for name in given:
+            if name not in _TRAINER_FIELDS:
+                raise ConfigError(f"trainer.{name}: there is no such argument{nearest(name, _TRAINER_FIELDS)}.")
+        saved = args.checkpoint
+        runs, name = split_folder(saved.save_dir)
+        run_config = RunConfig(
+            name=name,
+            storage_path=runs,
+            detached=given.pop("detached", False),
+            ray_address=given.pop("ray_address", None),
+        )
+        own = {
+            "num_to_keep": saved.keep_last_n_checkpoints,
+            "keep_best": {"loss": "min"} if saved.save_best else {},
+            "links": keeps_links and saved.symlink_best_and_last,
+        }
+        more = _settings("checkpoint_config", given)
+        if taken := sorted(set(own) & set(more)):
+            raise ConfigError(
+                f"trainer.checkpoint_config.{taken[0]} is set by the section checkpoint: give keep_last_n_checkpoints, save_best "
+                "or symlink_best_and_last there."
+            )
+        checkpoint = from_mapping(CheckpointConfig, {**own, **more}, "trainer.checkpoint_config")
+        failure = from_mapping(FailureConfig, _settings("failure_config", given), "trainer.failure_config")
+        each = strategies.config.workers_per_replica
+        workers = _check_workers(given.pop("num_workers", args.compute.num_workers))
+        check_sizes(args, workers, each)
+        if isinstance(workers, tuple):  # more copies of the model would have no rows
+            workers = workers[0], min(workers[1], args.rows_per_step // args.micro_batch_size * each)
+        return Trainer(
+            num_workers=workers,
+            workers_per_replica=strategies.config.workers_per_replica,
+            seed=args.seed,
+            run_config=run_config,
+            checkpoint_config=checkpoint,
+            failure_config=failure,
+            **given,
+        )
+
+
+def _check_names(args: TrainerArgs) -> None:
+    """Check that components exist in the modules of this machine, without importing them.
+
+    Raises:
+        FieldError: One certainly does not exist.
+    """
+    if args.trainer.get("runtime_env"):
+        return  # the workers may have other modules
+    with importing_from(os.getcwd()):
+        for path, name in _names_of_components(as_values(args), ()):
+            if (text := explain_missing(name)) is not None:
+                raise FieldError(path, text)
+
+
+def _names_of_components(values: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the fields that have the full name of a class or function, and the names."""
+    entries = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
+    for key, value in entries:
+        here = (*path, str(key))
+        if isinstance(value, str) and (here in _FUNCTIONS or _is_name_of_component(here, values)):
+            yield here, value
+        else:
+            yield from _names_of_components(value, here)
+
+
+def _is_name_of_component(path: tuple[str, ...], values: Any) -> bool:
+    *_, owner, key = ("", *path)
+    in_arguments = any(part.endswith("args") for part in path[:-1])
+    if key == VALUE_KEY:
+        return in_arguments and values.get(VALUE_TYPE_KEY) == "function"
+    return key == TYPE_KEY if in_arguments else key == "type" or owner == "hook"
+
+
+def list_missing_modules(args: TrainerArgs) -> list[str]:
+    """Return what to warn of: components whose modules this process cannot find. Workers elsewhere may have them."""
+    warnings = []
+    for name in ("model", "optimizer", "dataset", "dataloader", "dataset_sampler", "lr_scheduler", "hook"):
+        kind = getattr(getattr(args, name), "type", None)
+        module = str(kind).partition(".")[0]
+        # `find_spec` raises for loaded modules without a specification, such as __main__.
+        if kind is not None and module not in sys.modules and importlib.util.find_spec(module) is None:
+            warnings.append(
+                f"{name}.type {kind}: there is no module {module!r} in the working directory {os.getcwd()} or installed here; "
+                "the training fails if the workers have none either."
+            )
+    return warnings
+
+
+def split_folder(save_dir: str) -> tuple[str, str]:
+    """Return the folder, or URI, that ``checkpoint.save_dir`` is in, and its name.
+
+    Raises:
+        FieldError: It is the root of a file system or a bucket, or its name cannot be a run's.
+    """
+    try:
+        return split_path("checkpoint.save_dir", save_dir)
+    except ConfigError as error:
+        raise FieldError(("checkpoint", "save_dir"), str(error)) from None
+
+
+def _settings(name: str, given: dict[str, Any]) -> Mapping[str, Any]:
+    """Take a section out of the arguments of the Trainer."""
+    found = given.pop(name, None) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"trainer.{name}={found!r} is not a mapping; give its fields by name.")
+    return found
+
+
+def _check_workers(given: Any) -> int | tuple[int, float]:
+    """Return the number of workers, or the smallest and the largest one."""
+    scaling = ScalingConfig(num_workers=tuple(given) if isinstance(given, list) else given)
+    return scaling.min_workers if isinstance(given, int) else (scaling.min_workers, scaling.max_workers)
+
+
+def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:
+    """Check that groups of every size that an elastic training may have take the rows of an optimizer step evenly.
+
+    Raises:
+        ConfigError: One does not; the message names it, and batches with which all do.
+    """
+    low, high = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
+    rows, micro = args.rows_per_step, args.micro_batch_size
+    copies = range(max(1, int(low) // each), int(min(high, rows // micro * each)) // each + 1)
+    unfit = [number for number in copies if rows % (micro * number)]
+    if not unfit and copies:
+        return
+    multiple = micro * math.lcm(*(copies or [max(1, int(low) // each)]))
+    raise ConfigError(
+        f"trainer.num_workers {workers}: {unfit[0] * each if unfit else low} workers cannot take {rows} rows of an optimizer "
+        f"step in micro-batches of {micro}; give a global_batch_size that is a multiple of {multiple}, or other numbers of "
+        "workers."
+    )
+
+
+def find_start(args: TrainerArgs) -> Checkpoint | None:
+    """Return the checkpoint that ``checkpoint.resume_from`` means; None: training starts from the beginning.
+
+    Raises:
+        CheckpointNotFoundError: It is a path, and there is no checkpoint.
+    """
+    given = args.checkpoint.resume_from
+    if given is None:
+        return None
+    if given not in ("last", "best"):
+        return _at_path(given)
+    found = list_checkpoints(args.checkpoint.save_dir)
+    if not found:
+        get_logger().warning(
+            "checkpoint.resume_from=%s: %s has no checkpoint; training starts from the beginning.",
+            given,
+            args.checkpoint.save_dir,
+        )
+        return None
+    if given == "last":
+        return found[-1]
+    best = find_best([each.metrics for each in found], RetentionPolicy(None, "loss", "min"))
+    return found[-1 if best is None else best]
+
+
+def _at_path(path: str) -> Checkpoint:
+    storage = Storage.from_uri(path)
+    if storage.is_folder("checkpoints"):
+        store = CheckpointStore(storage.child("checkpoints"))
+        found = [Checkpoint.of_manifest(store.path(each.number), each) for each in store.list()]
+    else:
+        found = list_checkpoints(path) if storage.is_folder("") else []
+    return found[-1] if found else Checkpoint.from_path(path)
+
+
+def list_checkpoints(folder: str) -> list[Checkpoint]:
+    """Return the checkpoints of all runs in a folder of runs, oldest first."""
+    storage = Storage.from_uri(folder if "://" in folder else os.path.abspath(folder))
+    return [Checkpoint.of_manifest(store.path(each.number), each) for store, each in list_manifests(storage)]
+
+
+def finished(args: TrainerArgs, start: Checkpoint) -> dict[str, Any] | None:
+    """Return the metrics of a checkpoint after which there is nothing to train; None if there is."""
+    steps, epochs = start.metrics.get("step"), start.metrics.get("epochs")
+    is_over = (args.max_train_steps is not None and steps is not None and steps >= args.max_train_steps) or (
+        args.max_epochs is not None and epochs is not None and epochs >= args.max_epochs
+    )
+    return {**start.metrics, "finished_train_steps": steps} if is_over else None
+
+
+def write_plan(args: TrainerArgs, strategies: Strategies) -> dict[str, str]:
+    """Write the plan, the shapes of the parameters and the memory to ``gen_savedir``; return the files by name."""
+    folder = Path(args.gen_savedir)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = strategies.plan
+    memory = plan.chosen.memory
+    description = {
+        "engine": plan.config.given(),
+        "num_workers": plan.num_workers,
+        "workers_per_replica": plan.config.workers_per_replica,
+        "memory_per_device_bytes": plan.memory_per_device,
+        "memory_bytes": {name: value for name, value in vars(memory).items() if isinstance(value, (int, float))},
+        "step_s": plan.chosen.time.total_s,
+        "parameters": {each.name: list(each.shape) for each in plan.profile.parameters},
+    }
+    files = {name: str(folder / name) for name in PLAN_FILES}
+    Path(files["plan.txt"]).write_text(f"{plan}\n", encoding="utf-8")
+    Path(files["plan.json"]).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    return files

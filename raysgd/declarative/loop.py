@@ -1,0 +1,618 @@
+"""`TrainingLoop`: the loop of a declarative training. Worker side; it is the train_func of a run."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd._util.logs import get_logger
+from raysgd.declarative.args import TrainerArgs
+from raysgd.declarative.components import (
+    Batches,
+    find_loss,
+    load_function,
+    make_hooks,
+    make_loader,
+    make_model,
+    make_optimizer,
+    seed_rows,
+)
+from raysgd.declarative.hooks import AggregatedOutputs, Hooks, TrainHook
+from raysgd.declarative.values import Importer, naming
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.engine import Engine
+from raysgd.engine.evaluation import EvaluationLoader
+from raysgd.engine.rows import FollowedLoader, count_rows, take_rows
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.session import api, rank_state
+from raysgd.torch.devices import device, to_device
+from raysgd.torch.loader import PreparedLoader
+
+_logger = get_logger()
+
+
+@dataclass
+class TrainStatus:
+    """The progress of a training.
+
+    Attributes:
+        epoch: The epoch that is trained, from 0.
+        epoch_steps: Optimizer steps of that epoch that are done.
+        finished_train_steps: Optimizer steps that are done.
+        best_loss: The lowest validation loss of a checkpoint, or training loss if there is no validation.
+    """
+
+    epoch: int = 0
+    epoch_steps: int = 0
+    finished_train_steps: int = 0
+    best_loss: float = float("inf")
+
+
+class TrainingLoop:
+    """The loop that trains, and what hooks get as ``trainer``.
+
+    Attributes:
+        train_args: The `TrainerArgs`.
+        engine: The `raysgd.Engine` that applies the strategies.
+        model: What the engine made of the model.
+        optimizer: What the engine made of the optimizer.
+        lr_scheduler: The scheduler, or None.
+        dataloader: The loaders, by ``"train"``, ``"val"`` and ``"test"``; None where there is no dataset.
+        loggers: Own loggers, on rank 0.
+        train_status: How far it has come.
+        rank: World rank.
+        world_size: Workers.
+        sync_group: The process group of the copies of the model; None in a world of one.
+        state: A dict for hooks.
+    """
+
+    def __init__(
+        self, args: TrainerArgs, engine_config: EngineConfig, importer: Importer, *, metric: str | None = None
+    ) -> None:
+        self._metric = metric  # of a search: results without it are not reported
+        self.train_args = args
+        self.rank, self.world_size = api.world_rank(), api.world_size()
+        self.state: dict[str, Any] = {}
+        self.train_status = TrainStatus()
+        self._importer = importer
+        self.sync_group: Any = None
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.loggers: list[Any] = []
+        self.dataloader: dict[str, Any] = {}
+        self.engine = Engine(engine_config)
+        self._metrics: dict[str, Any] = {}
+        self._validated: tuple[int, float] | None = None  # the step of the newest validation, and its loss
+        self._saved_step: int | None = None
+        self._epoch_generators: Any = None
+        self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
+        self._own_rows = 1
+        self._is_stopping = False
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train from the newest checkpoint, or from the start; returns the newest metrics."""
+        self._set_up("train", "val")
+        self._load()
+        if self._is_done():
+            return self._results()
+        self._call_at_start("on_train_start", self, is_again=self.train_status.finished_train_steps > 0)
+        self.model.train()
+        while not self._is_done() and not self._is_stopping:
+            self._train_epoch()
+        if self.train_args.checkpoint.save_last or self._is_stopping:
+            self._save()
+        self._hooks.call("on_train_end", self)
+        for logger in self.loggers:
+            _call_if_there(logger, "finalize")
+        return self._results()
+
+    def _results(self) -> dict[str, Any]:
+        status = self.train_status
+        return {
+            **_as_numbers(self._metrics),
+            "finished_train_steps": status.finished_train_steps,
+            "best_loss": status.best_loss,
+        }
+
+    def evaluate(self, stage: str) -> dict[str, Any]:
+        """Compute the loss of the validation or test data, with the weights of the checkpoint that the run starts from."""
+        self._set_up(stage)
+        if self._batches.get(stage) is None:
+            raise ConfigError(f"there is no dataset for {stage!r}: dataset.{stage}_args is empty.")
+        self._load(continues=False)
+        loss = self._validate(stage)
+        name = f"{stage}_loss"
+        api.report({name: loss})
+        return {name: loss}
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def _set_up(self, *stages: str) -> None:
+        args, importer = self.train_args, self._importer
+        if args.init_env_fn is not None:
+            load_function(importer, args.init_env_fn, "init_env_fn")(self)
+        if api.world_size() > api.data_parallel_size() and args.seed is not None:
+            seed_rows(args.seed + api.data_parallel_rank())
+        model = make_model(args, importer)
+        optimizer = make_optimizer(args, importer, model)
+        make_scheduler = None
+        if args.lr_scheduler is not None:
+            of = args.lr_scheduler
+
+            def make_scheduler(optimizer: Any) -> Any:
+                with naming("lr_scheduler"):
+                    return importer.build(str(of.type), of.args, optimizer)
+
+        self.dataloader = {stage: make_loader(args, importer, stage) for stage in stages}
+        self.model, self.optimizer, self.lr_scheduler, *_ = self.engine.compose(
+            model=model, optimizer=optimizer, lr_scheduler_fn=make_scheduler
+        )
+        self._copies = api.data_parallel_size()
+        self._accumulation = self._count_accumulation()
+        if self.world_size > 1:
+            self.sync_group = self.engine.mesh["dp"].get_group()
+        input_type = args.precision_of("input")
+        self._batches = {
+            stage: None if loader is None else Batches(self._followed(loader, stage), input_type)
+            for stage, loader in self.dataloader.items()
+        }
+        self._aggregate = self._make_aggregation()
+        owners = [each for each in (model, optimizer, self.lr_scheduler) if isinstance(each, TrainHook)]
+        self._hooks = Hooks([*owners, *make_hooks(args, importer)])
+        if self.rank == 0:
+            self._make_loggers()
+        self._hooks.call("after_setup", self)
+
+    def _followed(self, loader: Any, stage: str) -> Any:
+        if not isinstance(loader, PreparedLoader):
+            return loader
+        if stage != "train":
+            try:
+                return EvaluationLoader(loader)
+            except ConfigError:  # it is not known which rows each copy reads
+                return loader
+        if self.train_args.optimizer.grad_reduction != "row-mean":
+            return loader
+
+        def on_batch(num_rows: int, is_last: bool) -> None:
+            self._own_rows = num_rows
+
+        return FollowedLoader(loader, on_batch, keeps_repeated=False)
+
+    def _count_accumulation(self) -> int:
+        """Return the micro-batches of a copy per step; an elastic group keeps the rows of a step."""
+        args = self.train_args
+        accumulation, left = divmod(args.rows_per_step, args.micro_batch_size * self._copies)
+        if left or not accumulation:
+            raise ConfigError(
+                f"{args.rows_per_step} rows of an optimizer step are not a multiple of {self._copies} copies of the model x "
+                f"{args.micro_batch_size} rows of a micro-batch: give a global_batch_size that is."
+            )
+        return accumulation
+
+    def _make_loggers(self) -> None:
+        from raysgd.declarative.loggers import make_own_loggers
+
+        self.loggers = make_own_loggers(self.train_args, self._importer)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _is_done(self) -> bool:
+        status, args = self.train_status, self.train_args
+        is_last_epoch = args.max_epochs is not None and status.epoch >= args.max_epochs
+        return is_last_epoch or self._has_all_steps()
+
+    def _has_all_steps(self) -> bool:
+        limit = self.train_args.max_train_steps
+        return limit is not None and self.train_status.finished_train_steps >= limit
+
+    def _train_epoch(self) -> None:
+        status = self.train_status
+        epoch, batches = status.epoch, self._training_data()
+        state, generators = self._resumed
+        self._resumed = (None, None)
+        self._call_at_start("on_epoch_start", self, epoch, is_again=status.epoch_steps > 0)
+        self._epoch_generators = generators if status.epoch_steps else rank_state.capture_generators()
+        iterator = batches.start_epoch(epoch, status.epoch_steps * self._accumulation, state, generators)
+        before = status.epoch_steps
+        for group in self._groups(iterator):
+            self._train_step(group)
+            self._is_stopping = self._should_stop()
+            if self._has_all_steps() or self._is_stopping:
+                break
+        else:
+            if status.epoch_steps == 0:
+                raise ConfigError("the training data has no batch for this worker.")
+            self._end_epoch()
+            return
+        if status.epoch_steps > before and self._is_epoch_over():
+            self._end_epoch()
+
+    def _call_at_start(self, name: str, *args: Any, is_again: bool) -> None:
+        """Call a hook that the resumed training has called before: what it draws is in the generators already."""
+        now = rank_state.capture_generators()
+        self._hooks.call(name, *args)
+        if is_again:
+            rank_state.restore_generators(now)
+
+    def _is_epoch_over(self) -> bool:
+        """Return whether the newest step was the last of its epoch; False if that is not known."""
+        try:
+            return self.train_status.epoch_steps * self._accumulation >= len(self._training_data().loader)
+        except TypeError:  # a loader without a length
+            return False
+
+    def _training_data(self) -> Batches:
+        batches = self._batches["train"]
+        assert batches is not None
+        return batches
+
+    def _should_stop(self) -> bool:
+        """Return whether the run was asked to end. All ranks find it at the same step, as they call it at each."""
+        return api.should_stop()
+
+    def _groups(self, iterator: Iterator[Any]) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the micro-batches of each step with their rows that count; the last step of an epoch may have fewer."""
+        while True:
+            group = []
+            for batch in islice(iterator, self._accumulation):
+                if not isinstance(self.dataloader["train"], PreparedLoader):
+                    batch = to_device(batch, device())
+                group.append((batch, self._own_rows if self._is_weighted else count_rows(batch)))
+            self._check_group(len(group))
+            if not group:
+                return
+            yield group
+
+    def _check_group(self, number: int) -> None:
+        """Check that all ranks have as many micro-batches, where the loader does not guarantee it.
+
+        Raises:
+            ConfigError: The numbers differ.
+        """
+        if self.world_size == 1 or self._training_data().is_even:
+            return
+        of_ranks = api.gather(number)
+        if len(set(of_ranks)) > 1:
+            raise ConfigError(
+                f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.train_status.epoch_steps} of "
+                f"epoch {self.train_status.epoch}, and all need as many: let each copy of the model read equally many rows, as "
+                "torch.utils.data.DistributedSampler does."
+            )
+
+    @property
+    def _is_weighted(self) -> bool:
+        return self.engine.config.weighted_gradients
+
+    def _train_step(self, group: list[tuple[Any, int]]) -> None:
+        status, hooks, engine = self.train_status, self._hooks, self.engine
+        began, idx = time.perf_counter(), status.epoch_steps
+        batches = [batch for batch, _ in group]
+        hooks.call("before_zero_grad", self)
+        self.optimizer.zero_grad()
+        hooks.call("after_zero_grad", self)
+        hooks.call("on_train_step_start", self, batches, idx)
+        outputs, losses = self._forward_and_backward(group)
+        hooks.call("on_train_step_end", self, outputs, batches, idx)
+        aggregated, loss, num_rows = self._aggregate_step(outputs, losses, [rows for _, rows in group])
+        hooks.call("after_aggregate_train_step_outputs", self, aggregated, loss, idx)
+        engine.scale_gradients(self._gradient_factor(aggregated))
+        hooks.call("before_gnorm_clip", self)
+        limit = self.train_args.optimizer.clip_gnorm or float("inf")
+        norm = engine.clip_grad_norm_(limit)
+        norm = torch.tensor(float("inf")) if norm is None else norm
+        hooks.call("after_gnorm_clip", self, norm)
+        hooks.call("before_optimizer_step", self)
+        applied = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.optimizer.step()
+        hooks.call("after_optimizer_step", self)
+        self._count_step()
+        self._report_step(loss, norm, applied, num_rows, time.perf_counter() - began)
+
+    def _forward_and_backward(self, group: list[tuple[Any, int]]) -> tuple[list[Any], list[torch.Tensor]]:
+        outputs, losses = [], []
+        self.engine.begin_step(len(group))
+        for place, (batch, rows) in enumerate(group):
+            if place == len(group) - 1:
+                self._hooks.call("before_sync_grad", self)
+            self.engine.begin_batch(rows)
+            output = self._forward(batch)
+            loss = find_loss(output, str(self.train_args.model.type))
+            self.engine.backward(loss)
+            outputs.append(output)
+            losses.append(loss.detach())
+        self._hooks.call("after_sync_grad", self)
+        return outputs, losses
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.engine.config.pipeline_parallel > 1
+
+    def _forward(self, batch: Any) -> Any:
+        if self._is_pipeline:  # stages take the batch by names
+            if not isinstance(batch, dict):
+                raise ConfigError(
+                    "with pipeline parallelism a batch has to be a dict of tensors by the names of forward's arguments."
+                )
+            return self.model(**batch)
+        return self.model(batch)
+
+    def _aggregate_step(
+        self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
+    ) -> tuple[AggregatedOutputs, float, float]:
+        """Return the outputs of all copies together, the loss as it is reported, and the rows."""
+        reduction = self.train_args.optimizer.loss_reduction
+        found = torch.stack(losses).double().cpu()  # one wait for the device
+        of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
+        sums = self._sum_over_copies([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
+        aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
+        if self._aggregate is not None:
+            aggregated = self._aggregate(outputs)
+            if not isinstance(aggregated, AggregatedOutputs):
+                raise ConfigError(
+                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
+                    "raysgd.declarative.AggregatedOutputs."
+                )
+        loss_sum = sums[0] if aggregated.loss_sum is None else float(aggregated.loss_sum)
+        number = int(sums[1]) if aggregated.num_batches is None else int(aggregated.num_batches)
+        loss = {"mean": loss_sum / max(1, number), "sum": loss_sum, "row-mean": sums[2] / max(1.0, sums[3])}[reduction]
+        aggregated.num_batches = number
+        return aggregated, loss, sums[3]
+
+    def _sum_over_copies(self, values: list[float]) -> list[float]:
+        if self.sync_group is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=device())
+        dist.all_reduce(total, group=self.sync_group)
+        found: list[float] = total.tolist()
+        return found
+
+    def _make_aggregation(self) -> Any:
+        name = self.train_args.optimizer.aggregate_outputs_fn
+        if name is None:
+            return None
+        function = load_function(self._importer, name, "optimizer.aggregate_outputs_fn")
+        takes_loop = len(inspect.signature(function).parameters) == 3
+        return lambda outputs: function(*([self] if takes_loop else []), outputs, self.sync_group)
+
+    def _gradient_factor(self, aggregated: AggregatedOutputs) -> float:
+        """Return what gradients of the mean over micro-batches are multiplied by."""
+        number = float(aggregated.num_batches or 1)
+        reduction = self.train_args.optimizer.grad_reduction
+        if reduction == "sum":
+            return number
+        if reduction == "per-token-mean":
+            if not aggregated.num_tokens:
+                raise ConfigError(
+                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned num_tokens={aggregated.num_tokens!r}, and "
+                    "grad_reduction='per-token-mean' divides by it."
+                )
+            return number / float(aggregated.num_tokens)
+        return 1.0
+
+    def _count_step(self) -> None:
+        status = self.train_status
+        status.finished_train_steps += 1
+        status.epoch_steps += 1
+        self._step_scheduler("step")
+
+    def _step_scheduler(self, interval: str) -> None:
+        """Make a step of the scheduler, if it counts these. One that follows a loss gets the newest one."""
+        settings = self.train_args.lr_scheduler
+        if settings is None or settings.interval != interval:
+            return
+        if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_scheduler.step()
+            return
+        if interval == "epoch":
+            self._validate_once()
+        loss = self._metrics.get("train_loss") if self._validated is None else self._validated[1]
+        if loss is not None:
+            self.lr_scheduler.step(loss)
+
+    def _report_step(self, loss: float, norm: Any, applied: list[float], num_rows: float, seconds: float) -> None:
+        status, args = self.train_status, self.train_args
+        self._metrics = {
+            "step": status.finished_train_steps,
+            "epoch": status.epoch,
+            "train_loss": loss,
+            "lr": applied[0],
+            **{f"lr_{place}": lr for place, lr in enumerate(applied[1:], start=1)},
+            "gnorm": norm,
+            "rows": int(num_rows),
+            "train_wall": seconds,
+        }
+        self._log(self._metrics, "train")
+        step = status.finished_train_steps
+        is_saved = _divides(args.checkpoint.every_n_train_steps, step)
+        is_saved_now = self._saves and (is_saved or (self._has_all_steps() and args.checkpoint.save_last))
+        is_epoch_due = self._is_epoch_over() and self._validates_after(status.epoch + 1)
+        if is_saved_now or is_epoch_due or _divides(args.val_every_n_train_steps, step):
+            self._validate_once()  # before the report, which has its loss
+        self._report()
+        if is_saved:
+            self._save()
+
+    def _report(self) -> None:
+        if self._metric is None or self._metric in self._metrics:
+            api.report(self._metrics)
+
+    @property
+    def _saves(self) -> bool:
+        return not self.train_args.checkpoint.no_save
+
+    def _validates_after(self, epochs: int) -> bool:
+        args = self.train_args
+        return _divides(args.val_every_n_epochs, epochs) or (
+            self._saves and _divides(args.checkpoint.epochs_between, epochs)
+        )
+
+    def _end_epoch(self) -> None:
+        status, args = self.train_status, self.train_args
+        epoch = status.epoch
+        self._step_scheduler("epoch")
+        status.epoch, status.epoch_steps = epoch + 1, 0
+        self._epoch_generators = None
+        if self._validates_after(status.epoch):
+            before = self._validated
+            self._validate_once()
+            if self._validated is not before:  # it was not known that this was the last step of the epoch
+                self._report()
+        if _divides(args.checkpoint.epochs_between, status.epoch):
+            self._save()
+        self._hooks.call("on_epoch_end", self, epoch)
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    def _validate_once(self) -> None:
+        """Validate, unless the weights were validated already or there is no data for it."""
+        step = self.train_status.finished_train_steps
+        if self._batches.get("val") is None or (self._validated is not None and self._validated[0] == step):
+            return
+        began = time.perf_counter()
+        loss = self._validate("val")
+        self._validated = step, loss
+        self._metrics = {**self._metrics, "val_loss": loss, "val_wall": time.perf_counter() - began}
+        self._log({"val_loss": loss, "val_wall": self._metrics["val_wall"]}, "val")
+
+    def _validate(self, stage: str) -> float:
+        """Return the mean loss over all rows of the data, without those that are repeated."""
+        hooks, batches = self._hooks, self._batches[stage]
+        assert batches is not None
+        hooks.call("on_val_start", self)
+        total = [0.0, 0.0]
+        now = rank_state.capture_generators()  # a validation must not change the training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for idx, batch in enumerate(islice(batches.start_epoch(0, 0), self.train_args.max_val_steps)):
+                    total = self._validation_step(batches, batch, idx, total)
+        finally:
+            self.model.train()
+            rank_state.restore_generators(now)
+        sums = self._sum_over_copies(total)
+        loss = sums[0] / max(1.0, sums[1])
+        hooks.call("on_val_end", self, loss)
+        return loss
+
+    def _validation_step(self, batches: Batches, batch: Any, idx: int, total: list[float]) -> list[float]:
+        hooks, loader = self._hooks, batches.loader
+        if not isinstance(loader, (EvaluationLoader, PreparedLoader)):
+            batch = to_device(batch, device())
+        rows = loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch)
+        hooks.call("on_val_step_start", self, [batch], idx)
+        # A copy whose rows are all repeated computes them too, as sharded models need all ranks.
+        output = self._forward(take_rows(batch, rows) if rows else batch)
+        loss = float(find_loss(output, str(self.train_args.model.type)))
+        hooks.call("on_val_step_end", self, [output], [batch], idx)
+        if hooks.has("after_aggregate_val_step_outputs"):
+            sums = self._sum_over_copies([loss, 1.0, loss * rows, float(rows)])
+            aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
+            if self._aggregate is not None:
+                aggregated = self._aggregate([output])
+            hooks.call("after_aggregate_val_step_outputs", self, aggregated, sums[2] / max(1.0, sums[3]), idx)
+        return [total[0] + loss * rows, total[1] + rows]
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        status, settings = self.train_status, self.train_args.checkpoint
+        if settings.no_save or self._saved_step == status.finished_train_steps:
+            return
+        before = self._validated
+        self._validate_once()
+        if self._validated is not before:
+            self._report()
+        is_validated = self._validated is not None and self._validated[0] == status.finished_train_steps
+        loss = self._validated[1] if is_validated and self._validated else self._metrics.get("train_loss", float("inf"))
+        status.best_loss = min(status.best_loss, loss)
+        own: dict[str, Any] = {}
+        self._hooks.call("on_save_checkpoint", self, own)
+        batches = self._training_data()
+        if status.epoch_steps:
+            if not batches.has_plain_order:
+                own["raysgd_epoch_generators"] = self._epoch_generators
+            if batches.is_stateful:
+                own["raysgd_loader"] = batches.state_dict()
+        of_ranks = api.gather((own, _as_numbers(self._metrics)))
+        newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
+        args = self.train_args
+        more = {
+            "train_status": asdict(status),
+            "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
+            "newest_metrics": newest,
+            "of_ranks": [own for own, _ in of_ranks],
+        }
+        metrics = {
+            **newest,
+            "loss": loss,
+            "best_loss": status.best_loss,
+            "epochs": status.epoch,
+            "step": status.finished_train_steps,
+        }
+        self.engine.save_checkpoint(metrics=metrics, merged=settings.save_type == "merged", **more)
+        self._saved_step = status.finished_train_steps
+
+    def _load(self, *, continues: bool = True) -> None:
+        saved = self.engine.load_checkpoint()
+        if saved is None:
+            return
+        if "train_status" not in saved:
+            raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
+        status = TrainStatus(**saved["train_status"])
+        if continues:
+            self._check_batches(status, saved["batches"])
+        self.train_status = status
+        self._metrics = dict(saved["newest_metrics"])
+        self._saved_step = status.finished_train_steps
+        of_ranks = saved["of_ranks"]
+        is_same_size = len(of_ranks) == self.world_size
+        own = dict(of_ranks[self.rank] if is_same_size else of_ranks[0])
+        generators, state = own.pop("raysgd_epoch_generators", None), own.pop("raysgd_loader", None)
+        # A loader's own position counts batches of that size; where it is another, the batches before are read again.
+        is_same_batch = saved["batches"]["rows_per_batch"] == self.train_args.micro_batch_size
+        self._resumed = (state if is_same_batch else None, generators) if is_same_size else (None, None)
+        self._epoch_generators = generators
+        self._hooks.call("on_load_checkpoint", self, own)
+
+    def _check_batches(self, status: TrainStatus, saved: dict[str, int]) -> None:
+        """Check that the position within the epoch means the same rows as when it was saved."""
+        now, before = self.train_args.rows_per_step, saved["rows_per_step"]
+        if not status.epoch_steps or now == before:
+            return
+        rows = status.epoch_steps * before
+        if rows % now:
+            raise ConfigError(
+                f"the checkpoint was saved after {rows} rows of epoch {status.epoch}, in steps of {before} rows; steps of {now} "
+                f"rows cannot continue there: give global_batch_size {before}, or one that divides {rows}."
+            )
+        status.epoch_steps = rows // now
+
+    def _log(self, metrics: dict[str, Any], tag: str) -> None:
+        for logger in self.loggers:
+            numbers = {name: value for name, value in _as_numbers(metrics).items() if name not in ("step", "epoch")}
+            logger.log_metrics(numbers, self.train_status.finished_train_steps, tag=tag)
+
+
+def _divides(interval: int | None, number: int) -> bool:
+    return interval is not None and number % interval == 0
+
+
+def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return metrics without tensors; counts stay integers."""
+    return {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+
+
+def _call_if_there(owner: Any, name: str) -> None:
+    if callable(method := getattr(owner, name, None)):
+        method()

@@ -1,0 +1,196 @@
+"""A search with Ray Tune over a declarative training: the section ``search``. Driver side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from raysgd._util.logs import get_logger
+from raysgd._util.text import with_article
+from raysgd.callbacks.base import Callback
+from raysgd.config.argument_names import nearest, refuse_unknown_fields
+from raysgd.config.checks import check_choice, check_count, from_mapping
+from raysgd.declarative.args import FieldError, TrainerArgs
+from raysgd.declarative.reading import SPACES, Tree, as_values
+from raysgd.declarative.values import Importer
+from raysgd.errors import ConfigError, TrainFuncError
+from raysgd.trainer.trainer import Trainer
+
+#: What a training reports after each step; with validation data also its loss.
+_METRICS = ("train_loss", "gnorm", "lr", "rows", "train_wall", "step", "epoch")
+
+
+@refuse_unknown_fields()
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """The section ``search`` of a training.
+
+    Attributes:
+        space: Names of fields, and what is tried: ``{"optimizer.args.lr": {"loguniform": [1e-4, 1e-1]}}``, by the functions of
+            ``ray.tune``, or a list of values.
+        metric: What is optimized. None: ``val_loss``, or ``train_loss`` without validation data.
+        mode: ``"min"`` or ``"max"``.
+        num_samples: Samples of the space.
+        max_concurrent_trials: Trials at the same time; None: as many as fit.
+        time_budget_s: Seconds after which the search ends.
+        scheduler: ``{"type": full name, "args": {...}}`` of a scheduler of Ray Tune; None: every trial runs to its end.
+        search_alg: The same for a search algorithm; None: random and grid search.
+    """
+
+    space: Mapping[str, Any] = field(default_factory=dict)
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    num_samples: int = 1
+    max_concurrent_trials: int | None = None
+    time_budget_s: float | None = None
+    scheduler: Mapping[str, Any] | None = None
+    search_alg: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("search.mode", self.mode, ("min", "max"))
+        check_count("search.num_samples", self.num_samples, minimum=1)
+        given: object = self.space
+        if not isinstance(given, Mapping) or not given:
+            raise ConfigError(
+                "search.space has no field; give fields and what is tried, such as optimizer.args.lr: [0.1, 0.01]."
+            )
+
+
+def check_search(args: TrainerArgs) -> SearchConfig:
+    """Return the section ``search``, checked as far as that needs neither Ray nor torch.
+
+    Raises:
+        FieldError: It cannot work.
+    """
+    try:
+        settings = from_mapping(SearchConfig, args.search or {}, "search")
+    except ConfigError as error:
+        raise FieldError(("search",), str(error)) from None
+    base = as_values(replace(args, search=None))
+    known = (*_METRICS, *(("val_loss", "val_wall") if args.dataset.val_args else ()))
+    is_known = settings.metric is None or settings.metric in known or settings.metric.startswith("lr_")
+    # Any other name may be that of a metric that a hook of the user reports.
+    if not is_known and (close := nearest(str(settings.metric), known)):
+        raise FieldError(
+            ("search", "metric"), f"a training reports no {settings.metric!r}{close}; give one of {', '.join(known)}."
+        )
+    for name, value in settings.space.items():
+        _check_field(name, base)
+        _check_space(name, value)
+    return settings
+
+
+def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Search; return the best trial's metrics, and what was tried as ``config``.
+
+    Raises:
+        ConfigError: The section cannot work.
+    """
+    from raysgd.tune_integration import search as search_with_tune
+
+    base = as_values(replace(args, search=None))
+    with Tree().naming_places():
+        settings = check_search(args)
+        space = {name: _space_of(name, value, base) for name, value in settings.space.items()}
+    importer = Importer(training.allowed)
+    metric = settings.metric or ("val_loss" if args.dataset.val_args else "train_loss")
+    with trainer:
+        results = search_with_tune(
+            cast(Any, trainer),
+            replace(training, base=base, metric=metric),
+            space,
+            metric=metric,
+            mode=settings.mode,
+            num_samples=settings.num_samples,
+            max_concurrent_trials=settings.max_concurrent_trials,
+            time_budget_s=settings.time_budget_s,
+            scheduler=_component(importer, settings.scheduler),
+            search_alg=_component(importer, settings.search_alg),
+            callbacks=[each for each in callbacks if each.runs_in != "driver"],
+        )
+    _check_trials(results)
+    best = results.get_best_result(metric=metric, mode=settings.mode, filter_nan_and_inf=True)
+    return {
+        **{name: value for name, value in (best.metrics or {}).items() if name in ("step", "epoch", metric)},
+        "config": best.config,
+    }
+
+
+def _check_trials(results: Any) -> None:
+    """Warn if trials have failed.
+
+    Raises:
+        TrainFuncError: All have.
+    """
+    if not results.errors:
+        return
+    error = results.errors[0]
+    cause = getattr(error, "cause", None) or error  # Ray's error has the traceback in its text
+    what = f"the first one by {type(cause).__name__}: {cause}"
+    if results.num_errors == len(results):
+        raise TrainFuncError(f"all trials of the search failed ({results.num_errors}), {what}")
+    get_logger().warning("%d of %d trials of the search failed, %s", results.num_errors, len(results), what)
+
+
+def _component(importer: Importer, given: Mapping[str, Any] | None) -> Any:
+    return None if given is None else importer.build(str(given.get("type")), given.get("args", {}))
+
+
+def _space_of(name: str, value: Any, base: Mapping[str, Any]) -> Any:
+    """Return the space that is tried for a field."""
+    from ray import tune
+
+    _check_field(name, base)
+    _check_space(name, value)
+    if isinstance(value, list):
+        return tune.choice(value)
+    ((kind, given),) = value.items()
+    make = getattr(tune, kind)
+    try:
+        if kind in ("choice", "grid_search"):
+            return make(list(given))
+        return make(**given) if isinstance(given, Mapping) else make(*given)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise FieldError(
+            ("search", "space", name), f"ray.tune.{kind} cannot be made with {given!r}: {error}."
+        ) from None
+
+
+def _check_space(name: str, value: Any) -> None:
+    """Check that a value of the space is a list, or has the name of a function of ``ray.tune``."""
+    if isinstance(value, list):
+        return
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise FieldError(
+            ("search", "space", name),
+            f"{value!r} is {with_article(type(value).__name__)}; give a list, or one of {SPACES}.",
+        )
+    (kind,) = value
+    if kind not in SPACES:
+        raise FieldError(
+            ("search", "space", name),
+            f"{kind!r} is not a space{nearest(kind, SPACES)}; give a list, or one of {SPACES}.",
+        )
+
+
+def _check_field(name: str, base: Mapping[str, Any]) -> None:
+    """Check that a field exists; arguments of components may be new."""
+    inside: Any = base
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if isinstance(inside, list):
+            inside = inside[int(part)] if part.isdigit() and int(part) < len(inside) else None
+        elif isinstance(inside, Mapping) and part in inside:
+            inside = inside[part]
+        elif (isinstance(inside, Mapping) and any(each.endswith("args") for each in parts[:place])) or inside is None:
+            return
+        elif not isinstance(inside, (Mapping, list)):
+            close = nearest(part, SPACES) or f"; give one of {SPACES} after {'.'.join(parts[:place])}"
+            raise FieldError(
+                ("search", "space", name),
+                f"{'.'.join(parts[:place])} is {inside!r}, which has no field {part!r}{close}.",
+            )
+        else:
+            known = list(inside) if isinstance(inside, Mapping) else []
+            raise FieldError(("search", "space", name), f"there is no such field{nearest(part, known)}.")

@@ -1,0 +1,98 @@
+"""Rows that draw random numbers when they are loaded, and what ranks and processes of loaders draw."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from raysgd.session import context
+from raysgd.session.base import Identity
+from raysgd.session.progress import Progress
+from raysgd.torch import prepare_data_loader
+
+Enter = Callable[..., None]
+
+
+@contextlib.contextmanager
+def worlds() -> Iterator[Enter]:
+    """Return a function that makes this process a worker: ``world(rank, size, seed=...)``."""
+
+    def enter(
+        rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True, workers_per_replica: int = 1
+    ) -> None:
+        session = SimpleNamespace(
+            progress=Progress(),
+            identity=Identity(world_rank=rank, world_size=size, workers_per_replica=workers_per_replica),
+            world_rank=rank,
+            world_size=size,
+            seed=seed,
+            in_worker=in_worker,
+            deterministic=False,
+            logical=None,
+        )
+        context.install(cast(Any, session))
+
+    yield enter
+    context.uninstall()
+
+
+class Augmented(Dataset[Any]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+class Draws(Dataset[Any]):
+    """Items that draw from the generators of the process that loads them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        assert get_worker_info() is not None
+        return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+def check_augmented_alike(seed: int | None, num_workers: int) -> None:
+    """Check that the ranks of a copy of the model draw the same numbers for a row, and no others do."""
+    draws = []
+    with worlds() as world:
+        for rank in range(4):
+            world(rank, 4, seed=seed, workers_per_replica=2)
+            torch.manual_seed(rank)  # as a Trainer seeds ranks: dropout differs
+            before = torch.get_rng_state()
+            dataset: Any = Augmented(8)
+            loader = prepare_data_loader(DataLoader(dataset, batch_size=2, num_workers=num_workers))
+            draws.append([[torch.stack(batch) for batch in loader] for _ in range(2)])
+            assert torch.equal(torch.get_rng_state(), before)
+    of_rank = [torch.stack([torch.cat(epoch, dim=1) for epoch in epochs]) for epochs in draws]
+    assert torch.equal(of_rank[0], of_rank[1]) and torch.equal(of_rank[2], of_rank[3])
+    numbers = torch.cat([of_rank[0].flatten(), of_rank[2].flatten()])
+    assert len(numbers.unique()) == len(numbers)  # of all copies, epochs, batches and rows
+
+
+def check_draws() -> None:
+    """Check that processes of loaders draw different numbers on each rank, and the same when they are made again."""
+
+    def draws(rank: int) -> list[Any]:
+        torch.manual_seed(0)  # as a script does on every rank
+        world(rank, 2, seed=4)
+        given = DataLoader(Draws(), num_workers=2, worker_init_fn=None, batch_size=1)
+        return [float(value) for batch in prepare_data_loader(given, add_sampler=False) for value in batch]
+
+    with worlds() as world:
+        first, second = draws(0), draws(1)
+        assert len({*first, *second}) == 24
+        assert draws(0) == first

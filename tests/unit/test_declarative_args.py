@@ -1,0 +1,359 @@
+"""`TrainerArgs`: names and defaults of the document, YAML with places, overrides, references, and refusals that say where."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
+from raysgd.declarative.args import HOOKS, HookConfig, HookMapConfig
+from raysgd.declarative.reading import args_of, as_values, merge
+from raysgd.declarative.searching import SearchConfig, _space_of
+from raysgd.errors import ConfigError
+
+DOCUMENT = """\
+compute_config:
+  plan_ngpus: 4
+  runtime_ngpus: 100
+  constant_folding: true
+  use_zero: true
+  use_end2end: true
+
+run_mode: run
+pas_policy: autodist
+micro_batch_size: 2
+global_batch_size: 8
+max_epochs: 4
+max_train_steps: 10
+
+model:
+  type: tests.cli.common.MLP
+  args:
+    dim: 16
+    nlayers: 16
+
+optimizer:
+  type: torch.optim.Adam
+  args:
+    lr: 0.01
+
+dataset:
+  type: tests.cli.common.SimpleDataset
+  train_args:
+    dim: 16
+    size: 100
+  val_args:
+    dim: 16
+    size: 10
+
+checkpoint:
+  keep_last_n_checkpoints: 30
+  every_n_train_steps: 1
+  save_type: deduped
+"""
+SMALL = {
+    "model": {"type": "my.Model"},
+    "optimizer": {"type": "torch.optim.SGD"},
+    "dataset": {"type": "my.Data", "train_args": {"size": 3}},
+    "max_epochs": 1,
+}
+#: The fields of the document, in its order, with their defaults; components are compared by their own defaults.
+FIELDS = {
+    "compute_config": None,
+    "gen_savedir": "./.nnscaler",
+    "gen_reuse": "auto",
+    "pas_policy": "autodist",
+    "broadcast_strategy": "all",
+    "instance_name": None,
+    "run_mode": "run",
+    "tracing_from_weights": None,
+    "model": {"type": "my.Model", "args": {}},
+    "optimizer": {
+        "type": "torch.optim.SGD",
+        "args": {},
+        "clip_gnorm": 0.0,
+        "loss_reduction": "mean",
+        "grad_reduction": "mean",
+        "aggregate_outputs_fn": None,
+    },
+    "dataset": {"type": "my.Data", "train_args": {"size": 3}, "val_args": {}, "test_args": {}},
+    "dataloader": {"type": "torch.utils.data.DataLoader", "train_args": {}, "val_args": {}, "test_args": {}},
+    "dataset_sampler": {
+        "type": "torch.utils.data.DistributedSampler",
+        "train_args": {},
+        "val_args": {},
+        "test_args": {},
+    },
+    "lr_scheduler": None,
+    "checkpoint": {
+        "save_dir": "./checkpoints",
+        "no_save": False,
+        "save_type": "sharded",
+        "save_last": True,
+        "save_best": True,
+        "symlink_best_and_last": True,
+        "every_n_train_steps": None,
+        "every_n_epochs": None,
+        "keep_last_n_checkpoints": None,
+        "resume_from": None,
+    },
+    "log": [],
+    "hook": None,
+    "precision": None,
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "grad_accumulation_steps": None,
+    "max_epochs": 1,
+    "max_train_steps": None,
+    "max_val_steps": None,
+    "val_every_n_train_steps": None,
+    "val_every_n_epochs": 1,
+    "enable_progress_bar": True,
+    "seed": None,
+    "init_env_fn": None,
+}
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(DOCUMENT)
+    return path
+
+
+def refusal(path: Path, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_args(path, words)
+    return str(caught.value).replace(str(path), "job.yaml")
+
+
+def test_fields_have_the_names_and_defaults_of_the_document() -> None:
+    values = as_values(args_of(SMALL))
+    assert dict(list(values.items())[:29]) == FIELDS
+    assert list(values)[29:] == ["trainer", "engine", "search"]
+
+
+def test_there_are_the_23_hooks_of_the_document() -> None:
+    assert len(HOOKS) == 23
+    assert args_of({**SMALL, "hook": {"on_epoch_end": "my.fn"}}).hook == HookMapConfig(on_epoch_end="my.fn")
+    assert args_of({**SMALL, "hook": {"type": "my.Hook"}}).hook == HookConfig(type="my.Hook")
+
+
+def test_the_documents_example_is_refused_with_its_arithmetic(document: Path) -> None:
+    text = refusal(document)
+    assert text.startswith("job.yaml, line 11, global_batch_size: micro_batch_size 2 x (100 / 4) = 50 does not divide")
+
+
+def test_with_four_workers_the_documents_example_is_accepted(document: Path) -> None:
+    args = load_args(document, ["--compute_config.runtime_ngpus", "4"])
+    assert (args.accumulation(), args.rows_per_step, args.compute.num_copies) == (4, 8, 1)
+
+
+def test_a_file_and_python_make_the_same(document: Path) -> None:
+    text = DOCUMENT.replace("100\n  constant", "4\n  constant")
+    document.write_text(text)
+    read = load_args(document)
+    assert read == args_of(yaml.safe_load(text))
+    assert args_of(as_values(read)) == read
+    assert dataclasses.replace(read, model=ModelConfig(type="my.Other")).model.args == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max_epochs", "2"], {"max_epochs": 2}),
+        (["--max-epochs=2"], {"max_epochs": 2}),
+        (["--max_epochs!"], {"max_epochs": None}),
+        (
+            ["--model.args.dim", "32"],
+            {"model": ModelConfig(type="tests.cli.common.MLP", args={"dim": "32", "nlayers": 16})},
+        ),
+        (["--enable_progress_bar=false"], {"enable_progress_bar": False}),
+        (["--checkpoint.no_save"], {}),
+        (["--precision.param=bf16", "--precision.input", "fp32"], {"precision": {"param": "bf16", "input": "fp32"}}),
+        (["--checkpoint.resume-from", "last"], {}),
+        (["--trainer.num_workers", "[2, 4]"], {"trainer": {"num_workers": [2, 4]}}),
+        (["--instance_name", "12"], {"instance_name": "12"}),
+        (["--seed", "none"], {"seed": None}),
+        (
+            ["--search.space.optimizer.args.lr", "[0.1, 0.2]", "--search.space.model.args.dim.randint=[4, 8]"],
+            {"search": {"space": {"optimizer.args.lr": [0.1, 0.2], "model.args.dim": {"randint": [4, 8]}}}},
+        ),
+        (
+            [
+                *("--search.space.optimizer.args.lr", "[1]", "--search.space.micro_batch_size", "[1, 2]"),
+                *("--search.space.optimizer.args.lr.uniform", "[0, 1]", "--search.space.micro-batch-size!"),
+                "--search.num_samples=3",
+            ],
+            {"search": {"space": {"optimizer.args.lr": {"uniform": [0, 1]}}, "num_samples": 3}},
+        ),
+    ],
+)
+def test_words_of_the_command_line_override(document: Path, words: list[str], expected: dict[str, Any]) -> None:
+    args = load_args(document, ["--compute_config.runtime_ngpus=4", *words])
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
+    args = load_args(
+        document, ["--compute_config.runtime_ngpus=4", "--log.0.type", "TensorBoardLogger", "--log.1.type", "my.L"]
+    )
+    assert [log.type for log in args.log] == ["TensorBoardLogger", "my.L"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--modle.args.dim", "3"], r"the command line \(--modle.args.dim 3\), modle: .*did you mean 'model'"),
+        (["--checkpoint.save_typ", "x"], r"checkpoint.save_typ: there is no such field \(did you mean 'save_type'"),
+        (
+            ["--checkpoint.save_type", "x"],
+            r"--checkpoint.save_type x\), checkpoint.save_type: save_type='x' is not known",
+        ),
+        (["--micro_batch_size", "two"], r"micro_batch_size: micro_batch_size='two' is a str; give an int"),
+        (["--max_epochs!", "--max_train_steps!"], "max_epochs: neither max_epochs nor max_train_steps"),
+        (["--max_epoch!"], r"--max_epoch!: max_epoch is not set, .*did you mean 'max_epochs'"),
+        (["junk"], "'junk' is neither a flag nor the value of one"),
+        (["--grad_accumulation_steps", "3"], "does not agree with global_batch_size=8: that is 2 rows x 1 copies x 4"),
+        (["--compute_config.use_end2end=false"], "compute_config.use_end2end: use_end2end must be true"),
+        (["--compute_config.plan_ngpus", "3"], r"runtime_ngpus=4 is not a multiple of plan_ngpus=3"),
+        (["--checkpoint.every_n_epochs", "1"], "every_n_train_steps and every_n_epochs are both given"),
+        (["--optimizer.grad_reduction", "per-token-mean"], "needs aggregate_outputs_fn"),
+        (["--optimizer.loss_reduction", "median"], "loss_reduction='median' is not known"),
+        (["--dataloader.train_args.batch_size", "2"], "batch_size cannot be set: give micro_batch_size"),
+        (["--precision", "fp8"], "precision='fp8' is not known"),
+        (["--precision.weight=bf16"], "precision='weight' is not known"),
+        (["--precision", "3"], "precision: precision='3' is not known"),
+        (["--search", "3"], "search: search=3 is not a mapping"),
+        (
+            ["--search.space.max_epoch", "[1]"],
+            r"search.space.max_epoch: there is no such field \(did you mean 'max_epochs'",
+        ),
+        (
+            ["--search.space.max_epochs", "3"],
+            r"--search.space.max_epochs 3\), search.space.max_epochs: 3 is an int; give a",
+        ),
+        (
+            ["--search.space.optimizer.args.lr.unifrm", "[0, 1]"],
+            r"optimizer.args.lr is 0.01, which has no field 'unifrm' \(did you mean 'uniform'",
+        ),
+        (
+            ["--search.space.optimizer.args.lr", "[1]", "--search.metric", "val_los"],
+            r"search.metric: a training reports no 'val_los' \(did you mean 'val_loss'",
+        ),
+        (["--search.spaces.max_epochs", "[3]"], "search: .*did you mean 'space'"),
+        (["--dataloader.type="], "dataloader.type: type is empty; give a text, or leave it out"),
+        (["--checkpoint.save_dir", ""], "checkpoint.save_dir: save_dir is empty"),
+        (["--model.type", "Net"], r"--model.type Net\), model.type: type='Net' is not the full name of a class"),
+        (["--dataset.type", "a-b.C"], "dataset.type: type='a-b.C' is not the full name"),
+        (["--log.0.type", "CsvLogger"], "log.0.type: type='CsvLogger' is not the full name"),
+        (["--hook.on_epoch_end", "say"], "hook.on_epoch_end: on_epoch_end='say' is not the full name"),
+        (["--init_env_fn", "start"], "init_env_fn: init_env_fn='start' is not the full name"),
+        (["--pas_policy", "dpp"], "pas_policy='dpp' is not known"),
+        (["--model!"], "model: model has no type"),
+        (["--log.1.type", "x"], "'1' is not the number of an entry"),
+        (["--model.args.dim", "$(model.args.nlayer)"], r"refers to model.args.nlayer, .*did you mean 'nlayers'"),
+        (
+            ["--model.args.dim", "$(model.args.nlayers)", "--model.args.nlayers", "$(model.args.dim)"],
+            "references form a cycle: model.args.nlayers -> model.args.dim -> model.args.nlayers",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_with_its_place(document: Path, words: list[str], text: str) -> None:
+    assert re.search(text, refusal(document, "--compute_config.runtime_ngpus=4", *words))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("max_epochs: 4", "max_epoch: 4", r"job.yaml, line 12, max_epoch: .*did you mean 'max_epochs'"),
+        ("    lr: 0.01", "    lr: 0.01\n    lr: 0.02", "job.yaml, line 25: optimizer.args.lr is given twice"),
+        ("pas_policy: autodist", "pas_policy:", "line 9, pas_policy: pas_policy is empty; give a text"),
+        ("max_epochs: 4", "precision: [fp32]", r"line 12, precision: precision=\['fp32'\] is not a mapping"),
+        ("    lr: 0.01", "    lr: [0.01", "job.yaml, line 2[0-9]: "),
+        ("    lr: 0.01", "    lr: !!python/name:os.system", "only plain values can be read"),
+        ("micro_batch_size: 2", "3: 2", "job.yaml, line 10: 3 is not a name"),
+        ("  save_type: deduped", "  save_type: *x", "job.yaml, line 3[0-9]: found undefined alias"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused_with_its_line(document: Path, old: str, new: str, text: str) -> None:
+    document.write_text(DOCUMENT.replace(old, new).replace("runtime_ngpus: 100", "runtime_ngpus: 4"))
+    assert re.search(text, refusal(document))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_args(tmp_path / "nothing.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="is not a mapping of names to values"):
+        load_args(tmp_path / "list.yaml")
+
+
+def test_references_give_the_value_with_its_type() -> None:
+    values = {**SMALL, "micro_batch_size": "$(dataset.train_args.size)", "instance_name": "of-$(max_epochs)"}
+    args = args_of(values)
+    assert (args.micro_batch_size, args.instance_name) == (3, "of-1")
+
+
+def test_anchors_and_merges_of_yaml_are_read(tmp_path: Path) -> None:
+    text = yaml.safe_dump({key: value for key, value in SMALL.items() if key != "dataset"})
+    text += "dataset:\n  type: my.Data\n  train_args: &a\n    size: 3\n  val_args:\n    <<: *a\n    more: 1\n"
+    (tmp_path / "job.yaml").write_text(text)
+    assert load_args(tmp_path / "job.yaml").dataset.val_args == {"size": 3, "more": 1}
+
+
+def test_changes_are_merged_by_dotted_names() -> None:
+    merged = merge({"a": {"b": 1, "c": 2}, "l": [{"x": 1}]}, {"a.b": 3, "l.0.x": 4, "d": 5, "a": {"e": 6}})
+    assert merged == {"a": {"b": 3, "c": 2, "e": 6}, "l": [{"x": 4}], "d": 5}
+    assert merge({"a": None}, {"a.b": 3}) == {"a": {"b": 3}}
+
+
+def test_epochs_between_checkpoints_default_to_one() -> None:
+    assert CheckpointConfig().epochs_between == 1
+    assert CheckpointConfig(every_n_train_steps=3).epochs_between is None
+    assert TrainerArgs(**{**_objects(), "max_epochs": 2}).checkpoint.epochs_between == 1
+
+
+def _objects() -> dict[str, Any]:
+    args = args_of(SMALL)
+    return {each.name: getattr(args, each.name) for each in dataclasses.fields(args)}
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (3, "search.space has no field; give fields and what is tried"),
+        ({"optimizer.args.lr": {"uniform": 3}}, r"ray.tune.uniform cannot be made with 3"),
+        ({"optimizer.args.lr": {"uniform": [1]}}, r"ray.tune.uniform cannot be made with \[1\]: .*missing 1 required"),
+        ({"optimizer.args.lr": {"choice": 3}}, "ray.tune.choice cannot be made with 3"),
+        ({"max_epoch": [1]}, r"there is no such field \(did you mean 'max_epochs'"),
+    ],
+)
+def test_a_space_that_cannot_work_is_refused(space: Any, text: str) -> None:
+    base = as_values(args_of(SMALL))
+    with pytest.raises(ConfigError, match=text):
+        [_space_of(name, value, base) for name, value in SearchConfig(space=space).space.items()]
+
+
+def test_a_space_of_the_file_is_changed_by_the_command_line(tmp_path: Path) -> None:
+    space = {"optimizer.args.lr": {"loguniform": [0.1, 1]}, "model.args.choice": [1, 2]}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**SMALL, "search": {"space": space}}))
+    words = ["--search.space.optimizer.args.lr.uniform", "[0, 1]", "--search.space.model.args.choice", "[3]"]
+    search = load_args(tmp_path / "job.yaml", words).search
+    assert search == {"space": {"optimizer.args.lr": {"uniform": [0, 1]}, "model.args.choice": [3]}}
+
+
+def test_keys_of_an_argument_that_is_a_dict_may_be_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**SMALL, "model": {"type": "my.Model", "args": {"id2label": {0: "a", 1: "b"}}}})
+    (tmp_path / "job.yaml").write_text(text)
+    assert load_args(tmp_path / "job.yaml").model.args == {"id2label": {0: "a", 1: "b"}}
+
+
+def test_reduced_inputs_need_reduced_parameters() -> None:
+    with pytest.raises(ConfigError, match="inputs in bf16 do not go with parameters in fp32; give param: bf16 too"):
+        args_of({**SMALL, "precision": {"input": "bf16"}})

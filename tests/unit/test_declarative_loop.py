@@ -1,0 +1,464 @@
+"""The declarative loop in a world of one: hooks in order, reductions, exact validation, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raysgd
+from raysgd.declarative.components import EqualDraws, make_model
+from raysgd.declarative.entry import Training, write_plan
+from raysgd.declarative.reading import args_of, as_values, merge
+from raysgd.declarative.strategies import decide, engine_fields, list_warnings
+from raysgd.declarative.values import Importer
+from raysgd.engine.config import EngineConfig
+from raysgd.errors import ConfigError
+from raysgd.session.rank_state import seed_generators
+from support import declared
+from support.declared_runs import MLP, STEPS, assert_equal, numbers, run, training
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+@pytest.fixture(autouse=True)
+def no_calls() -> Iterator[None]:
+    declared.CALLS.clear()
+    yield
+    declared.CALLS.clear()
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_are_called_in_this_order(tmp_path: Path) -> None:
+    values = training(
+        max_epochs=1,
+        max_train_steps=1,
+        dataset__val_args={"dim": 4, "size": 3},
+        hook={"type": "support.declared.Everything"},
+        checkpoint__save_last=True,
+    )
+    run(values, tmp_path)
+    validation = [
+        "on_val_start",
+        *["on_val_step_start", "on_val_step_end", "after_aggregate_val_step_outputs"] * 2,
+        "on_val_end",
+    ]
+    assert [name for _, name in declared.CALLS] == [
+        "after_setup",
+        "on_train_start",
+        "on_epoch_start",
+        "before_zero_grad",
+        "after_zero_grad",
+        "on_train_step_start",
+        "before_sync_grad",
+        "after_sync_grad",
+        "on_train_step_end",
+        "after_aggregate_train_step_outputs",
+        "before_gnorm_clip",
+        "after_gnorm_clip",
+        "before_optimizer_step",
+        "after_optimizer_step",
+        *validation,
+        "on_save_checkpoint",
+        "on_train_end",
+    ]
+    declared.CALLS.clear()
+    run({**values, "max_train_steps": 2}, tmp_path)
+    assert [name for _, name in declared.CALLS][:3] == ["after_setup", "on_load_checkpoint", "on_train_start"]
+
+
+def test_hooks_of_model_optimizer_scheduler_come_before_the_configured_one() -> None:
+    values = training(
+        model__type="support.declared.HookedModel",
+        optimizer={"type": "support.declared.HookedOptimizer", "args": {"lr": 0.1}},
+        lr_scheduler={"type": "support.declared.HookedScheduler", "args": {"step_size": 1}},
+        hook={"type": "support.declared.Everything"},
+        max_epochs=1,
+    )
+    run(values)
+    owners = [owner for owner, name in declared.CALLS if name == "on_epoch_start"]
+    assert owners == ["model", "optimizer", "lr_scheduler", "hook"]
+
+
+def test_functions_are_hooks_by_their_names() -> None:
+    run(numbers([1.0, 3.0], hook={"after_gnorm_clip": "support.declared.note_norm"}))
+    assert declared.CALLS == [1.0]
+
+
+def test_the_environment_is_initialised_first_and_own_loggers_log() -> None:
+    values = numbers(
+        [1.0, 3.0],
+        init_env_fn="support.declared.note_environment",
+        log=[{"type": "support.declared.Logger", "args": {"name": "mine"}}],
+    )
+    run(values)
+    assert declared.CALLS[:2] == [("init_env", 0), ("setup", 1)]
+    assert declared.CALLS[2][:3] == ("mine", "train", 1)
+    assert declared.CALLS[-1] == ("finalize", "mine")
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss", "gradient"),
+    [("mean", 4.0, 4.0), ("sum", 8.0, 8.0), ("row-mean", 4.0, 4.0)],
+)
+def test_losses_and_gradients_are_reduced(reduction: str, loss: float, gradient: float) -> None:
+    values = numbers(
+        [1.0, 3.0, 5.0, 7.0],
+        micro_batch_size=2,
+        global_batch_size=4,
+        optimizer__loss_reduction=reduction,
+        optimizer__grad_reduction=reduction,
+    )
+    metrics, weights = run(values)
+    assert metrics["train_loss"] == loss
+    assert float(weights["weight"]) == -gradient
+    assert float(metrics["gnorm"]) == gradient
+
+
+def test_a_step_of_uneven_micro_batches_can_be_the_mean_over_rows() -> None:
+    uneven = {"micro_batch_size": 2, "grad_accumulation_steps": 2}
+    of_batches, _ = run(numbers([1.0, 3.0, 8.0], **uneven))
+    assert of_batches["train_loss"] == (2 + 8) / 2
+    changes = {**uneven, "optimizer__loss_reduction": "row-mean", "optimizer__grad_reduction": "row-mean"}
+    of_rows, weights = run(numbers([1.0, 3.0, 8.0], **changes))
+    assert of_rows["train_loss"] == 4.0
+    assert float(weights["weight"]) == -4.0
+
+
+def test_gradients_can_be_the_mean_over_tokens() -> None:
+    values = numbers(
+        [1.0, 3.0, 8.0],
+        micro_batch_size=2,
+        grad_accumulation_steps=2,
+        model__type="support.declared.Total",
+        optimizer__grad_reduction="per-token-mean",
+        optimizer__aggregate_outputs_fn="support.declared.sum_tokens",
+    )
+    metrics, weights = run(values)
+    assert float(weights["weight"]) == pytest.approx(-12 / 3)
+    assert metrics["train_loss"] == 12 / 2
+
+
+def test_tokens_that_nobody_counted_are_refused() -> None:
+    values = numbers(
+        [1.0],
+        model__type="support.declared.Total",
+        optimizer__grad_reduction="per-token-mean",
+        optimizer__aggregate_outputs_fn="support.declared.sum_nothing",
+    )
+    with pytest.raises(ConfigError, match="returned num_tokens=None"):
+        run(values)
+
+
+def test_gradients_are_scaled_before_they_are_clipped() -> None:
+    values = numbers([1.0, 3.0], grad_accumulation_steps=2, optimizer__grad_reduction="sum", optimizer__clip_gnorm=1.0)
+    metrics, weights = run(values)
+    assert float(metrics["gnorm"]) == 4.0
+    assert float(weights["weight"]) == pytest.approx(-1.0, rel=1e-5)
+
+
+# -- validation, learning rates --------------------------------------------------------------------------------------------
+
+
+def test_the_validation_loss_is_the_mean_over_all_rows() -> None:
+    values = numbers([0.0], dataset__val_args={"values": [1.0, 2.0, 6.0]}, micro_batch_size=2)
+    metrics, _ = run(values)
+    assert metrics["val_loss"] == 3.0  # not (1.5 + 6) / 2
+
+
+def test_max_val_steps_limits_the_validation() -> None:
+    values = numbers([0.0], dataset__val_args={"values": [1.0, 2.0, 6.0]}, max_val_steps=2)
+    assert run(values)[0]["val_loss"] == 1.5
+
+
+def test_a_validation_does_not_change_the_training(tmp_path: Path) -> None:
+    plain = run(training(max_epochs=2))[1]
+    validated = run(training(max_epochs=2, val_every_n_train_steps=1, dataset__val_args={"dim": 4, "size": 5}))[1]
+    assert_equal(plain, validated)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_the_rate_that_is_reported_is_the_one_applied(interval: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    scheduler = {
+        "type": "torch.optim.lr_scheduler.StepLR",
+        "args": {"step_size": 1, "gamma": 0.5},
+        "interval": interval,
+    }
+    run(training(max_epochs=2, lr_scheduler=scheduler))
+    rates = [each["lr"] for each in reported]
+    steps = [0.01 * 0.5 ** (step if interval == "step" else step // STEPS) for step in range(2 * STEPS)]
+    assert rates == pytest.approx(steps)
+
+
+def test_the_rates_of_all_groups_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    run(training(max_epochs=1, optimizer__type="support.declared_groups.two_groups"))
+    assert {"lr", "lr_1"} <= set(reported[0])
+
+
+def _reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    reported: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "raysgd.session.local.LocalSession.report", lambda self, metrics: reported.append(dict(metrics))
+    )
+    return reported
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_iterable_dataset_needs_no_sampler(tmp_path: Path) -> None:
+    values = {
+        "model": {"type": "support.declared.Mean"},
+        "optimizer": {"type": "torch.optim.SGD", "args": {"lr": 0.1}},
+        "dataset": {"type": "support.declared.Endless"},
+        "max_train_steps": 3,
+    }
+    assert run(values, tmp_path)[0]["finished_train_steps"] == 3
+    with pytest.raises(ConfigError, match="is an IterableDataset, which no sampler can split"):
+        run(merge(values, {"dataset_sampler.train_args": {"shuffle": True}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"model__type": "support.declared.Nothing"},
+            "^model: support.declared.Nothing: support.declared has no 'Nothing'",
+        ),
+        ({"model__type": "no_such_module.Model"}, "there is no module 'no_such_module'"),
+        ({"model__type": "builtins.dict"}, "made a dict; give a torch module"),
+        ({"model__args": {"dims": 3}}, r"support.declared.MLP cannot be called with .*, dims: .*unexpected keyword"),
+        ({"optimizer__type": "support.declared.MLP"}, "^optimizer: support.declared.MLP cannot be called with lr"),
+        ({"tracing_from_weights": "/nothing.pt"}, "cannot be loaded into the model"),
+    ],
+)
+def test_a_component_that_cannot_be_made_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run(training(**changes))
+
+
+def test_a_model_that_returns_no_loss_is_refused() -> None:
+    values = numbers([1.0, 2.0], micro_batch_size=2, model={"type": "support.declared.NoLoss"})
+    with pytest.raises(ConfigError, match=r"support.declared.NoLoss returned a tensor of shape \(2,\); its forward"):
+        run(values)
+
+
+def test_weights_are_loaded_before_the_training(tmp_path: Path) -> None:
+    torch.save({"weight": torch.tensor(5.0)}, tmp_path / "weights.pt")
+    _, weights = run(numbers([1.0], tracing_from_weights=str(tmp_path / "weights.pt")))
+    assert float(weights["weight"]) == 4.0
+
+
+def test_inputs_and_buffers_have_their_types() -> None:
+    values = training(max_epochs=1, precision={"param": "bf16", "input": "bf16"})
+    assert all(each.dtype == torch.bfloat16 for each in run(values)[1].values())
+    assert all(each.dtype == torch.float32 for each in run(training(max_epochs=1, precision="none"))[1].values())
+
+
+def test_fields_without_effect_are_named() -> None:
+    values = training(
+        gen_reuse="moo", broadcast_strategy="none", compute_config={"use_end2end": True, "zero_ngroups": 2}
+    )
+    values.pop("seed")
+    texts = "\n".join(list_warnings(args_of(values)))
+    assert all(
+        name in texts for name in ("gen_reuse='moo'", "broadcast_strategy='none'", "zero_ngroups=2", "neither seed")
+    )
+    assert list_warnings(args_of(MLP)) == []
+
+
+def test_the_order_of_the_data_depends_on_the_seed() -> None:
+    for seed in (1, 2, 1):
+        run({**numbers([float(value) for value in range(9)], micro_batch_size=9, **SHUFFLED), "seed": seed})
+    one, other, again = declared.CALLS
+    assert sorted(one) == sorted(other)
+    assert one == again != other
+
+
+SHUFFLED: dict[str, Any] = {
+    "dataset_sampler__train_args": {"shuffle": True},
+    "hook": {"type": "support.declared.SeenRows"},
+}
+
+
+def test_fp16_leaves_buffers_as_they_are() -> None:
+    values = numbers([1.0, 2.0], micro_batch_size=2, model={"type": "support.declared.Normed"}, precision="fp16")
+    _, weights = run(values)
+    assert weights["norm.running_mean"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"), [("bf16", torch.float32), ("fp16", torch.float32), ({"buffer": "bf16"}, torch.bfloat16)]
+)
+def test_tables_that_are_not_saved_stay_exact_unless_buffers_are_named(precision: Any, kind: torch.dtype) -> None:
+    model = make_model(
+        args_of(numbers([1.0], model={"type": "support.declared.Tabled"}, precision=precision)), Importer()
+    )
+    assert model.table.dtype == kind
+
+
+def test_gradients_that_are_not_clipped_stay_though_one_is_infinite() -> None:
+    _, weights = run(numbers([1.0], model={"type": "support.declared.Infinite"}))
+    assert float(weights["finite"]) == -1.0
+
+
+def test_a_rate_that_is_a_tensor_is_reported_as_it_was_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    values = training(
+        optimizer={
+            "type": "torch.optim.Adam",
+            "args": {"lr": {"__type": "torch.tensor", "data": 0.5}, "foreach": False},
+        },
+        lr_scheduler={
+            "type": "torch.optim.lr_scheduler.StepLR",
+            "args": {"step_size": 1, "gamma": 0.5},
+            "interval": "step",
+        },
+        max_train_steps=3,
+    )
+    run(values)
+    assert [each["lr"] for each in reported] == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("name", ["accumulation_steps", "weighted_gradients", "plan"])
+def test_fields_of_the_engine_that_the_training_sets_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.{name} is set by the training: give "):
+        engine_fields(args_of(training(engine={name: 2})), Importer())
+
+
+def test_strategies_follow_from_the_settings() -> None:
+    def fields(**changes: Any) -> dict[str, Any]:
+        compute = {"use_end2end": True, "plan_ngpus": 4, "use_zero": True}
+        return engine_fields(args_of(training(compute_config=compute, **changes)), Importer())
+
+    assert fields(pas_policy="tp") == {"zero_stage": 1, "tensor_parallel": 4}
+    assert fields(pas_policy="hybrid") == {"zero_stage": 1, "tensor_parallel": 2, "pipeline_parallel": 2}
+    assert fields(pas_policy="support.declared.two_of_each")["tensor_parallel"] == 4
+    assert fields(pas_policy="pp", engine={"activation-checkpointing": "full"})["activation_checkpointing"] == "full"
+    with pytest.raises(ConfigError, match="has no argument 'tensor_paralel'"):
+        fields(engine={"tensor_paralel": 2})
+
+
+def test_a_training_is_a_train_func(tmp_path: Path) -> None:
+    with raysgd.local(dir=tmp_path):
+        metrics = Training({}, EngineConfig(), str(tmp_path))(as_values(args_of(training(max_epochs=1))))
+    assert metrics["finished_train_steps"] == STEPS
+    assert math.isfinite(metrics["best_loss"])
+
+
+def test_each_step_is_reported_once_with_the_loss_of_its_validation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reported = _reports(monkeypatch)
+    run(training(max_epochs=3, dataset__val_args={"dim": 4, "size": 3}, val_every_n_epochs=2), tmp_path)
+    assert [each["step"] for each in reported] == list(range(1, 3 * STEPS + 1))
+    validated = [each["step"] for before, each in zip([{}, *reported], reported, strict=False) if "val_loss" in each]
+    assert validated[:1] == [STEPS]  # with the checkpoint of each epoch
+    losses = [each.get("val_loss") for each in reported]
+    assert len({loss for loss in losses if loss is not None}) == 3
+
+
+def test_a_loader_without_a_length_reports_the_validation_of_an_epoch_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    values = training(
+        max_epochs=1, dataset__val_args={"dim": 4, "size": 3}, dataloader__type="support.declared.PlainLoader"
+    )
+    run(values)
+    assert [each["step"] for each in reported][-2:] == [5, 5]
+    assert "val_loss" in reported[-1] and "val_loss" not in reported[-2]
+
+
+def test_a_stop_ends_the_training_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("raysgd.session.local.LocalSession.should_stop", lambda self: True)
+    metrics, _ = run(training(max_epochs=9), tmp_path)
+    assert metrics["finished_train_steps"] == 1
+    with raysgd.local(dir=tmp_path):
+        assert raysgd.list_checkpoints()[-1].metrics["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"dataloader__train_args": {"shuffle": True}},
+            "dataloader.train_args.shuffle cannot be set: dataset_sampler decides",
+        ),
+        ({"init_env_fn": "support.declared.CALLS"}, "init_env_fn support.declared.CALLS is not callable"),
+        ({"hook": {"type": "support.declared.Numbers", "args": {"values": []}}}, "has no method of a TrainHook"),
+        (
+            {"hook": {"after_gnorm_clip": "operator.neg"}},
+            r"after_gnorm_clip is called with \(trainer, gnorm\), but takes \(a, /\)",
+        ),
+        (
+            {"optimizer__aggregate_outputs_fn": "support.declared.CALLS"},
+            "aggregate_outputs_fn support.declared.CALLS is not",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run(training(**changes))
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_follows_the_loss(interval: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    plateau = {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau", "args": {"patience": 0, "threshold": 10.0}}
+    run(training(max_epochs=3, lr_scheduler={**plateau, "interval": interval}, dataset__val_args={"dim": 4, "size": 3}))
+    assert reported[-1]["lr"] < reported[0]["lr"] == 0.01
+
+
+def test_an_own_sampler_draws_the_same_whatever_the_generators_are(tmp_path: Path) -> None:
+    orders = []
+    for seed in (1, 2):
+        seed_generators(seed, 0)
+        sampler = EqualDraws(declared.GlobalOrder(range(9), 1, 0), 5)
+        sampler.set_epoch(1)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] and sorted(orders[0]) == list(range(9))
+    sampler.set_epoch(2)
+    assert list(sampler) != orders[0]
+
+
+def test_a_trial_reports_only_results_with_its_metric(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reported = _reports(monkeypatch)
+    values = as_values(args_of(training(max_epochs=2, dataset__val_args={"dim": 4, "size": 3})))
+    with raysgd.local():
+        Training(values, EngineConfig(), str(tmp_path), metric="val_loss")({"optimizer.args.lr": 0.1})
+    assert [each["step"] for each in reported] == [STEPS, 2 * STEPS]
+    assert all(each["lr"] == 0.1 for each in reported)
+
+
+def test_a_stop_saves_also_without_save_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("raysgd.session.local.LocalSession.should_stop", lambda self: True)
+    run(training(checkpoint__save_last=False), tmp_path)
+    with raysgd.local(dir=tmp_path):
+        assert [each.metrics["step"] for each in raysgd.list_checkpoints()] == [1]
+
+
+def test_any_policy_can_be_compiled_to_a_plan(tmp_path: Path) -> None:
+    values = training(
+        compute_config={"use_end2end": True, "runtime_ngpus": 2},
+        run_mode="compile",
+        pas_policy="dp",
+        engine={"clip_grad_norm": 1.0, "zero_stage": 1},
+        gen_savedir=str(tmp_path / "plan"),
+    )
+    args = args_of(values)
+    files = write_plan(args, decide(args, Importer()))
+    described = json.loads(Path(files["plan.json"]).read_text())
+    assert (described["num_workers"], described["workers_per_replica"], described["engine"]["zero_stage"]) == (2, 1, 1)
+    assert described["parameters"] == {"layers.0.weight": [4, 4], "layers.1.weight": [4, 4]}
+    assert "data x2" in Path(files["plan.txt"]).read_text()
