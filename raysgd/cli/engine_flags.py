@@ -19,6 +19,7 @@ from raysgd.errors import ConfigError, UnknownArgumentError
 
 PREFIX = "--engine."
 FILE_FLAG = "--engine-config"
+_GROUP = "Engine"
 _NOTHING = ("none", "null")
 _FIELD = re.compile(r"\b(\w+)(?==| cuts)")
 _PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
@@ -34,21 +35,21 @@ def engine_flags() -> list[Flag]:
     texts = _texts_of_fields()
     made = [
         Flag(
-            name=FILE_FLAG,
+            FILE_FLAG,
             help=f"file with fields of the engine, .yaml or .json; {PREFIX}* flags override it",
             metavar="FILE",
-            group="engine",
+            group=_GROUP,
         )
     ]
     for name, hint in _hints().items():
         made.append(
             Flag(
-                name=_flag_of(name),
+                _flag_of(name),
                 help=texts.get(name, ""),
                 parse=partial(parse_field, name),
                 metavar=_metavar(hint),
                 is_switch=hint is bool,
-                group="engine",
+                group=_GROUP,
             )
         )
     return made

@@ -1,44 +1,22 @@
-"""Flags of a command: ``--name value``, ``--name=value``, and switches that may stand alone.
+"""Flags of commands, on click: what click has no word for.
 
-The flags end at the first word that is neither a flag nor its value; the words from there on are not looked at. So a flag of
-a script cannot be taken for one of the command.
+A switch may stand alone for True, or have ``true`` or ``false`` after it. A flag may be given once. The flags of a command that
+runs another program end at the first word that is neither a flag nor its value; click leaves the words from there on alone.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raysgd.config.argument_names import nearest
-from raysgd.errors import ConfigError, UnknownArgumentError
+import click
 
+from raysgd.config.argument_names import nearest
+from raysgd.errors import ConfigError
+
+_GIVEN = click.core.ParameterSource.COMMANDLINE
 _BOOLS = {"true": True, "false": False}
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag.
-
-    Attributes:
-        name: The name with its dashes.
-        help: What it does, for ``--help``.
-        parse: Makes the value of the text; raises a `ConfigError` or a ValueError.
-        metavar: The value in ``--help``.
-        is_switch: The flag may stand alone for True; ``true`` or ``false`` may follow.
-        may_repeat: The values of all occurrences are a list.
-        group: The heading in ``--help``.
-    """
-
-    name: str
-    help: str
-    parse: Callable[[str], Any] = str
-    metavar: str = "TEXT"
-    is_switch: bool = False
-    may_repeat: bool = False
-    group: str = "options"
 
 
 def parse_bool(text: str) -> bool:
@@ -65,86 +43,154 @@ def _convert(kind: Callable[[str], T], text: str, what: str) -> T:
         raise ConfigError(f"{text!r} is not {what}") from None
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """The meaning of the words of a command line.
+class _Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no type arguments
+    """The type of click for a function that parses a text, and raises a `ConfigError` or another ValueError."""
 
-    Attributes:
-        values: The values of the given flags, by name.
-        remaining: The words after the flags.
-        wants_help: ``--help`` was among the flags.
-    """
+    def __init__(self, parse: Callable[[str], Any], metavar: str) -> None:
+        self.name = metavar
+        self._parse = parse
 
-    values: dict[str, Any]
-    remaining: list[str]
-    wants_help: bool = False
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:  # a ConfigError is one, too
+            self.fail(f"{value}: {str(error).rstrip('.')}.", param, ctx)
 
 
-def parse_flags(words: Sequence[str], flags: Sequence[Flag], hints: Mapping[str, str]) -> Parsed:
-    """Parse the flags at the beginning of ``words``.
+class Flag(click.Option):
+    """A flag ``--name value`` or ``--name=value``.
 
     Args:
-        words: The command line after the command's name.
-        flags: The flags that exist.
-        hints: What to say about flags of other programs, by name.
-
-    Raises:
-        UnknownArgumentError: A flag does not exist; the message names the nearest.
-        ConfigError: A value is missing, cannot be parsed, or is given twice.
+        name: The name with its dashes.
+        help: What it does, for ``--help``.
+        parse: Makes the value of the text; raises a `ConfigError` or another ValueError.
+        metavar: The value in ``--help``.
+        is_switch: The flag may stand alone for True; ``true`` or ``false`` may follow.
+        may_repeat: The values of all occurrences are a tuple.
+        group: The heading in ``--help``.
     """
-    by_name = {flag.name: flag for flag in flags}
-    values: dict[str, Any] = {}
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        name, has_value, text = words[place].partition("=")
-        place += 1
-        if name == "--":
-            break
-        if name in ("-h", "--help"):
-            return Parsed(values, [], wants_help=True)
-        if (flag := by_name.get(name)) is None:
-            raise _unknown(name, by_name, hints)
-        if not has_value:
-            if flag.is_switch:
-                is_next = place < len(words) and words[place].lower() in _BOOLS
-                text = words[place] if is_next else "true"
-                place += is_next
-            elif place == len(words) or words[place].partition("=")[0] in by_name:
-                raise ConfigError(f"{name} needs a value: {name} {flag.metavar}.")
-            else:
-                text = words[place]
-                place += 1
-        _add(values, flag, text)
-    return Parsed(values, list(words[place:]))
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        help: str,
+        parse: Callable[[str], Any] = str,
+        metavar: str = "TEXT",
+        is_switch: bool = False,
+        may_repeat: bool = False,
+        group: str = "Options",
+    ) -> None:
+        super().__init__(
+            [name.lstrip("-").replace(".", "_").replace("-", "_"), name],
+            help=help,
+            type=_Parsed(parse, metavar),
+            metavar=f"[{metavar}]" if is_switch else metavar,
+            multiple=may_repeat,
+        )
+        self.flag = name
+        self.is_switch = is_switch
+        self.group = group
+
+    def take(self, following: Sequence[str]) -> tuple[list[str], int]:
+        """Return the flag with its value, which is the following word or that of a switch, and how many words it takes."""
+        if self.is_switch and not (following and following[0].lower() in _BOOLS):
+            return [self.flag, "true"], 1
+        return ([self.flag, *following], 2) if following else ([], 1)
 
 
-def _add(values: dict[str, Any], flag: Flag, text: str) -> None:
-    try:
-        value = flag.parse(text)
-    except ValueError as error:  # a ConfigError is one, too
-        raise ConfigError(f"{flag.name} {text}: {str(error).rstrip('.')}.") from None
-    if flag.may_repeat:
-        values.setdefault(flag.name, []).append(value)
-    elif flag.name in values:
-        raise ConfigError(f"{flag.name} is given twice.")
-    else:
-        values[flag.name] = value
+class FlagsCommand(click.Command):
+    """A command whose flags end at its first other word, so that the words from there on can be those of a program.
 
+    Args:
+        *args: As for `click.Command`.
+        hints: What to give in place of flags of other programs, by their names.
+        advice: What to say of a flag that is like none.
+        **kwargs: As for `click.Command`.
+    """
 
-def _unknown(name: str, known: Mapping[str, Flag], hints: Mapping[str, str]) -> UnknownArgumentError:
-    plain = name.lower().replace("_", "-")
-    if plain in hints:
-        return UnknownArgumentError(f"{name} is not known: {hints[plain]}.")
-    return UnknownArgumentError(f"{name} is not known{nearest(plain, known)}; flags of the script follow its name.")
+    def __init__(self, *args: Any, hints: Mapping[str, str], advice: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.allow_interspersed_args = False
+        self._hints = hints
+        self._advice = advice
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after the command's name; see `click.Command.parse_args`.
 
-def format_help(usage: str, description: str, flags: Sequence[Flag]) -> str:
-    """Return the text of ``--help``."""
-    parser = argparse.ArgumentParser(usage=usage, description=description, add_help=False)
-    groups: dict[str, Any] = {}
-    for flag in flags:
-        group = groups.get(flag.group) or groups.setdefault(flag.group, parser.add_argument_group(flag.group))
-        metavar = f"[{flag.metavar}]" if flag.is_switch else flag.metavar
-        group.add_argument(flag.name, help=flag.help.replace("%", "%%"), metavar=metavar)
-    groups["options"].add_argument("--help", action="store_true", help="show this text")
-    return parser.format_help()
+        Raises:
+            click.UsageError: A flag does not exist, has no value, cannot be parsed or is given twice.
+        """
+        words = args if ctx.resilient_parsing else self._completed(ctx, args)  # a shell completes an unfinished line
+        return super().parse_args(ctx, words)
+
+    def given(self, ctx: click.Context) -> dict[str, Any]:
+        """Return the values of the flags that were given, by name with dashes."""
+        return {
+            param.flag: ctx.params[param.name]
+            for param in self.params
+            if isinstance(param, Flag) and param.name and ctx.get_parameter_source(param.name) is _GIVEN
+        }
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of their groups."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(param.group if isinstance(param, Flag) else "Options", []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+
+    def merge(self, words: Sequence[str], changes: Sequence[str], without: Sequence[str] = ()) -> list[str]:
+        """Return a command line with these flags in place of those that it has, and without some.
+
+        Args:
+            words: A command line of this command, after the command's name.
+            changes: Flags alone.
+            without: Names of flags to leave out.
+
+        Raises:
+            click.UsageError: A flag cannot work, or ``changes`` has other words.
+        """
+        new, others = self._split(None, changes)
+        if others:
+            raise click.UsageError(f"{others[0]} is not a flag; the script and its arguments are those of the run.")
+        old, program = self._split(None, words)
+        replaced = {name for name, _ in new} | set(without)
+        kept = [token for name, tokens in old if name not in replaced for token in tokens]
+        return [*(token for _, tokens in new for token in tokens), *kept, *program]
+
+    def _completed(self, ctx: click.Context, words: Sequence[str]) -> list[str]:
+        """Return the words with the value of each switch."""
+        flags, others = self._split(ctx, words)
+        return [*(token for _, tokens in flags for token in tokens), *others]
+
+    def _split(
+        self, ctx: click.Context | None, words: Sequence[str]
+    ) -> tuple[list[tuple[str, Sequence[str]]], list[str]]:
+        """Split the words into flags, by name and with their values, and the words after them.
+
+        It checks what click accepts, or explains without the names that the user may have meant.
+        """
+        known = {param.flag: param for param in self.params if isinstance(param, Flag)}
+        found: list[tuple[str, Sequence[str]]] = []
+        place = 0
+        while place < len(words) and words[place].startswith("-") and words[place] not in ("--", "-h", "--help"):
+            name, has_value, _ = words[place].partition("=")
+            if (flag := known.get(name)) is None:
+                raise click.UsageError(self._explain(name, known), ctx)
+            if not flag.multiple and name in (earlier for earlier, _ in found):
+                raise click.UsageError(f"{name} is given twice.", ctx)
+            tokens, num_taken = ([words[place]], 1) if has_value else flag.take(words[place + 1 : place + 2])
+            if not tokens or (num_taken == 2 and not flag.is_switch and tokens[1].partition("=")[0] in known):
+                raise click.UsageError(f"{name} needs a value: {name} {flag.metavar}.", ctx)
+            found.append((name, tokens))
+            place += num_taken
+        return found, list(words[place:])
+
+    def _explain(self, name: str, known: Mapping[str, Flag]) -> str:
+        plain = name.lower().replace("_", "-")
+        if plain in self._hints:
+            return f"{name} is not known: {self._hints[plain]}."
+        return f"{name} is not known{nearest(plain, known)}; {self._advice or '--help lists the flags'}."

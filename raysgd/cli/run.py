@@ -13,14 +13,18 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import click
+
+from raysgd.callbacks.base import Callback
 from raysgd.callbacks.progress.callback import Mode, ProgressCallback
+from raysgd.cli.console import FAILED, SIGNALLED, SUCCEEDED, print_error, print_json
 from raysgd.cli.engine_flags import PREFIX, engine_flags, make_engine_config
-from raysgd.cli.flags import Flag, format_help, parse_bool, parse_flags, parse_int, parse_number
+from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
 from raysgd.cli.script import Script, ScriptExit
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_choice
@@ -31,10 +35,11 @@ from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, Usa
 if TYPE_CHECKING:
     from raysgd.backends.base import BackendConfig
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.result import Result
     from raysgd.trainer.trainer import Trainer
 
-USAGE = "raysgd run [flags] SCRIPT.py [arguments of the script]"
-DESCRIPTION = (
+_ARGUMENTS = "[FLAGS] SCRIPT.py [ARGUMENTS OF THE SCRIPT]"
+_DESCRIPTION = (
     "Run a Python script as __main__ on workers of a Ray cluster, with results, checkpoints and recovery as in a run of "
     "raysgd.Trainer. Flags stand before the script; what follows its name belongs to the script."
 )
@@ -43,8 +48,8 @@ _FOLDER_OF_RUN = re.compile(r"run_(\d+)", re.ASCII)
 LAST = "last"
 
 _WORKERS_HINT = "give the number of all workers as --num-workers; Ray places them on its nodes"
-#: The exit status for a signal is this and its number, as in shells.
-SIGNALLED = 128
+#: Flags that set the same limit.
+_LIMITS = ("--max-failures", "--max-restarts")
 #: What to give for flags of other launchers.
 HINTS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc", "--nnodes", "--num-nodes", "-np", "--world-size"), _WORKERS_HINT),
@@ -109,82 +114,90 @@ def _parse_progress(text: str) -> str:
 
 FLAGS = [
     Flag(
-        name="--num-workers",
+        "--num-workers",
         parse=parse_num_workers,
         metavar="N|MIN:MAX",
         help="number of workers; MIN:MAX for elastic training, MAX may be inf (default: 1)",
     ),
-    Flag(name="--cpus-per-worker", parse=parse_number, metavar="NUMBER", help="CPUs of each worker (default: 1)"),
-    Flag(name="--gpus-per-worker", parse=parse_number, metavar="NUMBER", help="GPUs of each worker (default: 0)"),
+    Flag("--cpus-per-worker", parse=parse_number, metavar="NUMBER", help="CPUs of each worker (default: 1)"),
+    Flag("--gpus-per-worker", parse=parse_number, metavar="NUMBER", help="GPUs of each worker (default: 0)"),
     Flag(
-        name="--backend",
+        "--backend",
         metavar="NAME",
         help="torch (the default), horovod, tensorflow, jax, none; or env: the variables of torchrun, for a script that "
         "forms its group itself",
     ),
     Flag(
-        name="--address",
+        "--address",
         metavar="HOST:PORT",
         help="the Ray cluster; auto: a running one, local: a new one (default: as RAY_ADDRESS says, else one that runs on "
         "this machine, else a new one)",
     ),
     Flag(
-        name="--working-dir",
+        "--working-dir",
         metavar="FOLDER",
         help="folder that Ray copies to the workers and makes their working directory, for clusters without a shared disk",
     ),
     Flag(
-        name="--env",
+        "--env",
         parse=_parse_variable,
         metavar="NAME[=VALUE]",
         may_repeat=True,
         help="environment variable of the workers; without a value, the one of this shell; may be repeated",
     ),
-    Flag(name="--name", metavar="NAME", help="name of the run's folder (default: the script's name and the time)"),
+    Flag("--name", metavar="NAME", help="name of the run's folder (default: the script's name and the time)"),
     Flag(
-        name="--storage-path",
+        "--storage-path",
         metavar="PATH",
         help=f"folder, or URI, that holds the folders of runs (default: {DEFAULT_STORAGE_PATH})",
     ),
     Flag(
-        name="--resume-from",
+        "--resume-from",
         metavar="PATH|last",
         help="start from a checkpoint, or from the newest one of a run; last: from the newest one of the earlier runs of "
         "--name, if there is one",
     ),
-    Flag(name="--num-to-keep", parse=parse_int, metavar="N", help="checkpoints to keep (default: all)"),
+    Flag("--num-to-keep", parse=parse_int, metavar="N", help="checkpoints to keep (default: all)"),
     Flag(
-        name="--reduce",
+        "--reduce",
         parse=_parse_reduction,
         metavar="METRIC=HOW",
         may_repeat=True,
         help="compute a metric over all ranks: mean, sum, min, max, last or first; may be repeated",
     ),
     Flag(
-        name="--progress",
+        "--progress",
         parse=_parse_progress,
         metavar="auto|live|lines|off",
         help="how results are shown: a live table, lines, or not at all (default: auto)",
     ),
-    Flag(name="--seed", parse=parse_int, metavar="N", help="seed of the generators of each rank"),
+    Flag("--seed", parse=parse_int, metavar="N", help="seed of the generators of each rank"),
     Flag(
-        name="--max-failures",
+        "--max-failures",
         parse=parse_int,
         metavar="N",
         help="how often the script may run again after workers died; -1: no limit (default: 3)",
     ),
     Flag(
-        name="--max-restarts",
+        "--max-restarts",
         parse=parse_int,
         metavar="N",
         help="as --max-failures, also after an exception or exit status of the script, as with torchrun",
     ),
     Flag(
-        name="--detached",
+        "--detached",
         parse=parse_bool,
         metavar="true|false",
         is_switch=True,
         help="the run continues if this command ends before it; needs --name and a running cluster",
+    ),
+    Flag(
+        "--json",
+        parse=parse_bool,
+        metavar="true|false",
+        is_switch=True,
+        help="print JSON as the last line: the run's folder, its last result and newest checkpoint; no progress, unless "
+        "--progress is given",
     ),
 ]
 
@@ -203,35 +216,13 @@ class Order:
     token: str
 
 
-def execute(words: Sequence[str]) -> int:
-    """Run the command; return the exit status: the script's own, 1 if it or its run failed, or that of a signal.
-
-    Raises:
-        ConfigError: A flag cannot work, or there is no such script.
-    """
-    flags = [*FLAGS, *engine_flags()]
-    parsed = parse_flags(words, flags, HINTS)
-    if parsed.wants_help:
-        print(format_help(USAGE, DESCRIPTION, flags))
-        return 0
-    if not parsed.remaining:
-        raise ConfigError(f"there is no script: {USAGE}.")
-    order = make_order(parsed.values, parsed.remaining[0], parsed.remaining[1:])
-    try:
-        order.script.check()
-    except SyntaxError:
-        traceback.print_exc(limit=0)
-        return 1
-    return _run(order)
-
-
 def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) -> Order:
     """Check what needs no cluster.
 
     Raises:
         ConfigError: A flag cannot work, or there is no such script.
     """
-    if "--max-failures" in given and "--max-restarts" in given:
+    if all(flag in given for flag in _LIMITS):
         raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
     if given.get("--resume-from") == LAST and "--name" not in given:
         raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
@@ -317,51 +308,99 @@ def _backend(given: Mapping[str, Any], max_failures: int) -> str | BackendConfig
     return EnvConfig(max_restarts=max_failures, run_id=given.get("--name") or EnvConfig.run_id)
 
 
-def _run(order: Order) -> int:
-    # Each rank's lines are shown, as by other launchers. Ray reads these variables when it is imported.
+def _run(order: Order, words: Sequence[str], restored: str | None = None) -> int:
+    """Run a script; ``restored`` is the folder of the run that it continues. Arguments as of `_make_trainer`."""
+    ended: dict[str, Any] = {}
+
+    def run() -> None:
+        with _make_trainer(order.given, restored) as trainer:
+            _run_on(trainer, order, ended)
+
+    status = run_to_end(["run", *words], "script", run)
+    if ended and order.given.get("--json", False):
+        print_json(ended, is_line=True)  # Ray has ended: no line of a worker comes later
+    return status
+
+
+def show_all_output() -> None:
+    """Let Ray print each rank's lines, as other launchers do. Ray reads these variables when it is imported."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+
+
+def run_to_end(words: Sequence[str], what: str, run: Callable[[], None]) -> int:
+    """Call a function that trains; return the exit status: 0, that of a script, 1 if it failed, or that of a signal.
+
+    Args:
+        words: The command line after ``raysgd``; `raysgd restore` starts it again.
+        what: What trains: a script, or a training.
+        run: The function.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+    show_all_output()
     import ray
 
+    from raysgd.trainer.spec import record_command_line
+
+    record_command_line(words)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(number))  # as Ray does it for SIGTERM
     try:
-        with _make_trainer(order.given) as trainer:
-            _run_on(trainer, order)
+        run()
     except SystemExit as ended:
         number = int(ended.code or 0)
-        _print(f"raysgd run: ended by {signal.Signals(number).name}.")
+        _print(f"raysgd {words[0]}: ended by {signal.Signals(number).name}.")
         return SIGNALLED + number
     except Exception as error:
-        return report(error)
+        return report(error, f"raysgd {words[0]}", what)
     finally:
         ray.shutdown()  # at the end of the interpreter, Ray would wait for the output, which is here already
-    return 0
+    return SUCCEEDED
 
 
-def _run_on(trainer: Trainer, order: Order) -> None:
+def _run_on(trainer: Trainer, order: Order, ended: dict[str, Any]) -> None:
+    """Run the script; note in ``ended`` what ``--json`` prints."""
     from raysgd.cli.output import AFTER_FAILURE_S, AFTER_SUCCESS_S, WorkerOutput
 
     output = WorkerOutput(order.token)
     start = find_start(order.given)
     reduce = dict(order.given.get("--reduce", ()))
-    display = ProgressCallback(mode=order.given.get("--progress", "auto"))
+    usual = "off" if order.given.get("--json", False) else "auto"
+    display = ProgressCallback(mode=order.given.get("--progress", usual))
+    last = _LastResult()
+    wait_s = AFTER_FAILURE_S
     try:
-        trainer.run(order.script, callbacks=[display], resume_from=start, reduce=reduce or None)
-    except Exception:
-        output.wait(AFTER_FAILURE_S)
-        raise
-    output.wait(AFTER_SUCCESS_S)
+        trainer.run(order.script, callbacks=[display, last], resume_from=start, reduce=reduce or None)
+        wait_s = AFTER_SUCCESS_S
+    finally:
+        output.wait(wait_s)
+        with contextlib.suppress(RaySGDError):  # the run's own error is the one to show
+            newest = trainer.get_last_checkpoint()
+            checkpoint = None if newest is None else newest.path
+            ended |= {"run_dir": trainer.run_dir, "result": last.result, "checkpoint": checkpoint}
 
 
-def _make_trainer(given: Mapping[str, Any]) -> Trainer:
+class _LastResult(Callback):
+    result: Result | None = None
+
+    def on_result(self, result: Result) -> None:
+        self.result = result
+
+
+def _make_trainer(given: Mapping[str, Any], restored: str | None) -> Trainer:
     from raysgd.trainer.trainer import Trainer
 
-    trainer = Trainer(**trainer_arguments(given))
+    arguments = trainer_arguments(given)
+    trainer = Trainer(**arguments) if restored is None else Trainer.restore(restored, **arguments)
     if (folder := given.get("--working-dir")) is not None:
         import ray
 
+        from raysgd.workers.placement.cluster import use_token
+
+        use_token()
         try:
             ray.init(
                 given.get("--address"), runtime_env={"working_dir": folder}
@@ -411,7 +450,7 @@ def newest_checkpoint(run: Any) -> Checkpoint | None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def report(error: Exception) -> int:
+def report(error: Exception, command: str = "raysgd run", what: str = "script") -> int:
     """Print why a run has failed; return the exit status.
 
     Raises:
@@ -419,11 +458,15 @@ def report(error: Exception) -> int:
     """
     cause = error.__cause__
     if isinstance(cause, WorkerTraceback):
-        status = error.status if isinstance(error, ScriptExit) else 1
-        if isinstance(error, ScriptExit):
-            _print(f"raysgd run: rank {cause.rank} on {cause.node} called sys.exit({status}).")
+        from raysgd.declarative.values import ComponentError
+
+        status = error.status if isinstance(error, ScriptExit) else FAILED
+        if isinstance(error, ComponentError):
+            _print(f"{command}: {error}")
+        elif isinstance(error, ScriptExit):
+            _print(f"{command}: rank {cause.rank} on {cause.node} called sys.exit({status}).")
         else:
-            _print(f"raysgd run: the script failed {cause}")
+            _print(f"{command}: the {what} failed {cause}")
         for note in getattr(error, "__notes__", ()):
             _print(str(note))
         return status
@@ -432,12 +475,63 @@ def report(error: Exception) -> int:
     if isinstance(error, (UsageError, CheckpointNotFoundError)):
         raise ConfigError(str(error)) from error
     if isinstance(error, RaySGDError):
-        _print(f"raysgd run: {type(error).__name__}: {error}")
+        _print(f"{command}: {type(error).__name__}: {error}")
     else:
         traceback.print_exception(error)
-    return 1
+    return FAILED
 
 
 def _print(text: str) -> None:
     with contextlib.suppress(BrokenPipeError):
-        print(text, file=sys.stderr, flush=True)
+        print_error(text)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@click.pass_context
+def _execute(ctx: click.Context, /, words: Sequence[str], **_: Any) -> int:
+    """Run a script; return the exit status: the script's own, 1 if it or its run failed, or that of a signal.
+
+    Raises:
+        ConfigError: A flag cannot work, or there is no such script.
+    """
+    if not words:
+        raise ConfigError(f"there is no script: raysgd run {_ARGUMENTS}.")
+    order = make_order(command.given(ctx), words[0], words[1:])
+    try:
+        order.script.check()
+    except SyntaxError:
+        traceback.print_exc(limit=0)
+        return FAILED
+    return _run(order, ctx.find_root().obj[1:])
+
+
+def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
+    """Run a script again from the newest checkpoint of an earlier run; for `raysgd restore`. Errors as for `make_order`.
+
+    Args:
+        words: The words after ``raysgd run`` of that run.
+        run_dir: Its folder.
+        changes: Flags that replace those of the run.
+    """
+    from raysgd.checkpoint.storage.storage import Storage
+
+    has_checkpoint = newest_checkpoint(Storage.from_uri(run_dir)) is not None
+    is_limited = any(change.partition("=")[0] in _LIMITS for change in changes)
+    without = [*(["--resume-from"] if has_checkpoint else []), *(_LIMITS if is_limited else [])]
+    merged = command.merge(words, changes, without)
+    with command.make_context("run", list(merged)) as ctx:
+        order = make_order(command.given(ctx), ctx.params["words"][0], ctx.params["words"][1:])
+    return _run(order, merged, run_dir)
+
+
+command = FlagsCommand(
+    "run",
+    hints=HINTS,
+    advice="flags of the script follow its name",
+    callback=_execute,
+    params=[*FLAGS, *engine_flags(), click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar=_ARGUMENTS)],
+    help=_DESCRIPTION,
+    options_metavar="",
+)

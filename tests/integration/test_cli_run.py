@@ -205,11 +205,15 @@ def test_settings_of_the_command_reach_the_engine_of_a_script(ray_cluster: Any, 
 
 def test_run_of_a_name_resumes_from_its_earlier_runs(ray_cluster: Any, tmp_path: Path) -> None:
     write(tmp_path, "train.py", TRAIN)
-    flags = ["--backend", "none", "--name", "exp", "--storage-path", "runs", "--resume-from", "last"]
-    for steps, start in (("2", 0), ("4", 2)):
+    flags = ["--backend", "none", "--name", "exp", "--storage-path", "runs", "--resume-from", "last", "--json"]
+    for number, (steps, start) in enumerate((("2", 0), ("4", 2)), 1):
         done = command.run(ray_cluster, tmp_path, "run", *flags, "train.py", str(tmp_path), steps)
         assert done.returncode == 0, done.stderr
         assert lines_of(done.stdout) == [(0, "done"), (0, f"starts at {start} of 1")]
+        summary = json.loads(done.stdout.splitlines()[-1])
+        run_dir, checkpoint = Path(summary["run_dir"]), Path(summary["checkpoint"])
+        assert (run_dir.name, checkpoint.parent.parent) == (f"run_{number:03d}", run_dir)
+        assert summary["result"]["training_iteration"] == int(steps)
 
 
 def test_script_finds_what_a_program_finds(ray_cluster: Any, tmp_path: Path) -> None:
@@ -265,11 +269,10 @@ def test_engine_chooses_its_strategies_by_a_flag(ray_cluster: Any, tmp_path: Pat
         """,
     )
     flags = ["--num-workers", "2", "--storage-path", "runs", "--engine.plan", "auto"]
-    for memory, stage in (("1e9", 0), ("12e6", 3)):
-        done = command.run(ray_cluster, tmp_path, "run", *flags, "--engine.memory-per-device", memory, "train.py")
-        assert done.returncode == 0, done.stderr
-        assert (0, f"stage {stage} in bf16") in lines_of(done.stdout)
-        assert 'plan="auto": chosen: data x2' in done.stdout + done.stderr
+    done = command.run(ray_cluster, tmp_path, "run", *flags, "--engine.memory-per-device", "12e6", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (0, "stage 3 in bf16") in lines_of(done.stdout)
+    assert 'plan="auto": chosen: data x2' in done.stdout + done.stderr
 
 
 def test_working_dir_is_copied_to_the_workers(ray_cluster: Any, tmp_path: Path) -> None:
@@ -331,9 +334,11 @@ def test_exception_is_retried_with_max_restarts(ray_cluster: Any, tmp_path: Path
     raise ValueError(f"try {len(tries.read_text())}")
     """
     write(tmp_path, "fails.py", source)
-    flags = ["--backend", "none", "--storage-path", "runs", "--max-restarts", "2"]
+    flags = ["--backend", "none", "--storage-path", "runs", "--max-restarts", "2", "--json"]
     done = command.run(ray_cluster, tmp_path, "run", *flags, "fails.py")
     assert done.returncode == 1
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert Path(printed["run_dir"]).is_dir() and (printed["result"], printed["checkpoint"]) == (None, None)
     assert "ValueError: try 3" in done.stderr and "max_failures=2" in done.stderr
 
 
@@ -378,6 +383,38 @@ def test_signal_ends_the_run_and_keeps_its_checkpoints(
     assert are_gone([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("training-*")])
     run = latest_run(tmp_path)
     assert run.outcome == "cancelled" and run.checkpoints[-1].load()["step"] >= 5
+
+
+def test_ending_after_sigterm_may_take_longer_than_ray_allows(ray_cluster: Any, tmp_path: Path) -> None:
+    """Ray's core aborts a driver three seconds after SIGTERM, while it still ends its run."""
+    source = """
+    import time, raysgd
+    with raysgd.Trainer(1, backend="none") as trainer:
+        trainer.run(lambda config: None)
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except SystemExit:
+            time.sleep(3.5)
+            print("ended", flush=True)
+            raise
+    """
+    write(tmp_path, "driver.py", source)
+    process = subprocess.Popen(
+        [sys.executable, "driver.py"],
+        cwd=tmp_path,
+        env=command.environment(ray_cluster),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and any(line == "ready\n" for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (signal.SIGTERM, "ended\n"), err
 
 
 def test_detached_run_continues_without_the_command(ray_cluster: Any, tmp_path: Path) -> None:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.cli.flags import Flag, format_help, parse_bool, parse_flags, parse_int, parse_number
-from raysgd.errors import ConfigError, UnknownArgumentError
+from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
 
 FLAGS = [
-    Flag(name="--size", help="how many", parse=parse_int, metavar="N"),
-    Flag(name="--rate", help="at 50% or more", parse=parse_number, metavar="NUMBER"),
-    Flag(name="--name", help="text"),
-    Flag(name="--loud", help="switch", parse=parse_bool, is_switch=True, metavar="true|false"),
-    Flag(name="--env", help="pairs", may_repeat=True),
+    Flag("--size", help="how many", parse=parse_int, metavar="N"),
+    Flag("--rate", help="at 50% or more", parse=parse_number, metavar="NUMBER"),
+    Flag("--name", help="text"),
+    Flag("--loud", help="switch", parse=parse_bool, is_switch=True, metavar="true|false"),
+    Flag("--env", help="pairs", may_repeat=True),
 ]
 HINTS = {"--nproc-per-node": "give --size"}
 
 
+COMMAND = FlagsCommand(
+    "test",
+    hints=HINTS,
+    advice="flags of the script follow its name",
+    params=[*FLAGS, click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
+    help="A test.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
 def parse(*words: str) -> tuple[dict[str, Any], list[str]]:
-    parsed = parse_flags(words, FLAGS, HINTS)
-    assert not parsed.wants_help
-    return parsed.values, parsed.remaining
+    with COMMAND.make_context("test", list(words)) as ctx:
+        return COMMAND.given(ctx), list(ctx.params["words"])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +47,7 @@ def parse(*words: str) -> tuple[dict[str, Any], list[str]]:
         (("--loud", "train.py"), {"--loud": True}, ["train.py"]),
         (("--loud", "false", "train.py"), {"--loud": False}, ["train.py"]),
         (("--loud=TRUE", "true"), {"--loud": True}, ["true"]),
-        (("--env", "A=1", "--env", "B=2", "train.py"), {"--env": ["A=1", "B=2"]}, ["train.py"]),
+        (("--env", "A=1", "--env", "B=2", "train.py"), {"--env": ("A=1", "B=2")}, ["train.py"]),
         (("--size", "3", "--", "--train.py", "--size", "4"), {"--size": 3}, ["--train.py", "--size", "4"]),
     ],
 )
@@ -58,34 +67,36 @@ def test_values_are_parsed_as_they_were_written(size: int, rate: float, loud: bo
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "text"),
+    ("words", "text"),
     [
-        (("--sise", "3"), UnknownArgumentError, "--sise is not known (did you mean '--size'?)"),
-        (("--SIZE", "3"), UnknownArgumentError, "did you mean '--size'?"),
-        (("-q",), UnknownArgumentError, "-q is not known; flags of the script follow its name."),
-        (("--nproc_per_node", "2"), UnknownArgumentError, "--nproc_per_node is not known: give --size."),
-        (("--nproc-per-node=2",), UnknownArgumentError, "--nproc-per-node is not known: give --size."),
-        (("--size",), ConfigError, "--size needs a value: --size N."),
-        (("--size", "--rate", "2", "train.py"), ConfigError, "--size needs a value: --size N."),
-        (("--size", "two", "train.py"), ConfigError, "--size two: 'two' is not an int."),
-        (("--rate=x",), ConfigError, "--rate x: 'x' is not a number."),
-        (("--loud=maybe",), ConfigError, "--loud maybe: give true or false."),
-        (("--size=1", "--size=1"), ConfigError, "--size is given twice."),
+        (("--sise", "3"), "--sise is not known (did you mean '--size'?)"),
+        (("--SIZE", "3"), "did you mean '--size'?"),
+        (("-q",), "-q is not known; flags of the script follow its name."),
+        (("--nproc_per_node", "2"), "--nproc_per_node is not known: give --size."),
+        (("--nproc-per-node=2",), "--nproc-per-node is not known: give --size."),
+        (("--size",), "--size needs a value: --size N."),
+        (("--size", "--rate", "2", "train.py"), "--size needs a value: --size N."),
+        (("--size", "two", "train.py"), "'--size': two: 'two' is not an int."),
+        (("--rate=x",), "'--rate': x: 'x' is not a number."),
+        (("--loud=maybe",), "'--loud': maybe: give true or false."),
+        (("--size=1", "--size=1"), "--size is given twice."),
     ],
 )
-def test_unusable_flag_is_refused(words: tuple[str, ...], error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
+def test_unusable_flag_is_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
         parse(*words)
-    assert text in str(caught.value)
+    assert text in caught.value.format_message()
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_is_asked_for_before_the_script(word: str) -> None:
-    assert parse_flags(["--size", "3", word], FLAGS, HINTS).wants_help
-    assert not parse_flags(["train.py", word], FLAGS, HINTS).wants_help
+def test_help_is_asked_for_before_the_script(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMAND.main(["--size", "3", word], "test", standalone_mode=False) == 0
+    shown = capsys.readouterr().out
+    assert "A test." in shown and "at 50% or more" in shown
+    assert all(flag.flag in shown for flag in FLAGS)
+    assert parse("train.py", word) == ({}, ["train.py", word])
 
 
-def test_help_lists_all_flags() -> None:
-    text = format_help("raysgd test", "A test.", FLAGS)
-    assert "usage: raysgd test" in text and "at 50% or more" in text
-    assert all(flag.name in text for flag in FLAGS)
+def test_shell_completes_an_unfinished_line() -> None:
+    with COMMAND.make_context("test", ["--size"], resilient_parsing=True) as ctx:
+        assert [item.value for item in COMMAND.shell_complete(ctx, "--lo")] == ["--loud"]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import raysgd
-from raysgd.cli.engine_flags import engine_flags
-from raysgd.cli.flags import parse_flags
 from raysgd.cli.main import main
-from raysgd.cli.run import FLAGS, HINTS, execute, find_start, make_order, report, trainer_arguments
+from raysgd.cli.run import command, find_start, make_order, report, trainer_arguments
 from raysgd.cli.script import ScriptExit
+from raysgd.declarative.values import ComponentError
 from raysgd.errors import (
     CheckpointNotFoundError,
     ConfigError,
-    UnknownArgumentError,
     UsageError,
     WorkerDiedError,
     WorkerTraceback,
@@ -28,7 +25,8 @@ from raysgd.errors import (
 
 
 def given(*words: str) -> dict[str, Any]:
-    return parse_flags(words, FLAGS, HINTS).values
+    with command.make_context("run", list(words)) as ctx:
+        return command.given(ctx)
 
 
 @pytest.fixture
@@ -67,8 +65,7 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_shared_models_are_known_to_the_trainer() -> None:
     words = ["--engine.tensor-parallel", "2", "--engine.pipeline-parallel", "3"]
-    values = parse_flags([*words, "script.py"], [*FLAGS, *engine_flags()], HINTS).values
-    assert trainer_arguments(values)["workers_per_replica"] == 6
+    assert trainer_arguments(given(*words, "script.py"))["workers_per_replica"] == 6
 
 
 def test_restarts_include_exceptions() -> None:
@@ -81,12 +78,12 @@ def test_restarts_include_exceptions() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--num-workers", "0"], "--num-workers 0: num_workers=0 is too small"),
-        (["--num-workers", "two"], "--num-workers two: 'two' is not an int."),
+        (["--num-workers", "0"], "'--num-workers': 0: num_workers=0 is too small"),
+        (["--num-workers", "two"], "'--num-workers': two: 'two' is not an int."),
         (["--num-workers", "8:2"], "has its minimum above its maximum"),
-        (["--num-workers", "2:"], "--num-workers 2:: '' is not an int."),
+        (["--num-workers", "2:"], "'--num-workers': 2:: '' is not an int."),
         (["--env", "NOT_SET_ANYWHERE"], "the variable is not set here; give NAME=VALUE."),
-        (["--reduce", "loss"], "--reduce loss: give NAME=VALUE."),
+        (["--reduce", "loss"], "'--reduce': loss: give NAME=VALUE."),
         (["--reduce", "loss=avg"], "loss='avg' is not known; give one of"),
         (["--progress", "bar"], "progress='bar' is not known; give one of 'auto', 'live', 'lines', 'off'"),
         (["--nproc_per_node", "2"], "give the number of all workers as --num-workers"),
@@ -96,9 +93,9 @@ def test_restarts_include_exceptions() -> None:
     ],
 )
 def test_unusable_flag_is_refused(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(click.UsageError) as caught:
         given(*words)
-    assert text in str(caught.value)
+    assert text in caught.value.format_message()
 
 
 @pytest.mark.parametrize(
@@ -114,23 +111,23 @@ def test_unusable_flag_is_refused(words: list[str], text: str) -> None:
         (["--engine.precison", "bf16"], "did you mean '--engine.precision'?"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused_before_anything_starts(script: str, words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        execute([*words, script])
-    assert text in str(caught.value)
+def test_flags_that_do_not_fit_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], script: str, words: list[str], text: str
+) -> None:
+    assert main(["run", *words, script]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "there is no script: raysgd run [flags] SCRIPT.py"),
+        ([], "there is no script: raysgd run [FLAGS] SCRIPT.py"),
         (["missing.py"], "the script missing.py cannot be read: No such file"),
     ],
 )
-def test_script_must_exist(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        execute(words)
-    assert text in str(caught.value)
+def test_script_must_exist(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+    assert main(["run", *words]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_folder_that_ray_copies_has_the_script(tmp_path: Path, script: str) -> None:
@@ -219,6 +216,12 @@ def test_error_has_its_status(
     assert [text for text in texts if text not in shown] == []
 
 
+def test_component_of_a_training_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ComponentError("model: my.Net: my has no 'Net'.")
+    assert report(of_worker(error), "raysgd train", "training") == 1
+    assert capsys.readouterr().err == "raysgd train: model: my.Net: my has no 'Net'.\n"
+
+
 @pytest.mark.parametrize(
     "error",
     [UsageError("the Ray cluster cannot be reached"), CheckpointNotFoundError("no checkpoint"), ConfigError("no")],
@@ -226,37 +229,3 @@ def test_error_has_its_status(
 def test_what_a_flag_names_must_be_there(error: Exception) -> None:
     with pytest.raises(ConfigError, match=str(error)):
         report(error)
-
-
-def test_error_of_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--num-worker", "2", "train.py"]) == 2
-    assert main(["rnu"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("raysgd run: --num-worker is not known (did you mean '--num-workers'?)")
-    assert lines[1] == "raysgd: rnu is not a command (did you mean 'run'?); `raysgd --help` lists them."
-
-
-def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, text in [([], "run a script"), (["--help"], "run a script"), (["run", "--help"], "--engine.precision")]:
-        assert main(words) == 0
-        assert text in capsys.readouterr().out
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("raysgd ")
-
-
-def test_command_checks_its_flags_without_ray_and_frameworks(script: str) -> None:
-    code = f"""
-import sys
-from raysgd.cli.main import main
-status = main(["run", "--help"])
-status |= main(["run", "--engine.zero-stage", "8", {script!r}]) - 2
-heavy = {{"ray", "torch", "numpy", "pandas", "pyarrow", "rich", "tensorflow", "jax"}} & set(sys.modules)
-sys.exit(f"{{status}} {{heavy}}" if status or heavy else 0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_unknown_flag_is_an_unknown_argument() -> None:
-    with pytest.raises(UnknownArgumentError):
-        given("--workers", "2")

@@ -1,0 +1,1 @@
+"""The commands about runs: list them, show their state and output, control those that are live, and start them again."""

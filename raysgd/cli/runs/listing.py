@@ -1,0 +1,224 @@
+"""``raysgd ls``, ``status`` and ``compare``: what there is, and what its files say. Driver side; no Ray is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raysgd.cli import cluster
+from raysgd.cli.console import (
+    FAILED,
+    SUCCEEDED,
+    address_flag,
+    json_flag,
+    number,
+    print_error,
+    print_json,
+    print_table,
+    storage_flag,
+)
+from raysgd.cli.runs.finding import RunState, existing_folder, find_run, read_state, read_states, with_live
+from raysgd.config.argument_names import nearest
+from raysgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysgd.trainer.run_folder import Difference
+
+_NUM_EVENTS = 5
+#: Events that say how a run goes; others are many, or are shown in another way.
+_SHOWN_EVENTS = (
+    "failure",
+    "hang",
+    "mismatch",
+    "preemption",
+    "resize",
+    "paused",
+    "resumed",
+    "controller_restart",
+    "warning",
+)
+
+
+def age(then_s: float) -> str:
+    """Return how long ago a time is, in seconds since the epoch."""
+    from raysgd._util.text import in_time
+
+    if not then_s:
+        return "-"
+    passed_s = time.time() - then_s
+    return f"{passed_s / 86400:.0f} days" if passed_s > 2 * 86400 else in_time(passed_s)
+
+
+# -- ls ----------------------------------------------------------------------------------------------------------------
+
+
+@click.command("ls")
+@click.argument("folder", required=False)
+@click.option("--metric", metavar="NAME", help="The metric to show (default: the first one that is a number).")
+@click.option("--live", "only_live", is_flag=True, help="Only runs that are live in the cluster.")
+@storage_flag
+@address_flag
+@json_flag
+def list_command(
+    folder: str | None, metric: str | None, only_live: bool, storage_path: str, address: str | None, as_json: bool
+) -> int:
+    """List the runs in FOLDER, or in the storage path, newest first, and those that are live in a running cluster.
+
+    FOLDER is a storage path or the folder of a Trainer, path or URI. Ray is not started: a running cluster is asked.
+    """
+    place = existing_folder(folder or storage_path)
+    if folder is not None and not place.exists():
+        raise ConfigError(f"there is no folder {folder}; give one that holds runs, or none for {storage_path}.")
+    states, problems = read_states(place)
+    if cluster.connect(address) is not None:
+        states = with_live(states, cluster.live_trainers())
+    if only_live:
+        states = [state for state in states if state.state in _LIVE]
+    for problem in problems:
+        print_error(problem)
+    if metric is not None and states and all(state.metric(metric) is None for state in states):
+        known = sorted({name for state in states for name in state.metric_names()})
+        print_error(f"no run has a metric {metric}{nearest(metric, known)}.")
+    if as_json:
+        print_json([state.to_json() for state in states])
+    elif states:
+        columns = ("run", "state", "iteration", "metric", "workers", "age")
+        print_table(columns, [_row(state, metric) for state in states], right=("iteration", "workers", "age"))
+    else:
+        print_error(f"there are no {'live ' * only_live}runs in {place.path_of('')}.")
+    return SUCCEEDED
+
+
+_LIVE = ("starting", "running", "recovering", "paused", "ending")
+
+
+def _row(state: RunState, metric: str | None) -> Sequence[Any]:
+    from raysgd.callbacks.values import short
+
+    name = metric or state.first_metric()
+    value = None if name is None else state.metric(name)
+    shown = None if value is None else f"{name}={short(value)}"
+    return state.name, state.state, state.iteration, shown, state.world_size or None, age(state.started_s)
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+@click.command("status")
+@click.argument("run")
+@storage_flag
+@address_flag
+@json_flag
+def status_command(run: str, storage_path: str, address: str | None, as_json: bool) -> int:
+    """Show the state of RUN: a folder, a name in the storage path, or the name of a detached Trainer."""
+    folder = find_run(run, storage_path, address)
+    state = read_state(folder)
+    if state.state == "unfinished" and cluster.connect(address) is not None:
+        state = next(each for each in with_live([state], cluster.live_trainers()) if each.run_dir == state.run_dir)
+    checkpoints = _checkpoints(folder)
+    if as_json:
+        shown = {key: state.description.get(key) for key in ("backend", "config", "command_line", "versions")}
+        events = [{"kind": each.kind, "timestamp": each.timestamp, "data": each.data} for each in _shown_events(state)]
+        print_json({**state.to_json(), **shown, "message": state.message, "checkpoints": checkpoints, "events": events})
+        return SUCCEEDED
+    print_table(("", ""), _facts(state, checkpoints))
+    if last := _shown_events(state)[-_NUM_EVENTS:]:
+        print()
+        print_table(("age", "event", ""), [(age(each.timestamp), each.kind, _say(each.data)) for each in last])
+    return SUCCEEDED
+
+
+def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
+    from raysgd._util.metric_names import flatten
+    from raysgd.callbacks.values import duration, short
+    from raysgd.result import AUTOMATIC_KEYS
+
+    values = {name: value for name, value in flatten(state.metrics).items() if name not in AUTOMATIC_KEYS}
+    is_over = state.state not in (*_LIVE, "unfinished")
+    length_s = (state.ended_s if is_over else time.time()) - state.started_s
+    facts: list[tuple[str, Any]] = [
+        ("run", state.name),
+        ("folder", state.run_dir),
+        ("state", f"{state.state}: {state.message.splitlines()[0]}" if state.message else state.state),
+        ("started", f"{age(state.started_s)} ago"),
+        ("took" if is_over else "age", duration(length_s)),
+        ("iteration", state.iteration),
+        ("metrics", "  ".join(f"{name}={short(value)}" for name, value in values.items()) or None),
+        ("workers", f"{state.world_size} x {state.description.get('backend', '?')}"),
+        ("failures", state.num_failures),
+        ("checkpoints", f"{len(checkpoints)}, newest {checkpoints[-1]}" if checkpoints else 0),
+    ]
+    if state.alias is not None:
+        facts.append(("attach", f"raysgd attach {state.alias}"))
+    if state.state == "unfinished":
+        facts.append(("", "it has no end and is not live in a cluster that was asked: live in another one, or lost"))
+    return facts
+
+
+def _checkpoints(folder: Any) -> list[str]:
+    from raysgd.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(folder.child("checkpoints"))
+    return [store.directory(manifest.number).path_of("") for manifest in store.list()]
+
+
+def _shown_events(state: RunState) -> list[Any]:
+    return [event for event in state.events if event.kind in _SHOWN_EVENTS]
+
+
+def _say(data: dict[str, Any]) -> str:
+    from raysgd.callbacks.values import clip, in_one_line
+
+    text = data.get("message") or "  ".join(f"{key}={value}" for key, value in data.items())
+    return clip(in_one_line(text), 120)
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+
+@click.command("compare")
+@click.argument("a")
+@click.argument("b")
+@click.option("--rel-tol", type=number(0), default=0.0, help="Relative difference that counts as equal.")
+@click.option("--ignore", multiple=True, metavar="METRIC", help="Leave a metric out; may be repeated.")
+@storage_flag
+@json_flag
+def compare_command(a: str, b: str, rel_tol: float, ignore: tuple[str, ...], storage_path: str, as_json: bool) -> int:
+    """Compare the metrics of the runs A and B, rank by rank, and find where they first differ.
+
+    Exit status 1 if they differ. Times are left out.
+    """
+    first, second = (find_run(each, storage_path).uri for each in (a, b))  # before pandas is imported
+    from raysgd.trainer.run_folder import compare_runs
+
+    found = compare_runs(first, second, rel_tol=rel_tol, ignore=ignore)
+    if as_json:
+        print_json({**vars(found), "is_different": bool(found)})
+    else:
+        _show_difference(found, a, b)
+    return FAILED if found else SUCCEEDED
+
+
+def _show_difference(found: Difference, a: str, b: str) -> None:
+    print(str(found).partition(": ")[0] if found.iteration is not None else str(found).partition("; ")[0])
+    rows = [
+        (what, name, *map(repr, values))
+        for what, entries in (("metric", found.metrics), ("config", found.config), ("version", found.versions))
+        for key, both in entries.items()
+        for name, values in _leaves(key, *both)
+    ]
+    if rows:
+        print_table(("", "name", a, b), rows)
+
+
+def _leaves(name: str, a: Any, b: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield what differs in two values: in mappings, entry by entry, with dots in the names."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        yield name, (a, b)
+        return
+    for key in {**a, **b}:
+        if a.get(key) != b.get(key) or (key in a) != (key in b):
+            yield from _leaves(f"{name}.{key}", a.get(key), b.get(key))

@@ -1,0 +1,300 @@
+"""``raysgd logs``: what the workers of a run printed. Driver side.
+
+Ray writes the output of each worker process to two files on its node. A worker records in the events ``entered`` and ``left``
+which files these are, and what they held then. The command reads the parts between, here or in a task on the worker's node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raysgd.cli import cluster
+from raysgd.cli.console import (
+    FAILED,
+    SUCCEEDED,
+    address_flag,
+    json_flag,
+    print_error,
+    print_json,
+    storage_flag,
+    whole_number,
+)
+from raysgd.cli.runs.finding import find_run, read_events
+from raysgd.cli.script import MARK
+from raysgd.errors import ConfigError
+from raysgd.result import Event
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint.storage.storage import Storage
+
+#: Seconds between two looks at the files of a live run.
+_INTERVAL_S = 0.3
+#: Seconds for a node to answer.
+_NODE_TIMEOUT_S = 20.0
+#: Bytes that are read at once.
+_CHUNK_BYTES = 1 << 20
+_STREAMS = ("stdout", "stderr")
+#: Lines by which Ray's processes say who they are.
+_OF_RAY = re.compile(r":(?:actor_name|task_name|job_id):.*")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a file that a rank printed in one attempt.
+
+    Attributes:
+        node: The node's name, as in events.
+        node_id: Ray's id of it.
+        begin: Where the attempt begins in the file.
+        end: Where it ends; None: at the end of the file.
+    """
+
+    attempt: int
+    rank: int
+    stream: str
+    node: str
+    node_id: str
+    path: str
+    begin: int
+    end: int | None = None
+
+
+class GoneError(Exception):
+    """A file, or its node, is gone."""
+
+
+def find_pieces(events: Sequence[Event]) -> list[Piece]:
+    """Return the pieces of a run's output, in the order of attempts and ranks, from its events."""
+    nodes: dict[int, Mapping[str, Any]] = {}
+    found: dict[tuple[int, int, str], Piece] = {}
+    for event in events:
+        data = event.data
+        if event.kind == "worker_up":
+            nodes[data["rank"]] = data
+        elif event.kind in ("entered", "left") and "output" in data:
+            for stream, (path, size) in zip(_STREAMS, data["output"], strict=True):
+                key = (data["attempt"], data["rank"], stream)
+                if event.kind == "left":
+                    if key in found:
+                        found[key] = replace(found[key], end=size)
+                    continue
+                node = nodes.get(data["rank"], {})
+                found[key] = Piece(*key, node.get("node", "?"), node.get("node_id", ""), path, size)
+    return [found[key] for key in sorted(found)]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_part(path: str, begin: int, end: int | None) -> bytes | None:
+    """Return a part of a file on this machine, at most a chunk of it; None if the file is gone."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            limit = _CHUNK_BYTES if end is None else min(_CHUNK_BYTES, max(0, end - begin))
+            return file.read(limit)
+    except OSError:
+        return None
+
+
+class Reader:
+    """Reads files here and on other nodes.
+
+    Args:
+        address: The cluster, which is connected to when a file of another node is first read.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._read_there: Any = None
+
+    def read(self, piece: Piece, begin: int) -> bytes:
+        """Return what is in a piece from ``begin`` on; empty if there is no more.
+
+        Raises:
+            GoneError: The file or its node is gone.
+        """
+        is_here = piece.node.partition(" ")[0] == socket.gethostname()
+        data = read_part(piece.path, begin, piece.end) if is_here else self._read_on_node(piece, begin)
+        if data is None:
+            raise GoneError(f"{piece.path} on {piece.node} is gone: Ray removed it, or its node was started again")
+        return data
+
+    def _read_on_node(self, piece: Piece, begin: int) -> bytes | None:
+        if self._read_there is None and cluster.connect(self._address) is None:
+            raise GoneError(f"{piece.path} is on {piece.node}, and there is no cluster to ask for it")
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self._read_there is None:
+            self._read_there = ray.remote(num_cpus=0, max_retries=0)(read_part)
+        if piece.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            raise GoneError(f"{piece.path} is on {piece.node}, which is not in the cluster any more")
+        task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(piece.node_id, soft=False))
+        try:
+            data: bytes | None = ray.get(task.remote(piece.path, begin, piece.end), timeout=_NODE_TIMEOUT_S)
+        except RayError as error:
+            raise GoneError(f"{piece.path} cannot be read on {piece.node}: {type(error).__name__}") from None
+        return data
+
+
+class Lines:
+    """Cuts the output of pieces into lines, and remembers how far each was read.
+
+    Args:
+        reader: Reads the files.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._place: dict[tuple[int, int, str], int] = {}
+        self._unfinished: dict[tuple[int, int, str], bytes] = {}
+        self.gone: dict[str, None] = {}
+
+    def take(self, piece: Piece, *, is_last: bool) -> Iterator[str]:
+        """Yield the new lines of a piece; ``is_last``: also an unfinished one."""
+        key = (piece.attempt, piece.rank, piece.stream)
+        while True:
+            place = self._place.get(key, piece.begin)
+            try:
+                data = self._reader.read(piece, place)
+            except GoneError as error:
+                self.gone[str(error)] = None
+                return
+            self._place[key] = place + len(data)
+            *lines, unfinished = (self._unfinished.get(key, b"") + data).split(b"\n")
+            self._unfinished[key] = unfinished
+            yield from (text for line in lines if (text := clean(line)) is not None)
+            if not data:
+                break
+        if is_last and (text := clean(self._unfinished.pop(key, b""))):
+            yield text
+
+
+def clean(line: bytes) -> str | None:
+    """Return the text of a line; None for one that Ray or `raysgd run` wrote for itself."""
+    text = line.decode(errors="replace").rstrip("\r")
+    before, mark, _ = text.partition(f"{MARK}:")
+    return None if _OF_RAY.fullmatch(text) or (mark and not before) else before if mark else text
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@click.command("logs")
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Show new lines until the run ends.")
+@click.option("--rank", type=whole_number(0), metavar="N", help="Only what this rank printed.")
+@click.option("--stream", type=click.Choice(_STREAMS), help="Only one of the streams.")
+@click.option("--attempt", type=whole_number(1), metavar="N", help="Only one attempt.")
+@storage_flag
+@address_flag
+@json_flag
+def command(
+    run: str,
+    follow: bool,
+    rank: int | None,
+    stream: str | None,
+    attempt: int | None,
+    storage_path: str,
+    address: str | None,
+    as_json: bool,
+) -> int:
+    """Show what the workers of RUN printed, by attempt and rank.
+
+    The output is in files of Ray on the workers' nodes, which Ray keeps as long as the cluster runs, and often longer. Exit
+    status 1 if some of it is gone.
+    """
+    folder = find_run(run, storage_path, address)
+
+    asked = {"rank": rank, "stream": stream, "attempt": attempt}
+
+    def find(events: Sequence[Event]) -> list[Piece]:
+        return [
+            one
+            for one in find_pieces(events)
+            if all(value in (None, getattr(one, name)) for name, value in asked.items())
+        ]
+
+    events = read_events(folder)
+    pieces = find(events)
+    if not pieces and (not follow or _is_over(events)):
+        raise ConfigError(_explain_nothing(run, events, asked))
+    show = _show_json if as_json else _Shower(is_single=rank is not None)
+    lines = Lines(Reader(address))
+    if follow:
+        _follow(folder, lines, show, find)
+    else:
+        for piece in pieces:
+            for line in lines.take(piece, is_last=True):
+                show(piece, line)
+    for problem in lines.gone:
+        print_error(f"raysgd logs: {problem}.")
+    return FAILED if lines.gone else SUCCEEDED
+
+
+def _follow(
+    folder: Storage,
+    lines: Lines,
+    show: Callable[[Piece, str], None],
+    find: Callable[[Sequence[Event]], list[Piece]],
+) -> None:
+    """Show lines as they come, until the run has ended."""
+    while True:
+        events = read_events(folder)
+        is_over = _is_over(events)
+        for piece in find(events):
+            for line in lines.take(piece, is_last=is_over or piece.end is not None):
+                show(piece, line)
+        if is_over:
+            return
+        time.sleep(_INTERVAL_S)
+
+
+def _is_over(events: Sequence[Event]) -> bool:
+    return any(event.kind == "run_end" for event in events)
+
+
+def _explain_nothing(run: str, events: Sequence[Event], asked: Mapping[str, Any]) -> str:
+    if not _is_over(events) and not any(event.kind == "entered" for event in events):
+        return f"no worker of {run} has entered train_func yet; `raysgd logs -f` waits for that."
+    if not any("output" in event.data for event in events):
+        return (
+            f"the files of {run} do not say where its output is: no worker has entered train_func, or the workers ran on a "
+            "system other than Linux, or with an earlier version of raysgd."
+        )
+    pieces = find_pieces(events)
+    ranks, attempts = (sorted({getattr(piece, name) for piece in pieces}) for name in ("rank", "attempt"))
+    flags = " ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+    return f"{run} has no output of {flags}; it has ranks {ranks} and attempts {attempts}."
+
+
+class _Shower:
+    """Prints lines with the rank before each; ranks differ in colour on a terminal."""
+
+    _COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
+
+    def __init__(self, *, is_single: bool) -> None:
+        self._is_single = is_single
+        self._has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def __call__(self, piece: Piece, line: str) -> None:
+        head = f"(rank {piece.rank}{', stderr' * (piece.stream == 'stderr')}) "
+        if self._has_colours:
+            head = click.style(head, fg=self._COLOURS[piece.rank % len(self._COLOURS)])
+        print(line if self._is_single else head + line, flush=True)
+
+
+def _show_json(piece: Piece, line: str) -> None:
+    fields = {"attempt": piece.attempt, "rank": piece.rank, "stream": piece.stream, "line": line}
+    print_json(fields, is_line=True)

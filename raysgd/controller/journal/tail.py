@@ -1,0 +1,90 @@
+"""Reads the journal of a run while it is written: each read returns the frames that are new. Runs anywhere, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.journal import journal_files, parse_line
+
+#: Seconds to wait for a frame that is not in the files although a later one is: its file is written a moment later.
+_GAP_S = 5.0
+
+
+class JournalTail:
+    """The frames of a run's folder, in their order, each once. Used by one thread at a time.
+
+    Args:
+        storage: The run's folder.
+        clock: Returns seconds that only grow.
+
+    Attributes:
+        last_seq: The number of the last frame that was returned; -1 before the first.
+        is_closed: The last frame of the run was returned.
+    """
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+        self.last_seq = -1
+        self.is_closed = False
+        self._storage = storage
+        self._clock = clock
+        self._offsets: dict[str, int] = {}
+        self._complete: set[str] = set()
+        self._waiting: list[Frame] = []
+        self._gap_since: float | None = None
+
+    def read(self, *, is_final: bool = False) -> list[Frame]:
+        """Return the frames that were written since the last call. Blocks.
+
+        Args:
+            is_final: Also return frames after a gap at once: the missing ones are not awaited.
+
+        Raises:
+            CheckpointNotFoundError: The folder is not a run's folder.
+            CheckpointCorruptError: A file is damaged.
+        """
+        for names, to_frame in journal_files(self._storage):
+            for name in names:
+                if name not in self._complete:
+                    where = self._storage.path_of(name)
+                    self._waiting += [parse_line(line, to_frame, where) for line in self._new_lines(name)]
+            self._complete.update(names[:-1])  # only the last file of a kind grows
+        self._waiting.sort(key=lambda frame: frame.seq)
+        return list(self._take(is_final))
+
+    def _new_lines(self, name: str) -> list[bytes]:
+        offset = self._offsets.get(name, 0)
+
+        def read(file: BinaryIO) -> bytes:
+            file.seek(offset)
+            return bytes(file.read())
+
+        data = self._storage.read_with(name, read)
+        end = data.rfind(b"\n") + 1  # the last line may be half written
+        self._offsets[name] = offset + end
+        return [line for line in data[:end].split(b"\n") if line]
+
+    def _take(self, is_final: bool) -> Iterator[Frame]:
+        """Yield the frames that follow one another; after a gap, those that have waited long enough."""
+        num_taken = 0
+        for frame in self._waiting:
+            if frame.seq > self.last_seq + 1 and not (is_final or self._may_skip_to(frame)):
+                break
+            self._gap_since = None
+            num_taken += 1
+            if frame.seq > self.last_seq:
+                self.last_seq = frame.seq
+                self.is_closed = self.is_closed or frame.kind == frames.RUN_CLOSED
+                yield frame
+        self._waiting = self._waiting[num_taken:]
+
+    def _may_skip_to(self, frame: Frame) -> bool:
+        if frame.kind == frames.EVENT and frame.data["kind"] == "controller_restart":  # its numbers begin later
+            return True
+        now = self._clock()
+        self._gap_since = now if self._gap_since is None else self._gap_since
+        return now - self._gap_since >= _GAP_S

@@ -1,0 +1,145 @@
+"""Writes the HTML of the page: as a file with runs in it, or for the server.
+
+Scripts, styles and data are in the document itself. A content security policy with their hashes lets the browser run and load
+nothing else. What comes from a run is JSON, in elements that the browser does not run, and reaches the page as text.
+
+``static/`` has page.js and page.css, and uPlot as the npm package uplot 1.6.32 has it, with its licence.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+from raysgd._version import __version__
+from raysgd.viewer.run_data import RunData
+
+_BODY = """\
+<header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span></header>
+<main>
+<div class="banner" id="banner" role="alert" hidden></div>
+<section aria-labelledby="h-runs"><h2 id="h-runs">Runs</h2><div id="runs"></div></section>
+<div id="errors"></div>
+<section id="warnings-section" aria-labelledby="h-warnings" hidden>
+<h2 id="h-warnings" class="warn">Warnings</h2><div id="warnings"></div></section>
+<section aria-labelledby="h-metrics"><h2 id="h-metrics">Metrics</h2>
+<div class="bar">
+<label>Filter <input type="search" id="filter" placeholder="part of a name"></label>
+<label>Horizontal <select id="x"><option value="iteration">iteration</option><option value="time">time since the start</option>
+<option value="training">training time</option></select></label>
+<label><input type="checkbox" id="log"> logarithmic</label>
+<button type="button" id="reset" disabled>Reset zoom</button>
+<button type="button" id="more" hidden></button>
+<span class="soft small" id="metrics-count" role="status"></span>
+</div>
+<p class="soft small">Drag over a curve to zoom, double-click to see all of it.
+With the keyboard: + and - zoom, the arrow keys move, 0 shows all.</p>
+<p id="metrics-note" class="soft" role="status"></p>
+<div class="charts" id="charts"></div><div id="texts"></div></section>
+<section id="timeline-section" aria-labelledby="h-timeline" hidden>
+<h2 id="h-timeline">Timeline</h2><div id="timeline"></div></section>
+<section id="pace-section" aria-labelledby="h-pace" hidden>
+<h2 id="h-pace">Data wait, pace and memory</h2><div class="charts" id="pace"></div></section>
+<section id="config-section" aria-labelledby="h-config" hidden><h2 id="h-config">Config</h2>
+<div class="bar"><label id="only-different-label"><input type="checkbox" id="only-different"> only differences</label></div>
+<div id="config"></div>
+<details><summary>Environment: versions and machines</summary><div id="versions"></div><div id="hosts"></div></details>
+<details><summary>Settings of the Trainer</summary><div id="settings"></div></details></section>
+<section id="events-section" aria-labelledby="h-events" hidden><h2 id="h-events">Events</h2><div id="events"></div></section>
+</main>
+<footer class="soft small"><p>raysgd {version}. Curves: uPlot, MIT licence.</p></footer>
+"""
+_MAX_TITLE = 120
+
+
+def write_file(runs: Sequence[RunData]) -> Iterator[str]:
+    """Yield the text of a page that holds these runs.
+
+    Raises:
+        CheckpointNotFoundError: A folder is not a run's folder.
+    """
+    answers = [run.read(is_final=True) for run in runs]
+    names = [str(answer["facts"]["name"]) for answer in answers]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    yield _head("file", title)
+    yield _body(title, "")
+    for place, (run, answer) in enumerate(zip(runs, answers, strict=True)):
+        columns = answer.get("results", {}).get("columns", {})
+        for number, (metric, column) in enumerate(columns.items()):
+            reference = f"column-{place}-{number}"
+            data = column.pop("data")
+            yield f'<script type="text/plain" id="{reference}">{data}</script>\n'
+            column["ref"] = reference
+            found = run.rank_curves(metric, step=run.rank_step())
+            for curve in found["curves"].values():
+                if curve["y"]["data"] == data:  # rank 0's, mostly: the file has these numbers once
+                    curve["y"] = {"type": column["type"], "ref": reference}
+            if len(found["curves"]) > 1:
+                column["ranks"] = f"ranks-{place}-{number}"
+                yield f'<script type="application/json" id="{column["ranks"]}">{_json(found)}</script>\n'
+        yield f'<script type="application/json" data-run="{place}">{_json(answer)}</script>\n'
+    yield _scripts()
+
+
+def live_page(folder: str, token: str) -> str:
+    """Return the text of the page that asks a server for its runs."""
+    return _head("live", f"Runs in {folder}", token) + _body("Runs", folder) + _scripts()
+
+
+def content_security_policy(*, is_live: bool) -> str:
+    """Return the policy: the page's own scripts and styles, and for the live page its own server; nothing else."""
+    scripts = " ".join(f"'sha256-{_hash(text)}'" for text in _script_texts())
+    policy = f"default-src 'none'; img-src data:; script-src {scripts}; style-src 'sha256-{_hash(_style())}'"
+    policy += "; base-uri 'none'; form-action 'none'"
+    return policy + ("; connect-src 'self'" if is_live else "")
+
+
+def _head(mode: str, title: str, token: str = "") -> str:
+    policy = content_security_policy(is_live=mode == "live")
+    data = f' data-token="{html.escape(token)}"' if token else ""
+    return (
+        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f'<title>{html.escape(title[:_MAX_TITLE])}: raysgd</title>\n<link rel="icon" href="data:,">\n'
+        f"<style>{_style()}</style>\n</head>\n<body>\n"
+    )
+
+
+def _body(title: str, folder: str) -> str:
+    return _BODY.format(title=html.escape(title), folder=html.escape(folder), version=html.escape(__version__))
+
+
+def _scripts() -> str:
+    licence = f"<!-- uPlot, below:\n{_static('uPlot.LICENSE')}-->\n"
+    return licence + "".join(f"<script>{text}</script>\n" for text in _script_texts()) + "</body>\n</html>\n"
+
+
+def _json(value: Any) -> str:
+    """Encode a value so that no text in it ends the element that it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+@functools.cache
+def _static(name: str) -> str:
+    return resources.files("raysgd.viewer").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _style() -> str:
+    return f"{_static('uPlot.min.css')}\n{_static('page.css')}"
+
+
+def _script_texts() -> tuple[str, str]:
+    return _static("uPlot.iife.min.js"), _static("page.js")
+
+
+@functools.cache
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

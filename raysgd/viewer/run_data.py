@@ -1,0 +1,306 @@
+"""Reads a run's folder for a page, all of it or what is new since the last time. Runs anywhere, without Ray."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import threading
+import time
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._util.metric_names import flatten
+from raysgd.callbacks.values import clip
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.controller import frames
+from raysgd.controller.frames import Frame
+from raysgd.controller.journal.journal import read_description, reading
+from raysgd.controller.journal.tail import JournalTail
+from raysgd.controller.rounds import RoundMerger, check_reduce
+from raysgd.result import Result
+from raysgd.viewer.columns import Columns, encode
+from raysgd.viewer.timeline import Timeline
+
+#: Seconds without a new frame after which a run without an end is no longer called live. Workers send samples every 2 s.
+SILENT_S = 60.0
+#: Points of a curve of a worker's load. Older ones are thinned out, every second one at a time.
+MAX_SAMPLES = 1000
+#: Values of single ranks in a file, over all curves. Where there are more, each curve has fewer points.
+MAX_RANK_VALUES = 2_000_000
+MAX_WARNINGS = 500
+_LOADS = ("rss_bytes", "cpu_percent", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
+#: The parts of ``run.json`` that are shown elsewhere, or say nothing to a reader.
+_NOT_SETTINGS = frozenset({"config", "versions", "name", "run_dir", "workers", "resources", "started"})
+#: Keys of a result that the page does not draw.
+_NOT_DRAWN = frozenset({"training_iteration", "attempt"})
+_MAX_TEXT = 1000
+
+
+class RunData:
+    """One run for a page. Thread-safe.
+
+    Args:
+        storage: The run's folder.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._tail = JournalTail(storage)
+        self._description: dict[str, Any] | None = None
+        self._pending: list[Frame] = []
+        self._merger = RoundMerger()
+        self._results = Columns()
+        self._ranks: dict[int, Columns] = {}
+        self._changes: list[tuple[int, int]] = []  # (number of a frame, the first iteration that it changed)
+        self._facts_seq = -1
+        self._timeline = Timeline()
+        self._samples: dict[int, Samples] = {}
+        self._warnings: list[str] = []
+        self._num_warnings = 0
+        self._is_paused = False
+        self._end: dict[str, Any] | None = None
+        self._last_time = self._first_time = 0.0
+        self._last_iteration = 0
+
+    def read(self, after: int = -1, *, is_final: bool = False) -> dict[str, Any]:
+        """Read what is new in the folder, and return what a page needs. Blocks.
+
+        Args:
+            after: The ``cursor`` of an earlier answer. -1: return all.
+            is_final: The run is not read again: frames after a gap count at once.
+
+        Returns:
+            ``cursor``, ``state``, ``updated``, and ``is_closed``: nothing follows but late warnings. ``results``, if there are
+            new ones: the rows from ``results["from"]`` on replace those that the page has. ``facts``, if anything else has
+            changed.
+
+        Raises:
+            CheckpointNotFoundError: The folder is not a run's folder.
+            CheckpointCorruptError: A file is damaged.
+        """
+        with self._lock:
+            with reading(self._storage):
+                self._update(is_final=is_final)
+            answer: dict[str, Any] = {
+                "cursor": self._tail.last_seq if not self._pending else -1,
+                "state": self._state(),
+                "is_closed": self._tail.is_closed and not self._pending,
+                "updated": self._last_time,
+            }
+            if (place := self._first_changed(after)) is not None:
+                answer["results"] = self._encode_results(place)
+            if after < self._facts_seq:
+                answer["facts"] = self._facts()
+            return answer
+
+    def rank_curves(self, metric: str, *, step: int = 1) -> dict[str, Any]:
+        """Return the values of a metric by rank, of every ``step``-th iteration; those are left out where all ranks have all."""
+        with self._lock:
+            curves: dict[str, Any] = {}
+            for rank, columns in sorted(self._ranks.items()):
+                if metric not in columns.numbers:
+                    continue
+                curves[str(rank)] = {"y": encode(columns.numbers[metric][::step])}
+                if columns.iterations != self._results.iterations:
+                    curves[str(rank)]["x"] = encode(columns.iterations[::step])
+            return {"step": step, "curves": curves}
+
+    def rank_step(self) -> int:
+        """Return which iterations of single ranks a file gets: every ``n``-th, so that it does not become too large."""
+        with self._lock:
+            total = sum(len(columns) * len(columns.numbers) for columns in self._ranks.values())
+            return 1 + total // MAX_RANK_VALUES
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _update(self, *, is_final: bool) -> None:
+        self._pending += self._tail.read(is_final=is_final)
+        if self._description is None and self._storage.exists("run.json"):
+            self._description = read_description(self._storage)
+            self._merger = RoundMerger(check_reduce(self._description.get("reduce")))
+            self._facts_seq = self._tail.last_seq + 1
+        # Results need run.json, which is written when the first group is ready.
+        has_reports = any(frame.kind == frames.REPORTS for frame in self._pending)
+        if self._description is not None or is_final or self._tail.is_closed or not has_reports:
+            pending, self._pending = self._pending, []
+            for frame in pending:
+                self._add(frame)
+
+    def _add(self, frame: Frame) -> None:
+        if frame.kind != frames.REPORTS:
+            self._facts_seq = frame.seq
+        if frame.kind == frames.EVENT:
+            self._add_event(frame.data["kind"], frame.data["timestamp"], frame.data["data"])
+        elif frame.kind == frames.ATTEMPT:
+            self._last_iteration = frame.data.get("iterations_before", 0)
+        first = None
+        for result in self._merger.feed(frame):
+            iteration = self._last_iteration = result["training_iteration"]
+            first = iteration if first is None else first
+            self._put(iteration, result)
+        if frame.kind == frames.RUN_END:
+            self._end = frame.data
+            if self._state() == "done" and self._drop_undone():
+                first = self._last_iteration + 1
+        if first is not None:
+            self._changes.append((frame.seq, first))
+
+    def _drop_undone(self) -> bool:
+        """Drop iterations that a failure undid and that were not repeated, as `raysgd.load_run` does; whether there were any."""
+        for columns in self._ranks.values():
+            columns.drop_after(self._last_iteration)
+        return self._results.drop_after(self._last_iteration)
+
+    def _put(self, iteration: int, result: Result) -> None:
+        self._results.put(iteration, {name: value for name, value in _flat(result).items() if name not in _NOT_DRAWN})
+        self._last_time = max(self._last_time, result["timestamp"])
+        if result["world_size"] == 1:
+            return
+        for rank, metrics in zip(result.ranks, result.workers, strict=True):
+            if rank not in self._ranks:
+                self._ranks[rank] = Columns()
+            self._ranks[rank].put(iteration, _flat(metrics))
+
+    def _add_event(self, kind: str, timestamp: float, data: Mapping[str, Any]) -> None:
+        self._last_time = max(self._last_time, timestamp)
+        self._first_time = self._first_time or timestamp
+        self._timeline.add(kind, timestamp, data)
+        if kind == "sample":
+            rank = data["rank"]
+            if rank not in self._samples:
+                self._samples[rank] = Samples()
+            self._samples[rank].add(timestamp, data)
+        elif kind in ("paused", "resumed"):
+            self._is_paused = kind == "paused"
+        elif kind == "warning":
+            self._num_warnings += 1
+            if len(self._warnings) < MAX_WARNINGS:
+                self._warnings.append(clip(str(data.get("message", "")), _MAX_TEXT))
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> str:
+        if self._end is not None:
+            return str(self._end.get("kind", "done"))
+        if self._is_paused:
+            return "paused"
+        return "live" if time.time() - self._last_time < SILENT_S else "silent"
+
+    def _first_changed(self, after: int) -> int | None:
+        """Return the place of the first row that a frame after this one changed; None: there is none."""
+        later = self._changes[bisect.bisect_right(self._changes, (after, 1 << 62)) :]
+        if not later:
+            return None
+        return self._results.first_place(min(iteration for _, iteration in later))
+
+    def _encode_results(self, place: int) -> dict[str, Any]:
+        results = self._results
+        return {
+            "from": results.iterations[place] if place < len(results) else self._last_iteration + 1,
+            "iterations": encode(results.iterations[place:]),
+            "columns": {
+                name: encode(column[place:], is_time=name == "timestamp") for name, column in results.numbers.items()
+            },
+            "nonfinite": {name: _first_nonfinite(found) for name, found in results.nonfinite.items() if found},
+            "texts": results.texts,
+            "ranks": sorted(self._ranks),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        description = self._description or {}
+        settings = {name: value for name, value in description.items() if name not in _NOT_SETTINGS}
+        return {
+            "name": run_label(self._storage),
+            "run_dir": self._storage.path_of(""),
+            "started": description.get("started") or self._first_time,
+            "config": as_texts(description.get("config", {})),
+            "settings": as_texts(settings),
+            "versions": as_texts(description.get("versions", {})),
+            "workers": [
+                f"rank {worker.get('rank')}: {worker.get('hostname') or '?'} ({worker.get('node_ip') or '?'}), "
+                f"pid {worker.get('pid')}, GPUs {worker.get('gpu_ids') or 'none'}"
+                for worker in description.get("workers", [])
+            ],
+            "warnings": self._warnings,
+            "num_warnings": self._num_warnings,
+            "samples": {str(rank): samples.to_json() for rank, samples in sorted(self._samples.items())},
+            "error": self._error(),
+            "timeline": self._timeline.to_json(),
+        }
+
+    def _error(self) -> dict[str, Any] | None:
+        if self._end is None or self._end.get("kind") not in ("error", "cancelled"):
+            return None
+        end = self._end
+        return {
+            "title": str(end.get("summary") or end.get("error_type") or end.get("kind")),
+            "message": str(end.get("message") or ""),
+            "rank": end.get("rank"),
+            "ranks": end.get("ranks", []),
+            "node": str(end.get("node") or ""),
+            "traceback": str(end.get("traceback") or ""),
+            "followed": [[rank, str(line)] for rank, line in end.get("followed", [])],
+        }
+
+
+class Samples:
+    """The load of one worker over time, with at most `MAX_SAMPLES` points."""
+
+    def __init__(self) -> None:
+        self._times = array("d")
+        self._loads = {name: array("d") for name in _LOADS}
+        self._every = 1
+        self._count = 0
+
+    def add(self, timestamp: float, data: Mapping[str, Any]) -> None:
+        """Add a sample; where there are too many, every second one is removed."""
+        self._count += 1
+        if (self._count - 1) % self._every:
+            return
+        self._times.append(timestamp)
+        for name, column in self._loads.items():
+            value = data.get(name)
+            column.append(float("nan") if value is None else float(value))
+        if len(self._times) > MAX_SAMPLES:
+            self._every *= 2
+            self._times = self._times[::2]
+            self._loads = {name: column[::2] for name, column in self._loads.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the columns that have any value."""
+        found = {name: encode(column) for name, column in self._loads.items() if any(v == v for v in column)}
+        return {"time": encode(self._times, is_time=True), **found}
+
+
+def run_label(storage: Storage) -> str:
+    """Return a run's name for people: the names of its Trainer and of its folder."""
+    return "/".join(storage.path_of("").rstrip("/").split("/")[-2:])
+
+
+def as_texts(tree: Any) -> dict[str, str]:
+    """Return the leaves of a tree of dicts as texts, by names such as ``optimizer.lr``."""
+    if not isinstance(tree, Mapping):
+        return {"": _text(tree)}
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}.{name}": text for name, text in as_texts(value).items()}
+        else:
+            found[str(key)] = _text(value)
+    return found
+
+
+def _flat(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics that were decoded from JSON by their names; most have no groups."""
+    return flatten(metrics) if dict in map(type, metrics.values()) else metrics
+
+
+def _text(value: Any) -> str:
+    return clip(value if isinstance(value, str) else json.dumps(value, default=str), _MAX_TEXT)
+
+
+def _first_nonfinite(found: dict[int, str]) -> dict[str, Any]:
+    first = sorted(found.items())[:200]
+    return {"count": len(found), "first": [[iteration, text] for iteration, text in first]}
