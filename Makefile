@@ -4,11 +4,15 @@ PYTHON ?= python3
 ARGS ?=
 # Processes of pytest. Each has a Ray cluster of its own; tests of real processes wait more than they compute.
 JOBS ?= 2
+# Seconds of `make soak`, which are shared by its four kinds of runs.
+SOAK_S ?= 1200
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tools/uv.py pip install -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests start some thousand processes: where PYTHONDONTWRITEBYTECODE is set, each of them would compile the modules again.
+COMPILE := $(BIN)/python -m compileall -q raysgd tests/support benchmarks
 PROCESSES := tests/integration tests/fault tests/conformance tests/docs
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
@@ -24,7 +28,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all matrix lint format gpu bench doc wheel horovod pin clean
+.PHONY: help train quick test test-rest test-all soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -36,6 +40,7 @@ help:  ## This page
 	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that makes the environment"
 	@echo "  ARGS=\"...\"          more arguments for the example (train), pytest (quick, test ...) or the comparison (bench)"
 	@echo "  JOBS=2              processes of pytest"
+	@echo "  SOAK_S=1200         seconds of faults (soak)"
 	@echo
 	@echo "Each target but gpu first makes or completes the environment in $(VENV)."
 
@@ -46,21 +51,28 @@ quick: $(TEST)  ## Unit tests without TensorFlow and JAX (90 s)
 	@$(PYTEST) -m "not tensorflow and not jax" tests/unit tests/architecture $(ARGS)
 
 test: lint $(HOROVOD)  ## Lint, types, layers, unit tests, and one test of real processes for each promise (12 minutes)
+	@$(COMPILE)
 	@echo "tests: unit"
 	@$(PYTEST) tests/unit tests/architecture $(ARGS)
 	@echo "tests: one of real processes for each promise"
 	@$(PYTEST) -m "smoke and not alone" $(PROCESSES) $(ARGS)
 
-test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (28 minutes)
+test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (70 minutes)
+	@$(COMPILE)
 	@echo "tests: real processes"
-	@$(PYTEST) -m "not smoke and not alone" $(PROCESSES) $(ARGS)
+	@$(PYTEST) -m "not smoke and not alone and not benchmark" $(PROCESSES) $(ARGS)
 	@echo "tests: those that need the machine to themselves"
 	@$(BIN)/python -m pytest -m alone $(PROCESSES) $(ARGS)
+	@echo "tests: ten thousand schedules of a run"
+	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
 
-test-all: test test-rest  ## Everything (40 minutes)
+test-all: test test-rest  ## Both (85 minutes)
 
-matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (20 minutes)
-	@RAYSGD_MATRIX=all $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py $(ARGS)
+soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
+	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
+
+matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (an hour)
+	@RAYSGD_MATRIX=all RAYSGD_MATRIX_PAGE=doc/benchmarks/matrix.md $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py::test_losses_and_parameters_are_those_of_the_plain_loop $(ARGS)
 
 # With the packages of the tests: the types of pytest and IPython are checked against.
 lint: $(TEST)  ## Lint, format, types and layers, without changing anything
@@ -73,11 +85,12 @@ format: $(LINT)  ## Format the code and apply the fixes that are safe
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
-# Both parts run, whatever the other one did. On a machine with torch, NumPy, pyarrow and pytest alone, what needs Ray is skipped.
-gpu:  ## The tests that need a GPU, and figures for doc/benchmarks/gpu.md (8 minutes at most, installs nothing)
-	@timeout 340 $(GPU_PYTHON) -m pytest tests/gpu $(ARGS); tests=$$?; \
-	timeout 130 $(GPU_PYTHON) benchmarks/gpu.py; figures=$$?; \
-	test $$tests$$figures = 00 || { echo "gpu: the tests ended with status $$tests, the benchmark with $$figures (124: out of time)"; exit 1; }
+# All parts run, whatever the others did. On a machine with torch, NumPy, pyarrow and pytest alone, what needs Ray is skipped.
+gpu:  ## The tests that need a GPU, and figures for doc/benchmarks/gpu.md and gpu_models.md (8 minutes at most, installs nothing)
+	@timeout 200 $(GPU_PYTHON) -m pytest tests/gpu $(ARGS); tests=$$?; \
+	timeout 110 $(GPU_PYTHON) benchmarks/gpu.py; figures=$$?; \
+	timeout 165 $(GPU_PYTHON) benchmarks/gpu_models.py; models=$$?; \
+	test $$tests$$figures$$models = 000 || { echo "gpu: the tests ended with status $$tests, the benchmarks with $$figures and $$models (124: out of time)"; exit 1; }
 
 bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to doc/benchmarks/
 	@$(BIN)/python benchmarks/vs_ray_train.py $(ARGS)
@@ -86,17 +99,32 @@ bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to do
 	@$(BIN)/python benchmarks/ingest.py
 	@$(BIN)/python benchmarks/tune.py
 	@$(BIN)/python benchmarks/backends.py
+	@$(BIN)/python benchmarks/engine.py
+	@$(BIN)/python benchmarks/pipeline.py
+	@$(BIN)/python benchmarks/logical.py
+
+# Their figures say nothing. Not in `make test-all`: nearly all of their time is the start of processes.
+bench-check: $(HOROVOD)  ## Run the large benchmarks as briefly as possible: do they work? (15 minutes)
+	@$(BIN)/python -m pytest -m benchmark tests/integration/test_benchmarks_run.py $(ARGS)
+
+# What people feel, in ten minutes; the others' figures are those of the pages.
+bench-quick: $(TEST)  ## Measure raysgd alone, once, next to the published figures; changes no page (10 minutes)
+	@$(BIN)/python benchmarks/vs_ray_train.py --own --only report_cost --only latency --only rate --only exception --only start --only checkpoint --only memory $(ARGS)
+	@$(BIN)/python benchmarks/recovery.py --own --only kill $(ARGS)
 
 doc: $(DOC)  ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-wheel: $(RUN)  ## Build the wheel in dist/, and run the quickstart with it in an empty environment
+wheel: $(RUN)  ## Build the wheel in dist/, and run the quickstart and a training with it in an empty environment
 	@sh tools/check_wheel.sh $(VENV)
 
 horovod: $(FRAMEWORKS)  ## Build Horovod for the torch and TensorFlow that are installed here (a few minutes, once)
 	@sh tools/build_horovod.sh $(VENV)
 	@touch $(HOROVOD)
+
+browser:  ## Find a Chromium for the tests of the page of runs, or install Debian's (as root)
+	@sh tools/get_browser.sh
 
 # Versions that constraints.txt has are kept where they are still allowed: remove a line to get the newest. torch itself
 # pins its CUDA packages. Python 3.10 is not pinned: many newest versions do not support it.
@@ -132,7 +160,7 @@ $(TEST): $(LINT)
 
 $(FRAMEWORKS): $(TEST)
 	@echo "set-up: TensorFlow and JAX (some hundred MB more)"
-	@$(INSTALL) -e '.[tensorflow,jax]'
+	@$(INSTALL) -e '.[tensorflow,jax,pipeline,flax]'
 	@touch $@
 
 # Its tests are skipped by name where it cannot be built, such as without a C++ compiler.

@@ -17,6 +17,7 @@ CORE = [
     "psutil>=6",
     "cloudpickle>=3.0",
     "orjson>=3.10",
+    "click>=8.1.7",
 ]
 
 EXTRAS = {
@@ -25,6 +26,9 @@ EXTRAS = {
     # TensorFlow's strategies. Horovod has to be built: doc/guides/backends.md.
     "tensorflow": ["tensorflow>=2.21", "tf_keras>=2.21"],
     "jax": ["jax>=0.10; python_version >= '3.11'"],
+    "pipeline": ["jax>=0.10; python_version >= '3.11'", "optax>=0.2.8; python_version >= '3.11'"],
+    # Models for the pipeline, in its tests and examples. A pipeline itself works with any tree of arrays.
+    "flax": ["flax>=0.12; python_version >= '3.11'"],
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],
     # What examples/ import in addition to raysgd[torch].
@@ -56,6 +60,7 @@ EXTRAS = {
         "tensorboard>=2.18",
         "optuna>=4",
         "basedpyright>=1.30",  # pyright with its own Node.js: what editors say of raysgd
+        "playwright>=1.50",  # drives the Chromium of the system, see tools/get_browser.sh
         # notebooks, and the pictures of the benchmarks
         "matplotlib>=3.9",
         "ipykernel>=6.29",
@@ -86,13 +91,13 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "raysgd/viewer/static/uPlot.LICENSE"],
     python_requires=">=3.10",
     # So an editable install adds this folder to the path, where editors and type checkers find the package. Without it,
     # setuptools installs a hook for imports, which they do not run.
     package_dir={"": "."},
     packages=find_packages(include=["raysgd", "raysgd.*"]),
-    package_data={"raysgd": ["py.typed"]},
+    package_data={"raysgd": ["py.typed"], "raysgd.viewer": ["static/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["raysgd = raysgd.cli.main:main"]},

@@ -1,6 +1,6 @@
 """Measure each backend and its framework alone, launched by its own launcher or as plain processes.
 
-    python benchmarks/backends.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
+    python benchmarks/backends.py [--quick | --own] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
 Writes backends.json, backends.md and backends.svg to doc/benchmarks, or to build/benchmarks with --quick. A framework that is
 not installed is left out. With --only the other measures of an earlier run on the same machine stay. The machine should have

@@ -1,6 +1,6 @@
 """Measure how soon training continues after a failure, compared with Ray Train, and what readiness costs.
 
-    python benchmarks/recovery.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
+    python benchmarks/recovery.py [--quick | --own] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
 Writes recovery.json, recovery.md and recovery.svg to doc/benchmarks, or to build/benchmarks with --quick, which leaves Ray
 Train out. With --only the other measures of an earlier run on the same machine stay. The machine should have nothing else

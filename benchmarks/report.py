@@ -12,8 +12,9 @@ import json
 from pathlib import Path
 
 from bench import results
-from bench.pages import backends, comparison, gpu, ingest, recovery, search
+from bench.pages import backends, comparison, gpu, ingest, recovery, scale, search
 from bench.program import PUBLISHED, write_page
+from scale import write_scale
 
 
 def main() -> None:
@@ -25,6 +26,9 @@ def main() -> None:
         if path.exists():
             write_page(json.loads(path.read_text(encoding="utf-8")), folder, page)
             print(folder / page.file_name)
+    path = folder / f"{scale.STEM}.json"
+    if path.exists():
+        print(write_scale(json.loads(path.read_text(encoding="utf-8")), folder))
     path = folder / f"{gpu.PAGE.stem}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else results.new_document({})
     (folder / gpu.PAGE.file_name).write_text(gpu.PAGE.render(document), encoding="utf-8")  # also before the first run

@@ -1,6 +1,6 @@
 """Measure a search: Ray Tune with raysgd's trials, compared with Ray Tune and Ray Train.
 
-    python benchmarks/tune.py [--quick] [--system NAME] [--repeat N] [--output FOLDER]
+    python benchmarks/tune.py [--quick | --own] [--system NAME] [--repeat N] [--output FOLDER]
 
 Writes tune.json, tune.md and tune.svg to doc/benchmarks, or to build/benchmarks with --quick. The machine should have
 nothing else to do.

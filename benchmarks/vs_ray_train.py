@@ -1,6 +1,6 @@
 """Compare raysgd with Ray Train, torchrun and bare Ray actors: the same work, in turns, on this machine.
 
-    python benchmarks/vs_ray_train.py [--quick] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
+    python benchmarks/vs_ray_train.py [--quick | --own] [--only NAME] [--system NAME] [--repeat N] [--output FOLDER]
 
 Writes results.json, index.md and a picture to doc/benchmarks, or to build/benchmarks with --quick. With --only the other
 measures of an earlier run on the same machine stay. The machine should have nothing else to do.

@@ -6,7 +6,19 @@ The public names are resolved on first use, so importing raysgd loads neither Ra
 import typing as _typing  # editors complete what has no underscore
 
 if _typing.TYPE_CHECKING:
-    from raysgd import backends, callbacks, data, engine, errors, jax, tensorflow, torch, tune_integration
+    from raysgd import (
+        backends,
+        callbacks,
+        data,
+        declarative,
+        engine,
+        errors,
+        jax,
+        pipeline,
+        tensorflow,
+        torch,
+        tune_integration,
+    )
     from raysgd.backends.base import Backend, BackendConfig, Coordinator
     from raysgd.backends.env import EnvConfig
     from raysgd.backends.horovod import HorovodConfig
@@ -75,7 +87,19 @@ _NAMES_OF = {
     "raysgd.trainer.trainer": ("Trainer",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-_PACKAGES = ("backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration")
+_PACKAGES = (
+    "backends",
+    "callbacks",
+    "data",
+    "declarative",
+    "engine",
+    "errors",
+    "jax",
+    "pipeline",
+    "tensorflow",
+    "torch",
+    "tune_integration",
+)
 
 __all__ = [  # noqa: RUF022 - in the order of the documentation
     "Trainer", "ResultStream", "Result", "Checkpoint", "Event", "RunInfo", "RunStatus",
@@ -89,7 +113,8 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "in_worker", "local",
     "load_run", "compare_runs",
     "Engine", "EngineConfig", "accelerate",
-    "backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration",
+    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "pipeline", "tensorflow", "torch",
+    "tune_integration",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@
     ├── MetricError (TypeError, ValueError) report() got a value that is not a metric
     │   └── MissingMetricError (LookupError)  a metric was named that no report, or no checkpoint, has
     ├── CheckpointError (RuntimeError)      save_checkpoint or load_checkpoint was called against its rules
-    │   ├── CheckpointCorruptError          its bytes do not match its manifest, or the manifest is not valid
+    │   ├── CheckpointCorruptError          its bytes do not match its manifest, or a file is not valid
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── ReshardError                    parts that were saved by another number of ranks
     │   ├── UnsafeStateError (TypeError)    a leaf that only pickle can hold, without allow_pickle=True
@@ -148,7 +148,7 @@ class CheckpointError(RaySGDError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """The bytes of a checkpoint do not match its manifest, or the manifest is not valid."""
+    """The bytes of a checkpoint do not match its manifest, the manifest is not valid, or a file of a run is damaged."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -50,7 +50,7 @@ class Event:
     """An event of a run, as in ``events.jsonl``.
 
     Attributes:
-        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``entered``, ``resize``, ``preemption``, ``regroup``,
+        kind: ``run_start``, ``attempt_start``, ``worker_up``, ``entered``, ``left``, ``resize``, ``preemption``, ``regroup``,
             ``paused``, ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
             ``mismatch``, ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
         timestamp: Seconds since the epoch.
@@ -85,6 +85,11 @@ class RunInfo:
     resources: list[dict[str, Any]] = field(default_factory=list)
     started_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The names of the Trainer's folder and of the run, which no other run has: ``train_func_.../run_001``."""
+        return "/".join(self.run_dir.partition("?")[0].rstrip("/").split("/")[-2:])
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,9 @@ Handler = Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter],
 
 #: Bytes a connection may be ahead of its handler.
 _READ_AHEAD_BYTES = 1 << 20
+#: Connections that may wait to be accepted: all workers of a large group connect at the same moment, and one that finds the
+#: queue full is tried again by its kernel after a second. The kernel of this node may allow fewer.
+_MAX_CONNECTING = 16_384
 
 
 class Listener:
@@ -137,7 +140,9 @@ class Listener:
         Raises:
             OSError: The address cannot be bound.
         """
-        self._server = await asyncio.start_server(self._accept, host, 0, limit=_READ_AHEAD_BYTES)
+        self._server = await asyncio.start_server(
+            self._accept, host, 0, limit=_READ_AHEAD_BYTES, backlog=_MAX_CONNECTING
+        )
         return Endpoint(host, int(self._server.sockets[0].getsockname()[1]), self._token)
 
     def close(self) -> None:

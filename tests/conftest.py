@@ -21,6 +21,8 @@ from support.promises import is_below, named_tests
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# Ray's processes take uvloop where it is installed, as flax's dependencies do here; most users have Python's own event loop.
+os.environ.setdefault("RAY_USE_UVLOOP", "0")
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import raysgd
 
@@ -151,6 +152,10 @@ def with_accelerate(case: dict[str, Any]) -> Step:
     )
     model = make_model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    if plugin is not None and not any(isinstance(each, DTensor) for each in model.parameters()):
+        raise NotSupportedError(
+            "it shards no models on CPUs: the plugin for FSDP2 is ignored, and each rank has a whole copy"
+        )
     tokens = make_batch()
 
     def step() -> None:

@@ -15,6 +15,7 @@ _COLORS = {
     "ray_train_tuned": "#ebcb8b",
     "bare": "#a3a9b5",
     "torchrun": "#7d8597",
+    "monarch": "#b48ead",
     "horovod_executor": "#7d8597",
     "horovodrun": "#a3a9b5",
     "tensorflow": "#7d8597",
@@ -23,6 +24,7 @@ _COLORS = {
     "pyarrow": "#7d8597",
     "pinned_copy": "#7d8597",
     "raysgd": "#3b6ea5",
+    "raysgd_preloading": "#81a1c1",
 }
 _COLUMNS = 3
 #: The characters in a line of a panel's title.
@@ -85,7 +87,7 @@ def draw_scale(document: Mapping[str, Any], path: Path) -> None:
     """Draw how the controller's cost grows, if the document has more than one point."""
     from matplotlib import pyplot as plt
 
-    points = [point for point in document.get("scale", {}).get("simulated", []) if "error" not in point]
+    points = [point for point in document["simulated"] if "error" not in point]
     if len(points) < 2:
         return
     _set_up()
@@ -93,7 +95,7 @@ def draw_scale(document: Mapping[str, Any], path: Path) -> None:
     panels = (
         ("CPU of the controller, % of a core", [100 * point["cpu_share"] for point in points], True),
         ("CPU per report, us", [1e6 * point["cpu_per_report_s"] for point in points], False),
-        ("report to frame, p50, ms", [1e3 * point["latency_p50_s"] for point in points], False),
+        ("report to driver, p50, ms", [1e3 * point["latency_p50_s"] for point in points], False),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.2), layout="constrained")
     for axis, (title, values, has_line) in zip(axes, panels, strict=True):

@@ -15,9 +15,9 @@ from bench import results
 from bench.children import measure, work_folder
 from bench.machine import ROOT, describe_machine
 from bench.measures import Measure, load_measure
-from bench.picture import draw_rows, draw_scale
-from bench.systems import missing_framework
-from bench.table import Page, fill_rows, list_failures
+from bench.picture import draw_rows
+from bench.systems import TITLES, missing_framework
+from bench.table import Page, fill_rows, list_failures, make_table, show_cell
 from bench.turn_lock import TURN_LOCK_VARIABLE, TurnLock
 
 PUBLISHED = ROOT / "doc" / "benchmarks"
@@ -72,15 +72,17 @@ def _one_round(group: Sequence[Measure], number: int, quick: bool) -> list[Turn]
 def run_program(description: str, names: Sequence[str], page: Page) -> None:
     """Parse the arguments, take the measures ``names``, and write the files of the page."""
     args = _parse(description, names)
-    output = args.output or (SCRATCH if args.quick else PUBLISHED)
+    output = args.output or (SCRATCH if args.quick or args.own else PUBLISHED)
     machine = describe_machine(page.packages)
     measures = {name: load_measure(name) for name in args.only or names}
     document = results.load(output / f"{page.stem}.json", machine) if args.only else results.new_document(machine)
     for each in measures.values():
         today = date.today().isoformat()
         results.begin_measure(document, each.name, each.title, each.units, quick=args.quick, measured=today)
-    turns = make_turns(list(measures.values()), quick=args.quick, repeat=args.repeat)
+    turns = make_turns(list(measures.values()), quick=args.quick, repeat=1 if args.own else args.repeat)
     turns = _without_missing([turn for turn in turns if turn.system in (args.system or [turn.system])])
+    if args.own:
+        turns = [turn for turn in turns if turn.system.startswith("raysgd")]
     begun = time.monotonic()
     with work_folder() as work:
         batches = at_once(turns, measures)
@@ -93,7 +95,11 @@ def run_program(description: str, names: Sequence[str], page: Page) -> None:
             _measure(document, [measures[name] for name in batch[0].measures], batch, folder, quick=args.quick)
             print(f"  {time.monotonic() - start:.1f} s", flush=True)
             write_page(document, output, page)
-    _print_rows(document)
+    if args.own:
+        published = results.read(PUBLISHED / f"{page.stem}.json")
+        print(compare_with_published(document, published))
+    else:
+        _print_rows(document)
     print(f"{(time.monotonic() - begun) / 60:.1f} minutes; {output / page.file_name}")
 
 
@@ -103,7 +109,6 @@ def write_page(document: results.Document, output: Path, page: Page) -> None:
     results.save(document, output / f"{page.stem}.json")
     (output / page.file_name).write_text(page.render(document), encoding="utf-8")
     draw_rows(document["rows"], output / f"{page.stem}.svg")
-    draw_scale(document, output / "scale.svg")
 
 
 def _measure(
@@ -148,11 +153,31 @@ def _parse(description: str, names: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, once, without the slowest: does it all work?"
     )
+    parser.add_argument(
+        "--own", action="store_true", help="raysgd alone, once, next to the published figures; nothing is published"
+    )
     parser.add_argument("--only", action="append", choices=names, help="one measure; may be given again")
     parser.add_argument("--system", action="append", help="one system, such as raysgd; may be given again")
     parser.add_argument("--repeat", type=int, help="repetitions of every measure, instead of each one's own number")
     parser.add_argument("--output", type=Path, help="folder for the results")
     return parser.parse_args()
+
+
+def compare_with_published(document: results.Document, published: results.Document | None) -> str:
+    """Return a table of raysgd's figures, and next to each what is published of it and of the others. Pure."""
+    before = {row["key"]: row for row in (published or {"rows": []})["rows"]}
+    lines = []
+    for row in document["rows"]:
+        cells = before.get(row["key"], {"cells": {}})["cells"]
+        others = [f"{TITLES[name]} {show_cell(cell, row['unit'])}" for name, cell in cells.items() if name != "raysgd"]
+        ours = [show_cell(found.get("raysgd"), row["unit"]) for found in (row["cells"], cells)]
+        lines.append((row["title"], *ours, ", ".join(others) or "-", row["target"] or "-"))
+    table = make_table(("measure", "now, once", "published", "others, published", "target"), lines)
+    if published is None:
+        return f"{table}\nNothing is published.\n"
+    day = max((entry.get("measured", "") for entry in published["measures"].values()), default="") or "an unknown day"
+    is_same = published["machine"].get("processor") == document["machine"].get("processor")
+    return f"{table}\nPublished on {day}{'' if is_same else ', measured on another processor'}.\n"
 
 
 def _print_rows(document: results.Document) -> None:

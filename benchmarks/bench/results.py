@@ -5,7 +5,6 @@
     {"machine": {...},
      "measures": {name: {"title", "units", "measured", "quick",
                          "systems": {name: {"params", "series": {name: {"n", "median", ..., "samples"}}, "errors"}}}},
-     "scale": {...},
      "rows": [...]}
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,21 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
     reach = 0.98 * math.sqrt(number)
     low, high = math.floor(number / 2 - reach), math.ceil(number / 2 + reach)
     return ordered[max(low, 1) - 1], ordered[min(high + 1, number) - 1]
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of the ratios of two systems in the same rounds."""
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))
+
+
+def spread_of_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return by how much a system differs from itself, measured twice in the same rounds.
+
+    It is the larger of the median ratio's distance from 1 and half of `median_interval`.
+    """
+    ratios = [one / other for one, other in zip(times, others, strict=True)]
+    low, high = median_interval(ratios) or (min(ratios), max(ratios))
+    return max(abs(1 - statistics.median(ratios)), (high - low) / 2)
 
 
 def summarize(samples: Sequence[float]) -> dict[str, Any]:
@@ -102,11 +117,13 @@ def add_samples(document: Document, measure: str, system: str, params: Mapping[s
 
 def load(path: Path, machine: Mapping[str, Any]) -> Document:
     """Return the document at ``path`` if it was measured on this machine, else a new one."""
-    if path.exists():
-        document: Document = json.loads(path.read_text(encoding="utf-8"))
-        if document.get("machine") == dict(machine):
-            return document
-    return new_document(machine)
+    document = read(path)
+    return document if document is not None and document.get("machine") == dict(machine) else new_document(machine)
+
+
+def read(path: Path) -> Document | None:
+    """Return the document at ``path``, or None if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def save(document: Document, path: Path) -> None:

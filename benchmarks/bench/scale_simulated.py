@@ -1,220 +1,271 @@
-"""The controller's loop with simulated workers: ``python -m bench.scale_simulated WORKERS SECONDS OUT FOLDER``.
+"""The controller with simulated workers: ``python -m bench.scale_simulated WORKERS SECONDS OUT FOLDER [HZ SAVE_EVERY_S]``.
 
-The process holds only a `Run` with a fake worker group, and one reader of its frames. The fake workers report at 10 Hz and send
-a batch when a real one would: at once after a pause, and otherwise once per ``flush_interval_s``. Their own cost is measured
-first, without a controller, and subtracted.
+This process has what a TrainerActor has: a `Run`, a `WorkerGroup`, the listener and the connections of all workers, but no
+Ray. The workers are in another process, a driver in a third one: see `bench.scale_peers`. All workers report in step. After the
+measured seconds one worker dies, and the group shrinks. All CPU seconds are of this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
+from bench.machine import ROOT
 from bench.results import quantile
-from raysgd.backends.base import Member
+from bench.scale_group import KIND as CALLS
+from bench.scale_group import Calls, Formed, SimulatedGroup, without_ray
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
-from raysgd.controller import frames
-from raysgd.controller.journal.frame_log import stream_interval_s
+from raysgd.controller import commands as c
+from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
 from raysgd.result import RunInfo
-from raysgd.session.events import Reports, Returned
-from raysgd.session.progress import Heartbeat
-from raysgd.workers.orders import AttemptOrder, WorkerInfo, WorkerTask
+from raysgd.transport import Endpoint, Listener
+from raysgd.workers import events_connection as uplink
+from raysgd.workers.orders import WorkerTask
 
-HZ = 10
-_ROW = '[%r,%r,{"loss":0.123456789,"accuracy":0.987654321,"step":%d}]'
-
-
-class FakeGroup:
-    """Stands in for `raysgd.workers.group.group.WorkerGroup`, without processes."""
-
-    def __init__(self, num_workers: int, num_reports: int) -> None:
-        self.size = num_workers
-        self._num_reports = num_reports
-        #: The time of each report, by rank.
-        self.made: list[list[float]] = [[] for _ in range(num_workers)]
-        self.num_items = 0
-        self.agreement: Any = None  # no stop is requested
-        self.memory: Any = None  # there are no checkpoints
-
-    @property
-    def monitor(self) -> FakeGroup:
-        return self
-
-    def expect(self, size: int) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    async def heartbeat(self, rank: int) -> Heartbeat:
-        return Heartbeat()
-
-    async def check_processes(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
-        return {}
-
-    async def stacks(self, timeout_s: float) -> dict[int, str]:
-        return {}
-
-    async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Any]:
-        return {}
-
-    @property
-    def drains(self) -> Any:
-        return self
-
-    async def ranks(self) -> dict[int, float | None]:
-        return {}
-
-    @property
-    def num_joining(self) -> int:
-        return 0
-
-    def on_joining_worker(self, callback: Callable[[], None]) -> None:
-        return None
-
-    async def get_ready(self, *, keep_size: bool = False) -> list[str]:
-        return []
-
-    async def check_storage(self, storage: Storage) -> None:
-        return None
-
-    async def open_rendezvous(self) -> str:
-        return ""
-
-    def info(self, rank: int) -> WorkerInfo:
-        return WorkerInfo("node", "127.0.0.1", "simulated", 0)
-
-    def member(self, rank: int, rendezvous: str) -> Member:
-        return Member(rank, self.size, rank, self.size, 0, rendezvous, "127.0.0.1", False)
-
-    async def run(self, rank: int, run: Any, order: AttemptOrder) -> AsyncIterator[Any]:
-        loop = asyncio.get_running_loop()
-        made = self.made[rank]
-        begin = loop.time() + rank / self.size / HZ  # spread over one period
-        flushed_at, sent = float("-inf"), 0
-        while sent < self._num_reports:
-            due = begin + sent / HZ
-            await asyncio.sleep(max(due, flushed_at + order.flush_interval_s) - loop.time())
-            flushed_at = loop.time()
-            ready = min(self._num_reports, int((flushed_at - begin) * HZ) + 1)
-            now, zero = time.time(), flushed_at
-            rows = []
-            for number in range(sent, ready):
-                made.append(now - (zero - begin - number / HZ))
-                rows.append(_ROW % (made[-1], number / HZ, number))
-            yield [Reports(sent, ready - sent, ("[" + ",".join(rows) + "]").encode())]
-            self.num_items += 1
-            sent = ready
-        yield [Returned(b"", 0)]
-
-    def end(self, rank: int, attempt: int, why: str) -> None:
-        return None
-
-    async def leave(self) -> None:
-        return None
-
-    def kill(self, rank: int, *, is_lost: bool = False) -> None:
-        return None
+#: Seconds before the measured ones, in which all workers connect.
+_WARM_UP_S = 2.0
+_POLL_S = 0.02
+#: Rounds that are measured at least, also on a machine that is busy with other work.
+_FEWEST_ROUNDS = 4
+_TIMEOUT_S = 120.0
 
 
-async def cost_of_the_fakes(num_workers: int, num_reports: int) -> float:
-    """Return the CPU seconds of the fake workers without a controller."""
-    group = FakeGroup(num_workers, num_reports)
+class Controller:
+    """A run with simulated workers, and its connections."""
 
-    async def drain(slot: int) -> None:
-        order = AttemptOrder(1, group.member(slot, ""), None, 1, 0, 0.0, stream_interval_s(num_workers))
-        async for _ in group.run(slot, None, order):
-            pass
+    def __init__(self, calls: Calls, num_workers: int, folder: Path) -> None:
+        self.calls = calls
+        failure = FailureConfig()
+        self.group = SimulatedGroup(self.calls, (num_workers - 1, num_workers) if num_workers > 1 else 1, failure)
+        self.listener = Listener(
+            {
+                CALLS: self.calls.serve,
+                uplink.KIND: self.group.streams.inboxes.handle,
+                downlink.KIND: partial(downlink.serve_frames, self._stream),
+            }
+        )
+        self.commits: dict[int, float] = {}
+        self.run = Run(
+            RunRequest(WorkerTask("run", b""), str(folder), {}),
+            RunInfo("run", str(folder), {}, num_workers, "none"),
+            self.group,
+            Storage.from_uri(str(folder)),
+            failure=failure,
+            checkpoint=CheckpointConfig(),
+            share=lambda order: b"reference",
+            observe=self._observe,
+        )
 
-    return await _cpu_of(lambda: _all([drain(slot) for slot in range(num_workers)]))
+    async def open(self) -> Endpoint:
+        endpoint = self.group.streams.endpoint = await self.listener.open("127.0.0.1")
+        return endpoint
 
+    def _observe(self, event: c.RecordEvent, iteration: int) -> None:
+        if event.kind == "checkpoint":
+            self.commits[event.data["number"]] = time.time()
 
-async def cost_of_a_run(num_workers: int, num_reports: int, folder: str) -> dict[str, Any]:
-    """Measure a run of the fake workers with a reader like a driver's."""
-    group = FakeGroup(num_workers, num_reports)
-    run = Run(
-        RunRequest(WorkerTask("run", b""), folder, {}),
-        RunInfo("run", folder, {}, num_workers, "none"),
-        group,
-        Storage.from_uri(folder),
-        failure=FailureConfig(),
-        checkpoint=CheckpointConfig(),
-        share=lambda order: order,
-    )
-    latencies: list[float] = []
-    num_seen = 0
+    async def _stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
+        async for batch in self.run.log.read(seq):
+            yield batch
 
-    async def read() -> None:
-        nonlocal num_seen
-        async for batch in run.log.read(0):
-            now = time.time()
-            for frame in batch:
-                if frame.kind == frames.REPORTS:
-                    first, count = frame.data["first"], frame.data["count"]
-                    num_seen += count
-                    if frame.rank in (0, num_workers - 1):  # two ranks are enough
-                        latencies.extend(now - made for made in group.made[frame.rank][first : first + count])
-
-    process = psutil.Process()
-    memory = process.memory_info().rss
-    begun = time.monotonic()
-    cpu = await _cpu_of(lambda: _all([run.execute(), read()]))
-    took = time.monotonic() - begun
-    expected = num_workers * num_reports
-    if num_seen != expected:
-        raise RuntimeError(f"{num_seen} of {expected} reports came out")
-    return {
-        "cpu_s": cpu,
-        "took_s": took,
-        "reports": num_seen,
-        "items": group.num_items,
-        "memory_growth_mib": (process.memory_info().rss - memory) / 2**20,
-        "latencies": latencies,
-    }
+    async def stats(self) -> dict[str, Any]:
+        """Return what the workers' process has measured, and the state of this process."""
+        process = psutil.Process()
+        return {
+            **await self.calls.call(0, "stats", ()),
+            "calls": self.calls.num_calls + self.calls.num_items,
+            "at": time.time(),
+            "cpu_s": time.process_time(),
+            "rss_mib": process.memory_info().rss / 2**20,
+        }
 
 
-async def measure(num_workers: int, seconds: float, folder: str) -> dict[str, Any]:
-    num_reports = max(2, round(seconds * HZ))
-    fakes_s = await cost_of_the_fakes(num_workers, num_reports)
-    run = await cost_of_a_run(num_workers, num_reports, folder)
-    net = max(run["cpu_s"] - fakes_s, 0.0)
+class Round(NamedTuple):
+    """A round as the driver got it.
+
+    Attributes:
+        at: When it arrived.
+        newest_s: The age of its newest report then.
+        oldest_s: The age of its oldest report then.
+        cpu_s: CPU seconds of the driver's process so far.
+        batches: Messages that the driver has read so far.
+    """
+
+    attempt: int
+    iteration: int
+    num_ranks: int
+    at: float
+    newest_s: float
+    oldest_s: float
+    cpu_s: float
+    batches: int
+
+
+async def measure(
+    num_workers: int, seconds: float, folder: str, hz: float = 10.0, save_every_s: float = 0.0
+) -> dict[str, Any]:
+    """Run, measure for ``seconds``, let a worker die, and end the run.
+
+    Args:
+        num_workers: The number of workers.
+        seconds: How long to measure.
+        folder: An empty folder.
+        hz: Reports of each worker in a second.
+        save_every_s: Seconds between two saves; 0: no saves.
+    """
+    at = Path(folder)
+    rss_mib = psutil.Process().memory_info().rss / 2**20
+    calls = Calls()
+    with without_ray(calls):
+        controller = Controller(calls, num_workers, at)
+        endpoint = await controller.open()
+        spec = {
+            "host": endpoint.host,
+            "port": endpoint.port,
+            "token": endpoint.token.hex(),
+            "hz": hz,
+            "save_every": round(save_every_s * hz),
+            "checkpoints": str(at / "checkpoints"),
+            "rounds": str(at / "rounds.json"),
+        }
+        (at / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+        peers = [_start(role, at) for role in ("workers", "driver")]
+        try:
+            before, after, last = await asyncio.wait_for(_run(controller, seconds), _TIMEOUT_S + seconds)
+            await asyncio.to_thread(peers[1].wait, _TIMEOUT_S)
+        finally:
+            for peer in peers:
+                peer.kill()
+                peer.wait()
+    if last["problems"]:
+        raise RuntimeError(f"{len(last['problems'])} problems, such as {last['problems'][0]}")
+    rounds = [Round(*each) for each in json.loads((at / "rounds.json").read_text(encoding="utf-8"))]
+    _check(rounds, num_workers)
     return {
         "workers": num_workers,
-        "seconds": run["took_s"],
-        "reports_per_s": run["reports"] / run["took_s"],
-        "items_per_s": run["items"] / run["took_s"],
-        "cpu_s": net,
-        "cpu_of_the_fakes_s": fakes_s,
-        "cpu_share": net / run["took_s"],
-        "cpu_per_report_s": net / run["reports"],
-        "memory_growth_mib": run["memory_growth_mib"],
-        "latency_p50_s": quantile(run["latencies"], 0.5),
-        "latency_p99_s": quantile(run["latencies"], 0.99),
+        "hz": hz,
+        "save_every_s": save_every_s,
+        **_load(
+            num_workers,
+            before,
+            after,
+            [each for each in rounds if before["at"] <= each.at - each.newest_s <= after["at"]],
+        ),
+        "memory_mib": after["rss_mib"],
+        "memory_growth_mib": after["rss_mib"] - rss_mib,
+        **_commits(controller.commits, last),
+        **_starts(controller.group.formed, last),
     }
 
 
-async def _cpu_of(work: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    start = time.process_time()
-    await work()
-    return time.process_time() - start
+async def _run(controller: Controller, seconds: float) -> tuple[dict[str, Any], ...]:
+    """Return the state before and after the measured seconds, and after a worker's death."""
+    await controller.calls.is_connected.wait()
+    executing = asyncio.ensure_future(controller.run.execute())
+    taking = asyncio.ensure_future(_take(controller, seconds))
+    await asyncio.wait([executing, taking], return_when=asyncio.FIRST_COMPLETED)
+    if not taking.done():
+        taking.cancel()
+        raise RuntimeError(f"the run has ended early: {controller.run.status()}")
+    await controller.run.stop("the measure is over", cancel=True)
+    await executing
+    return taking.result()
 
 
-async def _all(work: list[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*work)
+async def _take(controller: Controller, seconds: float) -> tuple[dict[str, Any], ...]:
+    await controller.group.has_ordered.wait()
+    while controller.run.log.iteration < 1:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    await asyncio.sleep(_WARM_UP_S)
+    before = await controller.stats()
+    first = controller.run.log.iteration
+    await asyncio.sleep(seconds)
+    while controller.run.log.iteration < first + _FEWEST_ROUNDS:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    after = await controller.stats()
+    controller.group.has_ordered.clear()
+    controller.calls.call(controller.group.size - 1, "kill", ())
+    await controller.group.has_ordered.wait()
+    while (last := await controller.stats())["ordered"].get(2) is None:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    return before, after, last
 
 
-def main(num_workers: str, seconds: str, out: str, folder: str) -> None:
-    found = asyncio.run(measure(int(num_workers), float(seconds), folder))
+def _start(role: str, folder: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, sys.path)])}
+    return subprocess.Popen([sys.executable, "-m", "bench.scale_peers", role, str(folder / "spec.json")], env=env)
+
+
+def _check(rounds: list[Round], num_workers: int) -> None:
+    """Check that no report of the first attempt was lost."""
+    first = [each for each in rounds if each.attempt == 1]
+    if [each.iteration for each in first] != list(range(1, len(first) + 1)):
+        raise RuntimeError("rounds of the first attempt are missing")
+    if partial := [each for each in first if each.num_ranks != num_workers]:
+        raise RuntimeError(f"round {partial[0].iteration} has {partial[0].num_ranks} of {num_workers} reports")
+
+
+def _load(num_workers: int, before: dict[str, Any], after: dict[str, Any], rounds: list[Round]) -> dict[str, Any]:
+    """Return rates and delays of the measured seconds."""
+    took = after["at"] - before["at"]
+    cpu_s = after["cpu_s"] - before["cpu_s"]
+    batches = after["batches"] - before["batches"]
+    num_reports, num_calls = len(rounds) * num_workers, after["calls"] - before["calls"]
+    span = rounds[-1].at - rounds[0].at
+    return {
+        "seconds": took,
+        "reports_per_s": num_reports / took,
+        "items_per_s": batches / took,
+        "messages_per_s": (batches + num_calls) / took + (rounds[-1].batches - rounds[0].batches) / span,
+        "cpu_s": cpu_s,
+        "cpu_share": cpu_s / took,
+        "cpu_per_report_s": cpu_s / num_reports,
+        "driver_cpu_share": (rounds[-1].cpu_s - rounds[0].cpu_s) / span,
+        "late_s": after["late_s"],
+        "latency_p50_s": quantile([each.newest_s for each in rounds], 0.5),
+        "latency_p99_s": quantile([each.oldest_s for each in rounds], 0.99),
+    }
+
+
+def _commits(commits: dict[int, float], last: dict[str, Any]) -> dict[str, Any]:
+    """Return the longest time from the last part of a checkpoint to its commit: since it was written, and since it was sent."""
+    numbers = commits.keys() & last["safe"].keys() & last["sent"].keys()
+    if not numbers:
+        return {}
+    return {
+        "commits": len(numbers),
+        "commit_s": max(commits[number] - last["safe"][number] for number in numbers),
+        "commit_since_sent_s": max(commits[number] - last["sent"][number] for number in numbers),
+    }
+
+
+def _starts(formed: list[Formed], last: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first group and the group after the death took."""
+    first, second = formed[0], formed[1]
+    return {
+        "start_per_worker_s": first.per_worker_s(),
+        "resize_per_worker_s": second.per_worker_s(),
+        "death_to_order_s": second.times["begun"] - last["died_at"],
+        "death_to_ready_s": second.times["ready"] - last["died_at"],
+        "death_to_entered_s": last["ordered"][2] - last["died_at"],
+    }
+
+
+def main(num_workers: str, seconds: str, out: str, folder: str, hz: str = "10", save_every_s: str = "0") -> None:
+    found = asyncio.run(measure(int(num_workers), float(seconds), folder, float(hz), float(save_every_s)))
     Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.results import median_interval, quantile, rounded
-from bench.systems import TITLES, VARIANTS
+from bench.systems import PRELOADING, TITLES, VARIANTS
 
-_PEERS = ("bare", "torchrun", "dd", "pyarrow")
+_PEERS = ("bare", "torchrun", "monarch", "dd", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class Row:
 
 
 def fill_rows(document: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the table as data: each row's value per system, the ratio, the target, and whether it was met."""
-    return [fill_row(row, document["measures"][row.measure]) for row in rows if row.measure in document["measures"]]
+    """Return the rows that were measured as data: each system's value, the ratio, the target, and whether it was met."""
+    filled = [fill_row(row, document["measures"][row.measure]) for row in rows if row.measure in document["measures"]]
+    return [row for row in filled if "raysgd" in row["cells"]]
 
 
 def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def fill_row(row: Row, measure: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_shown(row: Row, system: str) -> bool:
     if row.peers is None:
-        return system not in VARIANTS
+        return system not in (*VARIANTS, PRELOADING)
     return system == "raysgd" or system in row.peers
 
 
@@ -300,6 +301,11 @@ def days_line(measures: Mapping[str, Any]) -> str:
 
 def _cell_text(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ").replace("<", "&lt;")
+
+
+def say_met(is_met: bool) -> str:
+    """Return how a page says whether a target is met."""
+    return "met" if is_met else "**missed**"
 
 
 def make_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

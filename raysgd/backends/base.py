@@ -9,7 +9,8 @@ The order of calls in a worker, and the thread that makes each call::
     open_rendezvous(ip)          rank 0 only, after all workers have loaded: an earlier death costs nobody a timeout
     init_process_group(member)   the training thread, on all ranks at once
       ... train_func ...
-    destroy_process_group()      the training thread if train_func failed, any thread after all ranks returned
+    destroy_process_group()      the training thread if train_func failed, any thread after all ranks returned; later, or not at
+                                 all, if `BackendConfig.keeps_group`
     abort_process_group()        any thread, while train_func may be blocked in a collective
 
 The next attempt starts again at `open_rendezvous`, possibly with another rank and another world size. Where a process
@@ -67,6 +68,9 @@ class BackendConfig(ABC):
     shows_node_gpus: ClassVar[bool] = False
     #: Whether this backend has a `Coordinator`.
     has_coordinator: ClassVar[bool] = False
+    #: Modules that `Backend.load` imports, and that take long. An idle process imports them before a worker dies, if workers of
+    #: this backend can rejoin: see `raysgd.FailureConfig`. It has no GPUs yet, so an import must not look for them.
+    preload_modules: ClassVar[tuple[str, ...]] = ()
     #: Whether an elastic group of a run that saves no checkpoints grows at once, by a new attempt. Otherwise it stays as it is.
     grows_without_save: ClassVar[bool] = False
 
@@ -78,6 +82,14 @@ class BackendConfig(ABC):
         may follow a failure, a resize or the start of another run.
         """
         return True
+
+    @property
+    def keeps_group(self) -> bool:
+        """Whether workers that have all returned stay in their group, for a next run with the same workers and ranks.
+
+        `Backend.init_process_group` is then called again with an equal `Member`, but for ``attempt``, and does nothing.
+        """
+        return False
 
     @abstractmethod
     def make_backend(self) -> Backend:
@@ -98,6 +110,8 @@ class Backend(ABC):
     #: Whether `init_process_group` waits for the other members. If so, it is called after all of them have unpickled
     #: train_func: a new process may need minutes to import what train_func uses, and its peers must stay interruptible.
     waits_for_members: ClassVar[bool] = True
+    #: Whether the modules that train_func imports may be imported before the group exists.
+    can_import_early: ClassVar[bool] = True
 
     @abstractmethod
     def load(self) -> None:
@@ -120,7 +134,11 @@ class Backend(ABC):
         return
 
     def open_rendezvous(self, node_ip: str) -> str:
-        """Open the place where the members meet, bound to ``node_ip``; return the value of `Member.rendezvous`."""
+        """Open the place where the members meet, bound to ``node_ip``; return the value of `Member.rendezvous`.
+
+        ``node_ip`` is the address of rank 0's node, or a loopback address if all members are on that node. It may be called
+        again before `init_process_group`: then nobody meets at the earlier place.
+        """
         return ""
 
     @abstractmethod

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 #: Host and port.
 Address = tuple[str, int]
 _LISTENING = "LISTEN"  # as psutil names the state
+_DESCRIPTORS = "/proc/self/fd"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class GlooListeners(NamedTuple):
@@ -68,7 +70,17 @@ def list_connections() -> set[tuple[Address, Address]]:
 
 def list_listeners() -> set[Address]:
     """Return the addresses at which this process listens for TCP connections."""
-    return {_address(link.laddr) for link in _sockets() if link.status == _LISTENING}
+    if socket.getdefaulttimeout() is not None or not os.path.isdir(_DESCRIPTORS):
+        return {_address(link.laddr) for link in _sockets() if link.status == _LISTENING}
+    # The kernel's list has the connections of all processes, and takes 5 ms where there are a few hundred.
+    found = set()
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                with _open_again(int(name)) as opened:
+                    if opened.family in _FAMILIES and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(_address(opened.getsockname()))
+    return found
 
 
 def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
@@ -86,25 +98,29 @@ def _sockets() -> list[Any]:
         import psutil
     except ImportError:  # as in `raysgd.backends.rendezvous.find_interface`
         return []
-    # The kernel's list: creating a socket object for a descriptor may change the descriptor's blocking mode.
+    # The kernel's list. A socket object for a descriptor would make it non-blocking if Python's sockets have a default timeout.
     with contextlib.suppress(psutil.Error, OSError):
         return list(psutil.Process().net_connections("tcp"))
     return []
 
 
 def _shut_down(connection: Any) -> bool:
-    descriptor = os.dup(connection.fd)
-    try:
-        link = socket.socket(fileno=descriptor)
-    except OSError:  # the descriptor belongs to another file by now
-        os.close(descriptor)
-        raise
-    with link:
+    with _open_again(connection.fd) as link:
         if _address(link.getpeername()) != _address(connection.raddr):
             return False
         link.shutdown(socket.SHUT_RDWR)
         return True
 
 
+def _open_again(descriptor: int) -> socket.socket:
+    """Return another socket object for a descriptor; raises OSError if it belongs to another file by now."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
 def _address(name: Any) -> Address:
-    return name[0], name[1]
+    return name[0].partition("%")[0], name[1]  # without the interface of a link-local address

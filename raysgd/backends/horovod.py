@@ -22,11 +22,12 @@ from typing import Any, ClassVar, Literal
 
 import psutil
 
+from raysgd.backends import torch_compiler
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import GlooConnections, list_connections
 from raysgd.backends.rendezvous import find_interface
 from raysgd.backends.tensorflow import use_legacy_keras
-from raysgd.backends.torch import import_torch_compiler, tensor_reducers
+from raysgd.backends.torch import tensor_reducers
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_names
 from raysgd.errors import ConfigError
@@ -153,11 +154,8 @@ class HorovodBackend(Backend):
             self._hvd = importlib.import_module(f"horovod.{self._config.framework}")
         except ImportError as error:
             raise ImportError(f"{_INSTALL_HINT}: {error}") from error
+        torch_compiler.defer()
         _refuse_elastic_run()
-
-    def warm_up(self) -> None:
-        if self._config.framework == "torch":
-            import_torch_compiler()
 
     def init_process_group(self, member: Member) -> None:
         rendezvous = json.loads(member.rendezvous)

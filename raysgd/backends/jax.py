@@ -12,21 +12,26 @@ import gc
 import json
 import math
 import os
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
-from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.config.checks import check_amount, check_bool, check_choice, check_count
 from raysgd.errors import ConfigError
 
 _INSTALL_HINT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
 #: The number of ports to try for the service.
 _MAX_TRIES = 3
+#: The time for computations to end when a process leaves its group; as long again after its connections were shut down.
+_LEAVE_S = 5.0
+#: What belongs to the devices of this process, such as compiled steps. It is dropped with the devices when the group ends.
+held_with_devices: dict[Any, Any] = {}
 
 
 @refuse_unknown_fields()
@@ -41,6 +46,8 @@ class JaxConfig(BackendConfig):
         init_timeout_s: The time for all members to join.
         timeout_s: The time without a heartbeat after which JAX's service regards a member as dead. raysgd's own detection
             (`raysgd.FailureConfig`) is faster; this is the fallback for what raysgd cannot see.
+        keep_group: Whether workers stay in their group from one run to the next, with their arrays and compiled functions of
+            modules. A later run with the same workers does not refuse arrays from before train_func.
     """
 
     name: ClassVar[str] = "jax"
@@ -50,6 +57,7 @@ class JaxConfig(BackendConfig):
     platform: Literal["cpu", "cuda", "rocm", "tpu"] | None = None
     init_timeout_s: float = 30
     timeout_s: float = 100
+    keep_group: bool = False
 
     def __post_init__(self) -> None:
         check_count("JaxConfig(devices_per_worker)", self.devices_per_worker, minimum=1)
@@ -58,6 +66,12 @@ class JaxConfig(BackendConfig):
             check_choice("JaxConfig(platform)", self.platform, ("cpu", "cuda", "rocm", "tpu"))
         check_amount("JaxConfig(init_timeout_s)", self.init_timeout_s, positive=True)
         check_amount("JaxConfig(timeout_s)", self.timeout_s, positive=True)
+
+        check_bool("JaxConfig(keep_group)", self.keep_group)
+
+    @property
+    def keeps_group(self) -> bool:
+        return self.keep_group
 
     def make_backend(self) -> Backend:
         return JaxBackend(self)
@@ -103,10 +117,13 @@ class JaxCoordinator(Coordinator):
 class JaxBackend(Backend):
     """The membership of one worker process in `jax.distributed`."""
 
+    can_import_early: ClassVar[bool] = False  # some modules make arrays, which would fix the devices
+
     def __init__(self, config: JaxConfig) -> None:
         self._config = config
         self._gloo = GlooListeners()
-        self._has_joined = False
+        self._member: Member | None = None
+        self._is_stuck = False
 
     def load(self) -> None:
         _reduce_logging()
@@ -119,9 +136,12 @@ class JaxBackend(Backend):
     def init_process_group(self, member: Member) -> None:
         import jax
 
+        member = replace(member, attempt=0)
+        if member == self._member:  # the group was kept
+            return
         _check_no_devices()
         self._choose_devices(member)
-        self._has_joined = True
+        self._member = member
         before = list_listeners()
         jax.distributed.initialize(
             coordinator_address=member.rendezvous,
@@ -138,22 +158,22 @@ class JaxBackend(Backend):
         self._gloo = self._exchange_listeners(member, list_listeners() - before)
 
     def destroy_process_group(self) -> None:
-        import jax
-        import jax.extend
-
-        if not self._has_joined:
+        if self._member is None:
             return
-        self._has_joined = False
+        self._member = None
+        held_with_devices.clear()
+        # JAX waits for computations that have begun. One may wait for a rank that has left, or for a connection to it.
+        leaving = threading.Thread(target=_leave, name="raysgd-jax-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
+        if leaving.is_alive():
+            self.abort_process_group()
+            leaving.join(_LEAVE_S)
+        self._is_stuck = leaving.is_alive()
         self._gloo = GlooListeners()
-        for step in (
-            gc.collect,
-            _clear_pending_effects,
-            jax.extend.backend.clear_backends,
-            jax.distributed.shutdown,
-            gc.collect,
-        ):
-            with contextlib.suppress(Exception):  # the group may be broken already
-                step()
+
+    def should_replace_process(self) -> bool:
+        return self._is_stuck
 
     def abort_process_group(self) -> None:
         with contextlib.suppress(OSError):  # the attempt must end in any case
@@ -189,6 +209,21 @@ class JaxBackend(Backend):
 def _reduce_logging() -> None:
     # Without this XLA logs each step of the service; it is read when XLA is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def _leave() -> None:
+    import jax
+    import jax.extend
+
+    for step in (
+        gc.collect,
+        _clear_pending_effects,
+        jax.extend.backend.clear_backends,
+        jax.distributed.shutdown,
+        gc.collect,
+    ):
+        with contextlib.suppress(Exception):  # the group may be broken already
+            step()
 
 
 def _check_no_devices() -> None:

@@ -76,6 +76,15 @@ def address_family(node_ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in node_ip else socket.AF_INET
 
 
+def loopback_of(node_ip: str) -> str:
+    """Return the loopback address of a node.
+
+    Who connects to a node's own address asks the name server for that address's name: torch's store does, in the resolver of
+    the C library, and a name server that does not answer costs it five seconds.
+    """
+    return "::1" if ":" in node_ip else "127.0.0.1"
+
+
 def find_interface(node_ip: str) -> str | None:
     """Return the name of the network interface that has this address, or None."""
     try:

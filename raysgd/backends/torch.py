@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
-from raysgd.backends import torch_groups, torch_scripts
+from raysgd.backends import torch_compiler, torch_groups, torch_scripts
 from raysgd.backends.base import Backend, BackendConfig, Member
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_collectives
 from raysgd.backends.rendezvous import address_family, find_interface
@@ -86,8 +86,12 @@ class Rendezvous:
             self.listener = None
 
 
-def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float) -> Any:
-    """Return the store of the group, on rank 0 with its server; set its address in the environment for other libraries."""
+def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float, *, waits: bool = True) -> Any:
+    """Return the store of the group, on rank 0 with its server; set its address in the environment for other libraries.
+
+    ``waits``: Wait there for all members, which torch does in steps of 10 ms. A gloo group needs no such wait: its members
+    wait for each other while they connect.
+    """
     import torch.distributed as dist
 
     address, timeout = json.loads(rendezvous.address), timedelta(seconds=timeout_s)
@@ -106,7 +110,7 @@ def join_store(rendezvous: Rendezvous, member: Member, timeout_s: float) -> Any:
         is_master=member.rank == 0,
         timeout=timeout,
         master_listen_fd=fd,
-        wait_for_workers=True,
+        wait_for_workers=waits,
     )
 
 
@@ -168,6 +172,7 @@ class TorchConfig(BackendConfig):
 
     name: ClassVar[str] = "torch"
     shows_node_gpus: ClassVar[bool] = True
+    preload_modules: ClassVar[tuple[str, ...]] = ("torch.distributed.nn.functional",)
     backend: Literal["gloo", "nccl"] | None = None
     init_method: str | None = None
     init_timeout_s: float = 10
@@ -197,15 +202,16 @@ class TorchBackend(Backend):
         self._began_ns = 0
 
     def load(self) -> None:
+        was_preloaded = imported("torch") is not None
         try:
-            import torch.distributed.nn.functional  # noqa: F401  (before the first group exists: see the module docstring)
+            import torch.distributed.nn.functional  # (before the first group exists: see the module docstring)
         except ImportError as error:
             raise ImportError("backend='torch' needs torch in the workers: pip install raysgd[torch]") from error
+        if was_preloaded and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads):
+            torch.set_num_threads(int(threads))  # Ray has set the variable after the import, which reads it
+        torch_compiler.defer()
         torch_scripts.install()
         torch_groups.install()
-
-    def warm_up(self) -> None:
-        import_torch_compiler()
 
     def set_device(self) -> None:
         import torch
@@ -215,6 +221,10 @@ class TorchBackend(Backend):
             torch.cuda.set_device(int(index))
 
     def open_rendezvous(self, node_ip: str) -> str:
+        if (
+            self._rendezvous is not None
+        ):  # no group formed there: another worker was replaced, or the attempt ended before
+            self._rendezvous.close()
         self._rendezvous = Rendezvous.open(self._config.init_method, node_ip)
         return self._rendezvous.address
 
@@ -228,7 +238,7 @@ class TorchBackend(Backend):
             self._rendezvous = Rendezvous(member.rendezvous)
         _set_environment(member)
         _reset_accelerate()
-        self._store = join_store(self._rendezvous, member, self._config.init_timeout_s)
+        self._store = join_store(self._rendezvous, member, self._config.init_timeout_s, waits=backend != "gloo")
         self._began_ns = time.time_ns()
         dist.init_process_group(
             backend,
@@ -340,13 +350,6 @@ def _dump_traces(names: Sequence[str]) -> list[bytes]:
     functions = [function for name in names if (function := getattr(c10d, name, None)) is not None]
     # With stack traces it would import torch._dynamo, which holds the interpreter's lock for seconds.
     return [function(includeStackTraces=False) for function in functions]
-
-
-def import_torch_compiler() -> None:
-    """Import what the first optimizer imports: torch._dynamo and its dependencies, which takes as long as torch itself."""
-    import torch
-
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
 
 def is_error_of_group(error: BaseException) -> bool:

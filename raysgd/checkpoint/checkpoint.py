@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, missing_part_error, verify_entries, verify_files
+from raysgd.checkpoint.links import follow
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import read_manifest
@@ -55,9 +56,12 @@ class Checkpoint:
         try:
             manifest = read_manifest(directory)
         except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint at {directory.path_of('')}{_suggest(directory)}"
-            ) from error
+            followed = follow(directory)
+            if followed is None:
+                raise CheckpointNotFoundError(
+                    f"there is no checkpoint at {directory.path_of('')}{_suggest(directory)}"
+                ) from error
+            directory, manifest = followed, read_manifest(followed)
         verify_files(directory, manifest, checksums=False)
         return cls.of_manifest(directory.uri, manifest)
 

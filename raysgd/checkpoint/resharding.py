@@ -8,9 +8,10 @@ Runs in workers and drivers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -92,11 +93,38 @@ class SavedArray:
         slices = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, slice) for part in slices):
             raise TypeError(f"{self!r} is read by slices, such as saved[2:4, :8]; np.asarray(...) reads all of it.")
-        return self._read(index_from_slices(slices, self.shape))
+        return self._read(slices)
 
     def read(self) -> Any:
         """Read all of it, as a NumPy array or a torch tensor."""
-        return self._read(full_index(self.shape))
+        return self._read(full_index(self.shape).slices())
+
+    def check(self, key: tuple[slice, ...]) -> bool:
+        """Compare the elements of slices with their checksums before they are read, where this costs little.
+
+        Returns:
+            Whether `read_into` will find no damage, so that it may fill memory that is in use.
+
+        Raises:
+            CheckpointCorruptError: They are not.
+        """
+        index = index_from_slices(key, self.shape)
+        item_bytes = self.dtype.itemsize
+        with self._telling_errors():
+            for shard in self._shards:
+                if (common := intersect(shard.index, index)) is not None:
+                    first, num_rows, row_bytes = _rows(common, shard.index, item_bytes)
+                    if not shard.part.check(shard.name, first * row_bytes, num_rows * row_bytes):
+                        return False
+        return True
+
+    def read_into(self, key: tuple[slice, ...], memory: ByteArray) -> None:
+        """Fill memory with the elements of slices, in C order."""
+        index = index_from_slices(key, self.shape)
+        with self._telling_errors():
+            for shard in self._shards:
+                if (common := intersect(shard.index, index)) is not None:
+                    self._copy(shard, common, index, memory)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -118,18 +146,21 @@ class SavedArray:
     def __repr__(self) -> str:
         return f"SavedArray(state{self._place}, shape={self.shape}, dtype={self.dtype})"
 
-    def _read(self, index: ShardIndex) -> Any:
+    def _read(self, key: tuple[slice, ...]) -> Any:
+        index = index_from_slices(key, self.shape)
         memory = aligned_empty(index.size * self.dtype.itemsize)
-        try:
-            for shard in self._shards:
-                if (common := intersect(shard.index, index)) is not None:
-                    self._copy(shard, common, index, memory)
-        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            self._on_unusable(error)
-            raise
+        self.read_into(key, memory)
         if self._is_tensor:
             return _torch_codec().tensor_from_bytes(memory, self.dtype, index.shape)
         return np.ndarray(index.shape, self.dtype, memory)
+
+    @contextlib.contextmanager
+    def _telling_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            self._on_unusable(error)
+            raise
 
     def _copy(self, shard: StoredShard, common: ShardIndex, index: ShardIndex, memory: ByteArray) -> None:
         """Read the elements that a shard and ``index`` have in common to their place in the memory of ``index``."""

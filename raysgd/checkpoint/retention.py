@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from raysgd._util.metric_names import find_metric, flatten, listed, nearest
@@ -35,11 +35,14 @@ class RetentionPolicy:
         num_to_keep: Number of best checkpoints to keep; None keeps all.
         score_attribute: The metric, ``"a/b"`` for a nested one; None ranks by age, newest first.
         score_order: ``"max"`` or ``"min"`` is best.
+        keep_best: Further metrics, and whether their highest or lowest value is best: the best checkpoint by each is kept in
+            addition.
     """
 
     num_to_keep: int | None = None
     score_attribute: str | None = None
     score_order: str = "max"
+    keep_best: Mapping[str, str] = field(default_factory=dict)
 
     def to_delete(self, records: Iterable[Record]) -> list[int]:
         """Return the numbers of the checkpoints to delete, oldest first.
@@ -52,8 +55,11 @@ class RetentionPolicy:
             return []
         if not any(self.can_rank(record.metrics) for record in ranked):
             return []
-        newest = max(record.number for record in ranked)
-        return sorted(record.number for record in ranked[self.num_to_keep :] if record.number != newest)
+        kept = {max(record.number for record in ranked)}
+        for metric, order in self.keep_best.items():
+            best = RetentionPolicy(None, metric, order).best(ranked)
+            kept |= set() if best is None else {best.number}
+        return sorted(record.number for record in ranked[self.num_to_keep :] if record.number not in kept)
 
     def best(self, records: Iterable[R]) -> R | None:
         """Return the best record; None if no record has the metric."""

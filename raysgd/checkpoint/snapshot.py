@@ -245,17 +245,28 @@ class StagingPool:
                 self._free.append(buffer)
                 self._changed.notify_all()
 
+    def prepare(self, num_bytes: int, *, gpu: Any = None) -> None:
+        """Map the pages of one buffer before the first save, unless there is one of this size.
+
+        Args:
+            num_bytes: The size of the save, or a little more.
+            gpu: As for `acquire`.
+        """
+        with self._changed:
+            if num_bytes < _MIN_PREFAULT_BYTES or any(
+                buffer.capacity >= num_bytes for buffer in (*self._free, *self._busy)
+            ):
+                return
+        if (buffer := self._take_small(num_bytes)) is not None:
+            self._map(buffer, num_bytes, gpu)
+
     def prefault(self, num_bytes: int) -> None:
         """Grow free buffers that are smaller than ``num_bytes``, and map their pages.
 
         A writer thread calls this before the first write, so that the second save is as fast as the third.
         """
         while num_bytes >= _MIN_PREFAULT_BYTES and (buffer := self._take_small(num_bytes)) is not None:
-            try:
-                buffer.reserve(num_bytes, gpu=self._gpu)
-                buffer.touch()
-            finally:
-                self.release(buffer)
+            self._map(buffer, num_bytes, self._gpu)
 
     def close(self) -> None:
         """Make waiting and later `acquire` calls fail; snapshots in flight continue."""
@@ -268,6 +279,13 @@ class StagingPool:
         """Bytes of snapshots in flight."""
         with self._changed:
             return sum(buffer.num_bytes for buffer in self._busy)
+
+    def _map(self, buffer: StagingBuffer, num_bytes: int, gpu: Any) -> None:
+        try:
+            buffer.reserve(num_bytes, gpu=gpu)
+            buffer.touch()
+        finally:
+            self.release(buffer)
 
     def _has_room(self, num_bytes: int) -> bool:
         if self._closed:

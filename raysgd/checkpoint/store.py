@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from typing import NamedTuple, final
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, verify_files
@@ -102,6 +103,17 @@ class CheckpointStore:
         with contextlib.suppress(CheckpointError):  # files that stay do no harm
             _remove_unlisted(directory, manifest)
         return directory.uri
+
+    def amend(self, manifest: Manifest) -> str:
+        """Replace the manifest of a committed checkpoint; its files and rank states stay if ``manifest`` has none.
+
+        Raises:
+            CheckpointError: The manifest could not be written, or the one on storage not be read.
+        """
+        if not manifest.parts and not manifest.rank_states:
+            stored = self.read(manifest.number)
+            manifest = replace(manifest, parts=stored.parts, rank_states=stored.rank_states)
+        return self.commit(manifest)
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,6 +32,13 @@ def check_amount(name: str, value: Any, *, positive: bool = False) -> float:
         raise ConfigError(f"{name}={value!r} is {with_article(type(value).__name__)}; give a number.")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ConfigError(f"{name}={value!r} is out of range; give a finite number {'> 0' if positive else '>= 0'}.")
+    return value
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Check that a value is a bool. 0 and 1 are refused."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a bool; give True or False.")
     return value
 
 
@@ -68,6 +76,26 @@ def check_component(name: str, value: Any) -> str:
             f"{name}={value!r} cannot name a folder; give 1 to 128 letters, digits, '.', '_' or '-', not starting with '.'."
         )
     return value
+
+
+def split_path(name: str, folder: str) -> tuple[str, str]:
+    """Split a path or URI of a folder of runs into the folder that it is in, and its name.
+
+    Args:
+        name: The argument, for messages.
+        folder: A path, made absolute, or a URI.
+
+    Raises:
+        ConfigError: It is the root of a file system or a bucket, or its name cannot be that of a folder of runs.
+    """
+    is_uri = "://" in folder
+    path, mark, query = folder.partition("?") if is_uri else (os.path.abspath(folder), "", "")
+    above, _, last = path.rstrip("/").rpartition("/")
+    if is_uri and (not above or above.endswith((":", ":/"))):
+        raise ConfigError(
+            f"{name}={folder!r} is a whole bucket; give a folder in it, such as {folder.rstrip('/')}/runs."
+        )
+    return (above or "/") + mark + query, check_component(name, last)
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[Exception], ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from raysgd.config.argument_names import (
@@ -13,7 +13,7 @@ from raysgd.config.argument_names import (
     RUN_CONFIG_HINTS,
     refuse_unknown_fields,
 )
-from raysgd.config.checks import check_amount, check_choice, check_component, check_count, check_exceptions
+from raysgd.config.checks import check_amount, check_bool, check_choice, check_component, check_count, check_exceptions
 from raysgd.errors import ConfigError
 
 DEFAULT_STORAGE_PATH = "~/raysgd_runs"
@@ -50,6 +50,7 @@ class RunConfig:
             check_component("RunConfig(name)", self.name)
         if self.storage_path is not None and not isinstance(self.storage_path, (str, os.PathLike)):
             raise ConfigError(f"RunConfig(storage_path={self.storage_path!r}) is not a path; give a path or a URI.")
+        check_bool("RunConfig(detached)", self.detached)
         if self.detached and self.name is None:
             raise ConfigError("RunConfig(detached=True) needs name=..., by which Trainer.attach(name) finds the run.")
         if self.ray_address is not None:
@@ -76,6 +77,11 @@ class FailureConfig:
             limit.
         num_spares: Started processes kept in addition to the workers, with resources of their own. A spare replaces a worker
             that dies.
+        preload: Whether each node with workers keeps an idle process that has imported what the workers have imported. A
+            replacement takes it over, which saves the time of the imports. It holds no CPU or GPU, but the memory of what
+            it has imported. There is none with spares, with backends other than torch, in a placement group of others such as
+            a Tune trial's, or if the node is short of memory. Even if False, other nodes get such processes while a node does
+            not answer, under the same conditions.
         abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
             killed and replaced.
         heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
@@ -100,6 +106,7 @@ class FailureConfig:
 
     max_failures: int = 3
     num_spares: int = 0
+    preload: bool = False
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
     callback_timeout_s: float = 300
@@ -114,6 +121,7 @@ class FailureConfig:
     def __post_init__(self) -> None:
         check_count("FailureConfig(max_failures)", self.max_failures, minimum=-1)
         check_count("FailureConfig(num_spares)", self.num_spares, minimum=0)
+        check_bool("FailureConfig(preload)", self.preload)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)
@@ -140,6 +148,11 @@ class CheckpointConfig:
         num_to_keep: Checkpoints to keep on storage: the best by score, and always the newest. None: all.
         score_attribute: Metric to score checkpoints by. None: a newer checkpoint is better.
         score_order: Whether the highest score is best, ``"max"``, or the lowest, ``"min"``.
+        keep_best: Metrics by which the best checkpoint is kept in addition to the ``num_to_keep``, each with ``"max"`` or
+            ``"min"``: ``{"val/loss": "min", "accuracy": "max"}``.
+        links: Whether ``last`` and ``best`` in the folder of the Trainer's runs lead to the newest checkpoint and to the best
+            one, by the first metric of ``keep_best``, or else by ``score_attribute``. They are symbolic links on a local disk,
+            and elsewhere small files that ``Checkpoint.from_path`` follows.
         storage_interval: Write every n-th checkpoint to storage. The others are held in the cluster's memory only, from
             which a run recovers. The newest is written to storage when the run ends. 1: every checkpoint is written.
         keep_in_memory: Whether the newest checkpoint is also held in the cluster's object store, outside the worker that
@@ -153,6 +166,8 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     score_attribute: str | None = None
     score_order: ScoreOrder = "max"
+    keep_best: Mapping[str, ScoreOrder] = field(default_factory=dict)
+    links: bool = False
     storage_interval: int = 1
     keep_in_memory: bool = True
     max_pending_bytes: int = 4 << 30
@@ -166,6 +181,15 @@ class CheckpointConfig:
                 f"CheckpointConfig(score_attribute={self.score_attribute!r}) is not a metric's name; give a string."
             )
         check_choice("CheckpointConfig(score_order)", self.score_order, get_args(ScoreOrder))
+        given: object = self.keep_best
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"CheckpointConfig(keep_best={self.keep_best!r}) is not a mapping of metrics to 'max' or 'min'; give one such as "
+                "{'loss': 'min'}."
+            )
+        for metric, order in self.keep_best.items():
+            check_choice(f"CheckpointConfig(keep_best={{{metric!r}}})", order, get_args(ScoreOrder))
+        check_bool("CheckpointConfig(links)", self.links)
         check_count("CheckpointConfig(storage_interval)", self.storage_interval, minimum=1)
         if self.storage_interval > 1 and not self.keep_in_memory:
             raise ConfigError(

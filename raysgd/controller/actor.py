@@ -33,7 +33,7 @@ from raysgd.controller.kv_store import (
     put_run,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest, is_data_kept
-from raysgd.controller.watchdog import PlacementGuard, ask, prepare_process
+from raysgd.controller.watchdog import ControllerGuard, PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
@@ -70,14 +70,22 @@ class TrainerActor(Watched):
             settings.spec.backend,
             settings.spec.failure_config,
             controller=settings.name,
-            is_watched_by_workers=settings.alias is not None,  # its driver may be gone
             runtime_env=settings.spec.runtime_env,
             existing=settings.room,
             explain_missing=partial(explain_missing, settings.name, settings.spec.scaling),
         )
-        self._group.slots.on_slot_added = self._guard_placements
+        self._guards: dict[str, Any] = {}
+        self._group.slots.on_slot_added = partial(
+            self._start_guard, "placement guard", PlacementGuard, settings.name, self._me
+        )
+        if settings.alias is not None:  # its driver may be gone
+            # At once, although it takes time from the start of the workers: a TrainerActor that is stopped cannot start it.
+            timeout_s = settings.spec.failure_config.heartbeat_timeout_s
+            self._start_guard("controller guard", ControllerGuard, self._me, timeout_s)
         self._record = record = get_run(settings.name) if self._is_restarted else None
         if record is not None and record.request is not None:
+            # Ray warns of calls that block the event loop, even if another thread makes them, like this one.
+            ray._private.worker.blocking_get_inside_async_warned = True
             threading.Thread(
                 target=ask, args=(self._me, "resume_previous_run"), name="raysgd-resume", daemon=True
             ).start()
@@ -108,6 +116,8 @@ class TrainerActor(Watched):
             return
         self._accepted.add(request.run_id)
         announced = self._announced(request.run_id)
+        if announced.done():  # `resume_previous_run` has failed, and its readers have the error
+            return
         if self._settings.alias is not None and self._turn.locked():  # any driver that is attached may begin a run
             announced.set_exception(
                 TrainerBusyError("another run of this Trainer is live; wait for it, or cancel() it.")
@@ -136,6 +146,7 @@ class TrainerActor(Watched):
             put_run(self._settings.name, RunRecord(request.run_id, info.run_dir, kept, is_live=False))
             self._forget_all_but(request.run_id)
             if kept is not None:  # the driver may be gone, so that no further run may come: release the resources
+                await self._group.end_kept_group()
                 self._group.release()
                 self._end_data_holder(request.run_id)
 
@@ -213,6 +224,10 @@ class TrainerActor(Watched):
         """Add a warning to a run's events, also after its end; see `Run.add_warning`."""
         await (await self._announced(run_id)).add_warning(message, source)
 
+    async def delete_checkpoint(self, run_id: str, number: int) -> None:
+        """Delete a checkpoint that the driver of a closed run does not want."""
+        await (await self._announced(run_id)).delete_checkpoint(number)
+
     async def values(self, run_id: str, first_only: bool) -> list[Any]:
         """Return what train_func returned on all ranks or the first: pickles, or references to large ones."""
         return (await self._announced(run_id)).values(first_only=first_only)
@@ -264,9 +279,12 @@ class TrainerActor(Watched):
         self._group.watch.close()
         for run_id in self._accepted:
             self._end_data_holder(run_id)
+        await self._group.end_kept_group()
         self._group.release()
         await self._group.wait_for_exits()
         await self._group.slots.wait_removed()
+        for guard in self._guards.values():  # one that is stopped cannot end itself
+            ray.kill(guard)
         forget(self._settings.name, self._settings.alias)
         with contextlib.suppress(Exception):  # the entries belong to other Trainers; the next shutdown tries again
             await asyncio.to_thread(forget_orphans)
@@ -317,6 +335,7 @@ class TrainerActor(Watched):
         # Imported here and not above: by now, the processes of the workers are being started.
         from raysgd.checkpoint.storage.storage import Storage
         from raysgd.controller.run.executor import Run
+        from raysgd.controller.run.exported import RunMetrics
         from raysgd.controller.run.run_files import new_run_folder
 
         record = self._record_of(request.run_id)
@@ -340,13 +359,14 @@ class TrainerActor(Watched):
             self._group,
             storage,
             failure=settings.spec.failure_config,
-            checkpoint=settings.spec.checkpoint_config,
+            checkpoint=request.checkpoint_config or settings.spec.checkpoint_config,
             grows_without_save=settings.spec.backend.grows_without_save,
             workers_per_replica=settings.spec.scaling.workers_per_replica,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=None if record is None else get_attempt(settings.name, request.run_id),
             begins=lambda attempt: put_attempt(settings.name, attempt),
+            observe=RunMetrics(info.label).observe,
         )
         return run, info
 
@@ -359,10 +379,11 @@ class TrainerActor(Watched):
             self._hosting = CallbackHosting(self._settings.name, self._me, self._group.watch, timeout_s)
         return self._hosting.follow(request, info, run.warn)
 
-    def _guard_placements(self) -> None:
-        name = self._settings.name
-        guard = prepare_process(PlacementGuard, f"{name}-placement-guard").remote(name, self._me)
-        self._group.watch.add("the placement guard", lambda: guard, on_gone=self._guard_placements)
+    def _start_guard(self, what: str, kind: type, *args: Any) -> None:
+        """Start a guard on this node; when it dies, another one is started."""
+        guard = prepare_process(kind, f"{self._settings.name}-{what.replace(' ', '-')}").remote(*args)
+        self._guards[what] = guard
+        self._group.watch.add(f"the {what}", lambda: guard, on_gone=partial(self._start_guard, what, kind, *args))
 
     def _watch_data(self, request: RunRequest) -> None:
         """Watch the processes that workers get the run's data from."""

@@ -21,6 +21,10 @@ CHECKPOINT_DELETED = "checkpoint_deleted"  # data: number
 RUN_END = "run_end"  # data: kind (done, stopped, cancelled, error), message; see `outcome_data`
 RUN_CLOSED = "run_closed"  # data: nothing; the last frame of a run
 
+#: Memory of a frame of reports without its rows, and about that of any other frame.
+_REPORT_BYTES = 200
+_OTHER_BYTES = 2000
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -36,4 +40,9 @@ class Frame:
     @property
     def size_bytes(self) -> int:
         """About how much memory the frame takes."""
-        return 200 + len(self.rows)
+        return _REPORT_BYTES + len(self.rows) if self.kind == REPORTS else _OTHER_BYTES
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether the frame is a measurement of a worker's process, of which there are many."""
+        return self.kind == EVENT and self.data.get("kind") == "sample"

@@ -10,11 +10,13 @@ from raysgd.backends.base import BackendConfig
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_count, check_instance
 from raysgd.controller.run_plan import Start
-from raysgd.errors import UsageError
+from raysgd.errors import ConfigError, UsageError
 from raysgd.workers.orders import Blob, WorkerTask
 
 if TYPE_CHECKING:
     from raysgd.workers.placement.slots import ExistingPlacement
+
+_WITH_LOGICAL_WORKERS = ("torch", "jax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class TrainerSpec:
     runtime_env: Mapping[str, Any] | None = None
     seed: int | None = None
     deterministic: bool = False
+    logical_workers: int | None = None
     run_config: RunConfig = field(default_factory=RunConfig)
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -33,11 +36,34 @@ class TrainerSpec:
     def __post_init__(self) -> None:
         if self.seed is not None:
             check_count("seed", self.seed, minimum=0)
+        if self.logical_workers is not None:
+            self._check_logical_workers(check_count("logical_workers", self.logical_workers, minimum=1))
         kinds = {"run_config": RunConfig, "failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
         for name, kind in kinds.items():
             object.__setattr__(self, name, check_instance(name, getattr(self, name), kind))
         if self.runtime_env is not None:  # a copy: a later change of the caller's dict must not change these settings
             object.__setattr__(self, "runtime_env", dict(self.runtime_env))
+
+    def _check_logical_workers(self, logical_workers: int) -> None:
+        most = self.scaling.max_workers
+        if most > logical_workers:
+            raise ConfigError(
+                f"logical_workers={logical_workers} with num_workers={most:g}: a worker acts as at least one logical worker; "
+                f"give at most {logical_workers} workers."
+            )
+        if not self.deterministic:
+            raise ConfigError(
+                "logical_workers=... is for equal bits on any number of workers; give deterministic=True too."
+            )
+        if self.backend.name not in _WITH_LOGICAL_WORKERS:
+            raise ConfigError(
+                f"logical_workers=... with backend={self.backend.name!r}: their gradients are added by "
+                "raysgd.torch.logical_steps or raysgd.jax.logical_steps; give backend='torch' or 'jax'."
+            )
+        if self.scaling.workers_per_replica > 1:
+            raise ConfigError(
+                "logical_workers=... and workers_per_replica=... exclude each other: a logical worker is part of one process."
+            )
 
 
 @dataclass(frozen=True)
@@ -76,6 +102,7 @@ class RunRequest:
         host_callbacks: Pickle of the callbacks that run on the controller's side, or None.
         description: What else ``run.json`` contains; the TrainerActor redacts it.
         secrets: Texts that must not stand in the run's files.
+        checkpoint_config: Which of the run's checkpoints are kept. None: as the Trainer's settings say.
     """
 
     task: WorkerTask
@@ -86,6 +113,7 @@ class RunRequest:
     host_callbacks: Blob | None = None
     description: dict[str, Any] = field(default_factory=dict)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+    checkpoint_config: CheckpointConfig | None = None
 
     @property
     def run_id(self) -> str:

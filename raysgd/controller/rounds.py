@@ -144,18 +144,24 @@ class RoundMerger:
         self._time_before_s = 0.0
         self._rows: list[deque[Row]] = []
         self._running: set[int] = set()
+        self._num_waited_for = 0  # running ranks without a report of the next round
         self._last_round: tuple[tuple[int, ...], list[Row]] = ((), [])
 
     def feed(self, frame: Frame) -> Iterator[Result]:
         """Return the results that ``frame`` completes."""
         if frame.kind == frames.REPORTS:
             if frame.attempt == self._attempt:
-                self._rows[frame.rank].extend(decode_rows(frame.rows))
+                rows = self._rows[frame.rank]
+                was_waited_for = not rows and frame.rank in self._running
+                rows.extend(decode_rows(frame.rows))
+                self._num_waited_for -= was_waited_for and bool(rows)
                 yield from self._complete()
         elif frame.kind == frames.ATTEMPT:
             self._begin(frame)
         elif frame.kind == frames.RANK_DONE:
-            self._running.discard(frame.rank)
+            if frame.rank in self._running:
+                self._running.remove(frame.rank)
+                self._num_waited_for -= not self._rows[frame.rank]
             yield from self._complete()
         elif frame.kind == frames.ATTEMPT_END:
             yield from self._finish(frame.data.get("keep_rounds"))
@@ -168,16 +174,18 @@ class RoundMerger:
         self._time_before_s = frame.data["time_before_s"]
         self._rows = [deque() for _ in range(self._world_size)]
         self._running = set(range(self._world_size))
+        self._num_waited_for = self._world_size
         self._last_round = ((), [])
 
     def _complete(self) -> Iterator[Result]:
         """Return the rounds that every running rank has made; after all have left, the rounds that any rank has made."""
-        while True:
+        while self._num_waited_for <= 0:  # otherwise a report costs the same whatever the number of ranks
             waited_for = self._running or {rank for rank, rows in enumerate(self._rows) if rows}
             ready = min((len(self._rows[rank]) for rank in waited_for), default=0)
             if not ready:
                 return
             yield from self._emit(ready)
+            self._num_waited_for = sum(not self._rows[rank] for rank in self._running)
 
     def _finish(self, keep_rounds: int | None) -> Iterator[Result]:
         """End the attempt; returns its rounds up to ``keep_rounds`` (None: all), also those that not all ranks made."""

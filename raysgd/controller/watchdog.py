@@ -1,4 +1,4 @@
-"""Processes that outlive a restart of the TrainerActor, but end with the Trainer: how they start and end."""
+"""Processes that outlive a restart of the TrainerActor, but end with the Trainer: how they start and end, and two guards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import remove_placement_groups
@@ -70,6 +71,27 @@ class PlacementGuard(Watched):
 
     def __init__(self, name: str, controller: Any) -> None:
         end_with(controller, lambda: remove_placement_groups(name))
+
+
+class ControllerGuard(Watched):
+    """A Ray actor that watches the TrainerActor of a detached Trainer, until its end.
+
+    The driver of such a Trainer may be gone, and a run that is paused, over, or waits for resources has no other process.
+
+    Args:
+        controller: Handle of the TrainerActor.
+        timeout_s: See `ProcessWatch`.
+    """
+
+    def __init__(self, controller: Any, timeout_s: float) -> None:
+        self._controller = controller
+        self._watch = ProcessWatch(timeout_s)
+        self._watch_controller()
+        end_with(controller)
+
+    def _watch_controller(self) -> None:
+        # One that has died for good ends this process; see `end_with`.
+        self._watch.add(CONTROLLER, lambda: self._controller, on_gone=self._watch_controller)
 
 
 def ask(controller: Any, method: str, *args: Any) -> None:

@@ -73,6 +73,10 @@ class WorkerDataset:
         """
         check_count("get_shard(rank)", rank, minimum=0)
         world_size = self._settings.world_size
+        if self._settings.num_logical is not None and rank != self._settings.rank:
+            raise ConfigError(
+                "get_shard() with Trainer(logical_workers=...): a process has only its own shard, get_split()."
+            )
         if rank >= world_size:
             raise ConfigError(
                 f"get_shard({rank}) has no such rank: give one below {world_size}, the number of workers."
@@ -107,7 +111,7 @@ class WorkerDataset:
 
     def _open_whole(self) -> WorkerDataset:
         if self._whole is None:
-            settings = replace(self._settings, rank=0, world_size=1, is_whole=True)
+            settings = replace(self._settings, rank=0, world_size=1, is_whole=True, num_logical=None)
             self._whole = WorkerDataset(self.name, self._source, settings)
             self._whole.restore(self._whole_start)
         return self._whole
@@ -150,6 +154,7 @@ class WorkerDatasets:
         attempt: The attempt's number, greater than all earlier ones.
         is_deterministic: Whether the run must be repeatable bit by bit.
         reader: World rank of this worker; None: the same as ``rank``.
+        num_logical: See `ReadSettings`.
 
     Raises:
         CheckpointError: A position lies inside an epoch of another number of rows, or is not a position.
@@ -168,6 +173,7 @@ class WorkerDatasets:
         attempt: int = 0,
         is_deterministic: bool = False,
         reader: int | None = None,
+        num_logical: int | None = None,
     ) -> None:
         settings = ReadSettings(
             rank=rank,
@@ -178,6 +184,7 @@ class WorkerDatasets:
             reader=rank if reader is None else reader,
             fetch=fetch,
             read_context=read_context,
+            num_logical=num_logical,
         )
         self._folds = plan.folds
         self._datasets = {name: WorkerDataset(name, source, settings) for name, source in plan.sources.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
 from raysgd.data.batches.batches import Batches, ReadContext, Rows, ShardLoop
-from raysgd.data.batches.conversion import BatchContents
+from raysgd.data.batches.conversion import BatchContents, PlainConversion
 from raysgd.data.batches.jax import JaxConversion, JaxPut, check_sharding
 from raysgd.data.batches.tensorflow import TFConversion, as_tf_dataset
 from raysgd.data.batches.torch import CudaCopies, TorchConversion
@@ -46,6 +46,8 @@ class ReadSettings:
         world_size: The number of data-parallel ranks, which all read different rows.
         reader: The worker's world rank; another worker may have the same data-parallel rank.
         is_whole: Whether all rows are read, as by rank 0 of 1.
+        num_logical: Logical workers that the process acts as, from the one with the number ``rank`` on; ``world_size`` is
+            that of all. None: ranks are those of processes.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class ReadSettings:
     read_context: ReadContext
     reader: int
     is_whole: bool = False
+    num_logical: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +90,8 @@ class DatasetShard:
         rows = f", {len(self)} of {self._source.num_rows} rows" if self._is_sized else ""
         if self._settings.is_whole:
             return f"DatasetShard({self._name!r}, whole{rows})"
-        return f"DatasetShard({self._name!r}, rank {self._rank} of {self._settings.world_size}{rows})"
+        kind = "rank" if self._settings.num_logical is None else f"{self._settings.num_logical} logical workers from"
+        return f"DatasetShard({self._name!r}, {kind} {self._rank} of {self._settings.world_size}{rows})"
 
     @property
     def _is_sized(self) -> bool:
@@ -253,6 +257,8 @@ class DatasetShard:
         format: Format = "numpy",
         columns: Sequence[str] | None = None,
         drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
         shuffle: Shuffle = False,
     ) -> Batches[Any]:
         """Return batches as dicts of NumPy arrays, pandas DataFrames or pyarrow Tables.
@@ -262,10 +268,22 @@ class DatasetShard:
 
         Args:
             format: ``"numpy"``, ``"pandas"`` or ``"pyarrow"``.
+            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. What it
+                returns is the batch, unchanged.
+            prefetch: See `to_torch`. Only what ``collate_fn`` makes is made ahead.
 
         Raises:
-            ConfigError: See `to_torch`; or the rows have no columns, in a map-style dataset: use `to_torch` or `iter_rows`.
+            ConfigError: See `to_torch`; or the rows have no columns, in a map-style dataset, and there is no ``collate_fn``.
         """
+        if collate_fn is not None:
+            if format != "numpy":
+                raise ConfigError(
+                    f"iter_batches(format={format!r}, collate_fn=...) exclude each other: collate_fn gets NumPy arrays."
+                )
+            contents = BatchContents("iter_batches", columns, None, None, None, collate_fn)
+            read_all = contents.read_from(self._name, self._reader, PlainConversion())
+            loop = self._loop(read_all.reader, (batch_size, global_batch_size), shuffle, drop_last)
+            return Batches(loop, read_all, self._num_prefetched(prefetch, collate_fn))
         reader, read = self._read_as(format, columns)
         return Batches(self._loop(reader, (batch_size, global_batch_size), shuffle, drop_last), read)
 
@@ -297,6 +315,7 @@ class DatasetShard:
             self._num_lanes(sizes, shuffle),
             reader,
             self._settings.read_context,
+            is_logical=self._settings.num_logical is not None,
         )
 
     def _assignment(self, sizes: _Sizes, drop_last: bool) -> RankAssignment:
@@ -311,12 +330,18 @@ class DatasetShard:
                 f"batch_size={batch_size!r} and global_batch_size={global_batch_size!r} exclude each other: give batch_size "
                 "for the rows of each worker's batch, or global_batch_size for those of all workers together."
             )
+        if self._settings.num_logical is not None and global_batch < self._settings.world_size:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size!r} with {self._settings.world_size} logical workers: each of them "
+                "computes rows in every step; give at least as many rows."
+            )
         return RankAssignment(
             num_rows=self._source.num_rows,
             global_batch=global_batch,
             rank=self._rank,
             world_size=self._settings.world_size,
             drop_last=drop_last,
+            num_slices=self._settings.num_logical or 1,
         )
 
     def _num_lanes(self, sizes: _Sizes, shuffle: Shuffle) -> int:
@@ -340,8 +365,8 @@ class DatasetShard:
         reader = self._reader
         if isinstance(reader, ItemReader):
             raise ConfigError(
-                f"dataset {self._name!r} is a map-style dataset, whose rows have no columns: read it with to_torch(...) or "
-                "iter_rows()."
+                f"dataset {self._name!r} is a map-style dataset, whose rows have no columns: read it with to_torch(...), "
+                "iter_rows() or iter_batches(collate_fn=...)."
             )
         names = reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
         reader = reader.select(names)

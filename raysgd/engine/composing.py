@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from raysgd._util.text import with_article
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer import replace_parameters
@@ -27,7 +28,7 @@ from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placemen
 from raysgd.errors import ConfigError
 from raysgd.session import api
 from raysgd.torch.devices import device
-from raysgd.torch.model import prepare_model, prepare_optimizer
+from raysgd.torch.model import is_wrapped, prepare_model, prepare_optimizer
 
 
 class Composition:
@@ -91,8 +92,8 @@ class Composition:
         return self._config.zero_stage == 0 and self._config.workers_per_replica == 1
 
     def _start_alike(self, model: nn.Module) -> None:
-        """Give all ranks the values of rank 0, as DDP does."""
-        if api.world_size() > 1 and not self._is_plain:
+        """Give all ranks the values of rank 0, as DDP does; before the master weights are made of them."""
+        if api.world_size() > 1 and not (self._is_plain and self._config.precision != "bf16-true"):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
@@ -241,3 +242,39 @@ def _fuse(optimizer: Optimizer) -> None:
         )
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update(fused=True, foreach=False)
+
+
+def check_parts(model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
+    """Check the parts of a loop that `raysgd.Engine.compose` gets.
+
+    Raises:
+        ConfigError: One of them cannot be composed; the text says what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"engine.compose(model=...) is {with_article(type(model).__name__)}; give a torch module.")
+    if wrapped := [type(module).__name__ for module in model.modules() if is_wrapped(module)]:
+        raise ConfigError(
+            f"the model, a {type(model).__name__}, is wrapped by {wrapped[0]} already, and the engine does that itself: give "
+            "the model inside."
+        )
+    devices = sorted({str(tensor.device) for tensor in model.parameters()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {len(devices)} devices ({', '.join(devices)}), and the engine moves a model to "
+            "one: make it on one device, and give zero_stage=3 if it is too large for that."
+        )
+    if devices == ["meta"]:
+        raise ConfigError(
+            "the model is on the meta device, where parameters have no values: make it on the CPU, or load its values first."
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer is {with_article(type(optimizer).__name__)}; give a torch optimizer.")
+    if lr_scheduler_fn is None:
+        return
+    if hasattr(lr_scheduler_fn, "optimizer") or not callable(lr_scheduler_fn):
+        raise ConfigError(
+            f"lr_scheduler_fn is {with_article(type(lr_scheduler_fn).__name__)} that belongs to an optimizer already; give a "
+            "function that makes it, such as functools.partial(StepLR, step_size=30)."
+        )
+    if optimizer is None:
+        raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from raysgd.config.argument_names import refuse_unknown_fields
-from raysgd.config.checks import check_amount, check_choice, check_count
+from raysgd.config.checks import check_amount, check_bool, check_choice, check_count
 from raysgd.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
@@ -87,8 +87,7 @@ class EngineConfig:
         if self.clip_grad_norm is not None:
             check_amount("clip_grad_norm", self.clip_grad_norm, positive=True)
         for name in ("cpu_offload", "sequence_parallel", "fused_optimizer", "weighted_gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; give True or False.")
+            check_bool(name, getattr(self, name))
         self._check_plan()
         self._check_combination()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,23 +14,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
+from raysgd.config.checks import check_count
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
-from raysgd.engine.composing import Composition
+from raysgd.engine.composing import Composition, check_parts
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import global_norm, scale
-from raysgd.engine.memory import MemoryUse, measure
+from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.rows import FollowedLoader, count_rows
-from raysgd.engine.saving import complete, spread
+from raysgd.engine.saving import collect, complete, spread
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import is_wrapped, unwrap
+from raysgd.torch.model import unwrap
 from raysgd.torch.restoring import restore
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ class Engine:
         self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
         self._frozen: list[nn.Parameter] = []
+        self._kept_activations: int | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -156,7 +159,7 @@ class Engine:
         """
         if self._model is not None:
             raise UsageError("engine.compose was called before; make an Engine for each model.")
-        self._check_given(model, optimizer, lr_scheduler_fn)
+        check_parts(model, optimizer, lr_scheduler_fn)
         if self.config.plan is not None:
             self._choose(
                 model=model,
@@ -207,6 +210,19 @@ class Engine:
         return follow_steps(scheduler, self)
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_batches: int) -> None:
+        """Set how many batches the next step has, in place of ``accumulation_steps``; for loops that read batches ahead."""
+        self._accumulation.steps = check_count("begin_step(num_batches)", num_batches, minimum=1)
+
+    def begin_batch(self, num_rows: int) -> None:
+        """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
+        self._rows = num_rows
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
+        if self._accumulation.is_complete and self.finish_gradients() and factor != 1:
+            scale(self._gradients(), factor)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Make the backward pass of a batch, in place of ``loss.backward()``.
@@ -289,7 +305,8 @@ class Engine:
             return None
         gradients = self._gradients()
         norm = self._norm()
-        scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
+            scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -415,10 +432,15 @@ class Engine:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, **more: Any) -> None:
+    def save_checkpoint(self, *, metrics: Mapping[str, Any] | None = None, merged: bool = False, **more: Any) -> None:
         """Save model, optimizer, scheduler and the engine's own state, and ``more`` values; see `raysgd.save_checkpoint`.
 
         Every rank calls it. Each saves the pieces that it holds, and any number of ranks with any strategies can load them.
+
+        Args:
+            metrics: What retention ranks the checkpoint by, as for `raysgd.save_checkpoint`.
+            merged: Whether rank 0 collects whole tensors in host memory and saves them in one part.
+            **more: Values that `load_checkpoint` returns; equal on all ranks.
         """
         model = self._composed()
         if taken := sorted({"model", "optimizer", "lr_scheduler", "engine"} & set(more)):
@@ -436,9 +458,11 @@ class Engine:
             state["lr_scheduler"] = self._scheduler.state_dict()
         if api.world_size() > 1 and (self.config.zero_stage > 0 or self.config.workers_per_replica > 1):
             state = {key: complete(spread(dict(value), self.mesh), self.mesh) for key, value in state.items()}
-            api.save_checkpoint({**state, **more}, all_ranks=True)
-        else:
-            api.save_checkpoint({**state, **more} if api.world_rank() == 0 else None)
+            if not merged:
+                api.save_checkpoint({**state, **more}, all_ranks=True, metrics=metrics)
+                return
+            state = collect(state, is_kept=api.world_rank() == 0)
+        api.save_checkpoint({**state, **more} if api.world_rank() == 0 else None, metrics=metrics)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
@@ -493,6 +517,11 @@ class Engine:
 
     def _check_workers(self) -> None:
         identity, needed = context.current().identity, self.config.workers_per_replica
+        if context.current().logical is not None:
+            raise ConfigError(
+                "the engine adds gradients in orders of its own, so it cannot train logical workers: use "
+                "raysgd.torch.logical_steps with a plain model, or leave out Trainer(logical_workers=...)."
+            )
         is_planned = self.config.plan is not None
         if self.config.memory_per_device is not None and not is_planned:
             raise ConfigError('memory_per_device is what plan="auto" may use, and plan is None: give plan="auto" too.')
@@ -521,51 +550,34 @@ class Engine:
             raise UsageError("call engine.compose(...) first: there is no model yet.")
         return self._model
 
-    def _check_given(self, model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"engine.compose(model=...) is {with_article(type(model).__name__)}; give a torch module."
-            )
-        if wrapped := [type(module).__name__ for module in model.modules() if is_wrapped(module)]:
-            raise ConfigError(
-                f"the model, a {type(model).__name__}, is wrapped by {wrapped[0]} already, and the engine does that itself: give "
-                "the model inside."
-            )
-        devices = sorted({str(tensor.device) for tensor in model.parameters()})
-        if len(devices) > 1:
-            raise ConfigError(
-                f"the model's parameters are on {len(devices)} devices ({', '.join(devices)}), and the engine moves a model to "
-                "one: make it on one device, and give zero_stage=3 if it is too large for that."
-            )
-        if devices == ["meta"]:
-            raise ConfigError(
-                "the model is on the meta device, where parameters have no values: make it on the CPU, or load its values first."
-            )
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"optimizer is {with_article(type(optimizer).__name__)}; give a torch optimizer.")
-        if lr_scheduler_fn is None:
-            return
-        if hasattr(lr_scheduler_fn, "optimizer") or not callable(lr_scheduler_fn):
-            raise ConfigError(
-                f"lr_scheduler_fn is {with_article(type(lr_scheduler_fn).__name__)} that belongs to an optimizer already; give a "
-                "function that makes it, such as functools.partial(StepLR, step_size=30)."
-            )
-        if optimizer is None:
-            raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")
-
     # -- what users see ------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryUse:
         """Measure what this rank's parameters, gradients and optimizer state take now.
 
         After the first step the optimizer has its state, and between ``backward`` and ``zero_grad`` there are gradients.
-        `raysgd.engine.predict_memory` predicts the same.
+        Activations are what `measure_activations` measured last. `raysgd.engine.predict_memory` predicts the same.
         """
         model = self._composed()
         pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        return measure((*model.parameters(), *model.buffers()), pieces, state)
+        return measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
+
+    @contextmanager
+    def measure_activations(self) -> Iterator[None]:
+        """Measure what forward passes in a ``with`` block keep for their backward passes on this rank, for `memory`.
+
+            with engine.measure_activations():
+                engine.backward(model(**batch).loss)
+            print(engine.memory())
+
+        Other steps cost nothing.
+        """
+        kept = KeptActivations(self._composed())
+        with kept.measuring():
+            yield
+        self._kept_activations = kept.num_bytes
 
     def describe(self) -> str:
         """Return a table of what was done to each module; with ``plan="auto"``, after the choice and its reasons."""

@@ -10,6 +10,7 @@ stages "P_os" and "P_os+g" of ZeRO (Rajbhandari et al., arXiv 1910.02054), and t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,9 +86,9 @@ class OptimizerPieces:
         for parameter in reversed(parameters):  # about the order in which their gradients come
             self._add(parameter)
         if is_divided or self._averages:
-            for bucket in self._buckets:
+            for number, bucket in enumerate(self._buckets):
                 for part in bucket.parts:
-                    part.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket))  # type: ignore[no-untyped-call]
+                    part.parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), number))  # type: ignore[no-untyped-call]
 
     @property
     def piece_of(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -128,20 +129,18 @@ class OptimizerPieces:
             part.parameter.grad = None
             part.piece.grad = None
 
-    def _make_hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if not self.is_collecting:
-                return
-            bucket.num_ready += 1
-            # In one order on all ranks, whatever the order in which gradients come.
-            while self._num_collected < len(self._buckets):
-                first = self._buckets[self._num_collected]
-                if first.num_ready < len(first.parts):
-                    break
-                self._collect(first)
-                self._num_collected += 1
-
-        return on_gradient
+    def _on_gradient(self, number: int) -> None:
+        """Count a gradient of a bucket, and collect the buckets whose gradients are all there."""
+        if not self.is_collecting:
+            return
+        self._buckets[number].num_ready += 1
+        # In one order on all ranks, whatever the order in which gradients come.
+        while self._num_collected < len(self._buckets):
+            first = self._buckets[self._num_collected]
+            if first.num_ready < len(first.parts):
+                break
+            self._collect(first)
+            self._num_collected += 1
 
     def _parts(self) -> Iterable[_Part]:
         return (part for bucket in self._buckets for part in bucket.parts)
@@ -261,6 +260,15 @@ class OptimizerPieces:
             for rank in range(self._num_ranks):
                 own = self._own(target, part.parameter, rank)
                 own.copy_(received[rank, part.offset : part.offset + own.numel()].view(own.shape))
+
+
+def _make_hook(pieces: weakref.ref[OptimizerPieces], number: int) -> Callable[[torch.Tensor], None]:
+    # Python's garbage collector does not find a cycle through a hook of a tensor: the model and its groups would stay.
+    def on_gradient(_: torch.Tensor) -> None:
+        if (found := pieces()) is not None:
+            found._on_gradient(number)
+
+    return on_gradient
 
 
 def _place_gradient(parameter: nn.Parameter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bflo
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model compute in ``dtype`` where autocast allows it; its outputs are fp32.
+    """Make a model compute in ``dtype`` where autocast allows it; its outputs are fp32, see `to_fp32`.
 
     The model keeps its class, its parameters and their names.
     """
@@ -24,7 +25,7 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     def autocast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device().type, dtype):  # offloaded parameters are on the CPU
             outputs = forward(*args, **kwargs)
-        return to_fp32(outputs)
+        return to_fp32(outputs, needs_loss_alone=model.training)
 
     model.forward = AttachedForward(forward, autocast)
 
@@ -39,16 +40,29 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = F
     def cast(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda value: _floats_to(value, dtype), (args, kwargs))
         outputs = forward(*args, **kwargs)
-        return outputs if keeps_outputs else to_fp32(outputs)
+        return outputs if keeps_outputs else to_fp32(outputs, needs_loss_alone=model.training)
 
     model.forward = AttachedForward(forward, cast)
 
 
-def to_fp32(outputs: Any) -> Any:
-    """Return the same structure with all floating point tensors in fp32; fp64 stays."""
+def to_fp32(outputs: Any, *, needs_loss_alone: bool = False) -> Any:
+    """Return the same structure with all floating point tensors in fp32; fp64 stays.
+
+    Args:
+        outputs: What a model returned.
+        needs_loss_alone: Of a dict with a scalar ``loss``, as models of transformers return it, convert that alone: copies of
+            the logits would cost time and memory, and a training loop has no use for them.
+    """
+    if needs_loss_alone and isinstance(outputs, MutableMapping) and _is_scalar(outputs.get("loss")):
+        outputs["loss"] = outputs["loss"].float()
+        return outputs
     return pytree.tree_map(
         lambda value: value.float() if _is_float(value) and value.dtype.itemsize < 4 else value, outputs
     )
+
+
+def _is_scalar(value: Any) -> bool:
+    return _is_float(value) and value.ndim == 0 and value.dtype.itemsize <= 4
 
 
 def _floats_to(value: Any, dtype: torch.dtype) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _KEPT = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _ATEN.convolution.default,
 }
+#: Called with each output that ``"selective"`` keeps in a forward pass, which is not among what autograd saves.
+on_kept: list[Callable[[Any], None]] = []
 
 
 def recompute(blocks: Iterable[nn.Module], *, selective: bool) -> None:
@@ -51,4 +53,8 @@ def _recomputed(block: nn.Module, forward: Any, more: dict[str, Any]) -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    if operation not in _KEPT:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    for callback in on_kept:
+        callback(context.op_output)
+    return CheckpointPolicy.MUST_SAVE

@@ -7,6 +7,7 @@ for that. The repeated rows are the last ones in the order of the data, so their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -143,3 +144,41 @@ def take_rows(batch: Any, num_rows: int) -> Any:
     if isinstance(batch, Mapping) and not isinstance(batch, dict):  # such as a tokenizer's batch
         return {name: pytree.tree_map(cut, value) for name, value in batch.items()}
     return pytree.tree_map(cut, batch)
+
+
+class _RemainingItems:
+    """A sampler that leaves out its first items when it is read for the first time.
+
+    Attributes:
+        num_left_out: The number of items that the next reader does not get.
+    """
+
+    def __init__(self, sampler: Any, num_items: int) -> None:
+        self._sampler = sampler
+        self.num_left_out = num_items
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        num_items, self.num_left_out = self.num_left_out, 0
+        return islice(iter(self._sampler), num_items, None)
+
+
+def skip_batches(loader: PreparedLoader, num_batches: int) -> Iterator[Any]:
+    """Iterate over a loader without its first batches, whose rows are not read where there is a sampler."""
+    inner = loader.loader
+    if not num_batches or isinstance(inner.dataset, IterableDataset):
+        return islice(iter(loader), num_batches, None)
+    name = "sampler" if inner.batch_sampler is None else "batch_sampler"
+    sampler = getattr(inner, name)
+    vars(inner)[name] = _RemainingItems(sampler, num_batches)
+    try:
+        return iter(loader)
+    finally:
+        vars(inner)[name] = sampler

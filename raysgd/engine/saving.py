@@ -113,6 +113,29 @@ def complete(tree: dict[Any, Any], mesh: DeviceMesh) -> dict[Any, Any]:
     return filled
 
 
+def collect(tree: Any, *, is_kept: bool) -> Any:
+    """Return a tree with whole tensors in place of pieces, in host memory. All ranks call it.
+
+    Args:
+        tree: A state, equal on all ranks but for the pieces of its tensors.
+        is_kept: Whether this rank needs the result.
+
+    Raises:
+        CheckpointError: A tensor is in another stage of the pipeline.
+    """
+    if isinstance(tree, dict):
+        return {key: collect(value, is_kept=is_kept) for key, value in tree.items()}
+    if isinstance(tree, AbsentTensor):
+        raise CheckpointError(
+            "a merged checkpoint cannot be saved with pipeline_parallel, whose stages hold different tensors: save without "
+            "merged=True, and merge it afterwards by `raysgd ckpt merge`."
+        )
+    if isinstance(tree, DTensor):
+        whole = tree.full_tensor()
+        return whole.cpu() if is_kept else None
+    return tree
+
+
 def _outline(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _outline(value) for key, value in tree.items()}

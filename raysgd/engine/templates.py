@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -18,7 +17,7 @@ from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.engine.engine import Engine
 from raysgd.engine.evaluation import EvaluationLoader
-from raysgd.engine.rows import take_rows
+from raysgd.engine.rows import skip_batches, take_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
@@ -386,7 +385,7 @@ class _Loop:
         generator = self._loader.loader.generator
         if generator is not None and not api.in_worker():  # in a worker the loader's order depends on the epoch
             generator.manual_seed(self._epoch)
-        for batch in _skip(self._loader, self._num_batches):
+        for batch in skip_batches(self._loader, self._num_batches):
             self._num_batches += 1
             if self._train_on(batch) and self._ends_after_step():
                 break
@@ -474,41 +473,3 @@ class _Loop:
         # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
         self._num_batches = at["batches"] * at["copies"] // api.data_parallel_size()
         self._saved_step, self._metrics = self._step, at["metrics"]
-
-
-class _RemainingItems:
-    """A sampler that leaves out its first items when it is read for the first time.
-
-    Attributes:
-        num_left_out: The number of items that the next reader does not get.
-    """
-
-    def __init__(self, sampler: Any, num_items: int) -> None:
-        self._sampler = sampler
-        self.num_left_out = num_items
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        num_items, self.num_left_out = self.num_left_out, 0
-        return islice(iter(self._sampler), num_items, None)
-
-
-def _skip(loader: PreparedLoader, num_batches: int) -> Iterator[Any]:
-    """Iterate over a loader without its first batches, whose rows are not read where there is a sampler."""
-    inner = loader.loader
-    if not num_batches or isinstance(inner.dataset, IterableDataset):
-        return islice(iter(loader), num_batches, None)
-    name = "sampler" if inner.batch_sampler is None else "batch_sampler"
-    sampler = getattr(inner, name)
-    vars(inner)[name] = _RemainingItems(sampler, num_batches)
-    try:
-        return iter(loader)
-    finally:
-        vars(inner)[name] = sampler

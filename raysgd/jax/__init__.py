@@ -11,7 +11,8 @@
 They also work outside a worker, with the devices of one process.
 """
 
+from raysgd.jax.logical import logical_steps
 from raysgd.jax.meshes import mesh
 from raysgd.jax.restoring import restore
 
-__all__ = ["mesh", "restore"]
+__all__ = ["logical_steps", "mesh", "restore"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
+from raysgd.session.logical import LogicalWorkers
 from raysgd.session.progress import Progress
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Session(ABC):
         identity: Ranks and sizes.
         seed: The Trainer's seed, or None.
         deterministic: Whether the user asked for bit-identical repetition.
+        logical: The logical workers that this process acts as; None: ``Trainer(logical_workers=)`` was not given.
         attempt: Its number, from 1; 0 in single-machine use.
         in_worker: False in single-machine use.
         progress: The calls made so far, and where the time went.
@@ -126,12 +128,16 @@ class Session(ABC):
         plan: DatasetPlan = NO_DATASETS,
         fetch: Callable[[Any], Any] = lambda block: block,
         attempt: int = 0,
+        logical_workers: int | None = None,
     ) -> None:
         self.attempt = attempt
         self.progress = Progress()
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
+        self.logical = (
+            LogicalWorkers(logical_workers, identity.world_rank, identity.world_size, seed) if logical_workers else None
+        )
         self._fetch = fetch
         self._datasets = Datasets(plan, self._open_datasets)
 
@@ -187,16 +193,20 @@ class Session(ABC):
     def _open_datasets(self, plan: DatasetPlan) -> WorkerDatasets:
         from raysgd.data.dataset import WorkerDatasets
 
+        rank, world_size, num_logical = self.identity.data_parallel_rank, self.identity.data_parallel_size, None
+        if (logical := self.logical) is not None:
+            rank, world_size, num_logical = logical.own.start, logical.num_workers, len(logical.own)
         return WorkerDatasets(
             plan,
-            self.identity.data_parallel_rank,
-            self.identity.data_parallel_size,
+            rank,
+            world_size,
             self.seed,
             attempt=self.attempt,
             is_deterministic=self.deterministic,
             reader=self.world_rank,
             fetch=self._fetch,
             read_context=self._read_context,
+            num_logical=num_logical,
         )
 
     def _read_context(self) -> AbstractContextManager[None]:

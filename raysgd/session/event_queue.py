@@ -2,7 +2,8 @@
 
 The training thread (and the checkpoint writer's thread) puts, the stream's thread drains. Putting a report is one append to
 a C queue. Draining flushes at once after an idle gap. Under load at most one batch leaves per ``flush_interval_s``, because
-a message costs the controller the same CPU whatever its size.
+a message costs the controller the same CPU whatever its size. A part of a checkpoint that is safe does not wait either, unless
+parts follow each other quickly: the last one is what the commit of all ranks waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from raysgd._util.json import encode
 from raysgd._util.json import encode_rows as encode_plain_rows
 from raysgd.errors import MetricError
-from raysgd.session.events import Reports, Saved, Scored, WorkerEvent
+from raysgd.session.events import PartSafe, Reports, Saved, Scored, WorkerEvent
 from raysgd.session.metrics import read_deferred
 
 Row = tuple[float, float, dict[str, Any]]
@@ -51,7 +52,7 @@ class EventQueue:
         self.flush_interval_s = flush_interval_s
         self._clock = clock
         self._urgent = threading.Event()
-        self._last_flush = float("-inf")
+        self._last_flush = self._last_part = float("-inf")
         self._num_reports = 0
         self.unreadable: MetricError | None = None
 
@@ -64,12 +65,20 @@ class EventQueue:
     def put(self, event: WorkerEvent, *, urgent: bool = False) -> None:
         """Put an event; an urgent one does not wait for the flush interval."""
         self._queue.put(event)
-        if urgent:
+        if urgent or (isinstance(event, PartSafe) and self._is_part_due()):
             self._urgent.set()
 
     def put_with_metrics(self, event: Saved | Scored, metrics: dict[str, Any] | None) -> None:
         """Put an event whose metrics the stream's thread encodes, since reading them may wait for a device."""
         self._queue.put(event if metrics is None else _Unencoded(event, metrics))
+
+    def _is_part_due(self) -> bool:
+        """Return whether a part may have a batch of its own; the controller gets at most half as many of these as of others."""
+        now = self._clock()
+        if now - self._last_part < 2 * self.flush_interval_s:
+            return False
+        self._last_part = now
+        return True
 
     def wake(self) -> None:
         """Make a waiting `drain` return what there is."""

@@ -12,10 +12,30 @@ from raysgd.checkpoint.storage.names import FileEntry
 
 
 @dataclass(frozen=True)
+class OutputFile:
+    """A file that a process prints to, and its size in bytes at that moment."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Entered:
-    """train_func was entered at ``timestamp`` (seconds since the epoch)."""
+    """train_func was entered at ``timestamp`` (seconds since the epoch).
+
+    Attributes:
+        output: The files of the process's stdout and stderr; empty if they are not files.
+    """
 
     timestamp: float
+    output: tuple[OutputFile, ...] = ()
+
+
+@dataclass(frozen=True)
+class Left:
+    """train_func was left; ``output`` is as in `Entered`."""
+
+    output: tuple[OutputFile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,6 +222,7 @@ class Failed:
 
 WorkerEvent = (
     Entered
+    | Left
     | Reports
     | Saved
     | Scored

@@ -1,24 +1,25 @@
 """The small state that each rank adds to a checkpoint: its random number generators, and its positions in the datasets.
 
-The generators are those of Python, NumPy and each framework that is loaded; a framework that is not loaded has drawn
-nothing. JAX has no global generator: its keys are part of the user's state. Runs in the training thread.
+With logical workers the generators of each of them belong to it too; see `raysgd.session.logical`. Runs in the training thread.
 """
 
 from __future__ import annotations
 
-import base64
 import os
-import random
 from collections.abc import Mapping
 from typing import Any
 
 from raysgd._util.imports import imported
+from raysgd.session import generators
 from raysgd.session.base import Datasets
+from raysgd.session.logical import LogicalWorkers
 
 GeneratorStates = dict[str, Any]
 RankState = dict[str, Any]
 
 _GENERATORS = "generators"
+#: Those of the logical workers of a rank, by number.
+_LOGICAL = "logical_generators"
 _DATA = "data"
 #: The positions in datasets that the rank reads whole, which other ranks need not share.
 _OWN_DATA = "data_of_rank"
@@ -26,44 +27,17 @@ _OWN_DATA = "data_of_rank"
 
 def seed_generators(seed: int, rank: int) -> None:
     """Seed every loaded generator with ``seed + rank``."""
-    value = (seed + rank) % 2**32  # NumPy takes no more
-    random.seed(value)
-    if numpy := imported("numpy"):
-        numpy.random.seed(value)
-    if torch := imported("torch"):
-        torch.manual_seed(value)  # CPU and every GPU
-    if tensorflow := imported("tensorflow"):
-        tensorflow.random.set_seed(value)
+    generators.seed(seed + rank)
 
 
 def capture_generators() -> GeneratorStates:
     """Return the states of the loaded generators, as JSON-able values."""
-    version, internal, gauss = random.getstate()
-    states: GeneratorStates = {"python": [version, list(internal), gauss]}
-    if numpy := imported("numpy"):
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = [name, _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
-    if torch := imported("torch"):
-        states["torch"] = _encode(torch.get_rng_state().numpy().tobytes())
-        if torch.cuda.is_initialized():
-            states["torch_cuda"] = _encode(torch.cuda.get_rng_state().numpy().tobytes())
-    return states
+    return generators.to_json(generators.read())
 
 
-def restore_generators(states: GeneratorStates) -> None:
+def restore_generators(states: Mapping[str, Any]) -> None:
     """Restore the generators to what `capture_generators` returned; skips those of frameworks that are not loaded."""
-    if "python" in states:
-        version, internal, gauss = states["python"]
-        random.setstate((version, tuple(internal), gauss))
-    if "numpy" in states and (numpy := imported("numpy")):
-        name, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state(
-            (name, numpy.frombuffer(base64.b64decode(keys), numpy.uint32), position, has_gauss, cached)
-        )
-    if "torch" in states and (torch := imported("torch")):
-        torch.set_rng_state(_torch_bytes(torch, states["torch"]))
-        if "torch_cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_torch_bytes(torch, states["torch_cuda"]))
+    generators.write(generators.from_json(states))
 
 
 def make_deterministic() -> None:
@@ -77,17 +51,17 @@ def make_deterministic() -> None:
         tensorflow.config.experimental.enable_op_determinism()
 
 
-def _encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def use_one_thread() -> None:
+    """Have torch compute with one thread: the order of additions in its kernels depends on their number."""
+    if torch := imported("torch"):
+        torch.set_num_threads(1)
 
 
-def _torch_bytes(torch: Any, text: str) -> Any:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def capture(datasets: Datasets) -> RankState:
+def capture(datasets: Datasets, logical: LogicalWorkers | None = None) -> RankState:
     """Return this rank's state now, JSON-able."""
     state: RankState = {_GENERATORS: capture_generators()}
+    if logical is not None:
+        state[_LOGICAL] = logical.to_json()
     if positions := datasets.positions():
         state[_DATA] = positions
     if own := datasets.own_positions():
@@ -95,7 +69,7 @@ def capture(datasets: Datasets) -> RankState:
     return state
 
 
-def restore(state: Mapping[str, Any], datasets: Datasets) -> None:
+def restore(state: Mapping[str, Any], datasets: Datasets, logical: LogicalWorkers | None = None) -> None:
     """Restore what `capture` returned. What the state does not contain stays as it is.
 
     Raises:
@@ -104,11 +78,34 @@ def restore(state: Mapping[str, Any], datasets: Datasets) -> None:
     if _DATA in state:
         datasets.restore(state[_DATA], state.get(_OWN_DATA, {}))
     restore_generators(state.get(_GENERATORS, {}))
+    if logical is not None:
+        logical.restore(state.get(_LOGICAL, {}))
 
 
 def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data positions in a rank's state on which all ranks agree."""
     return dict(state.get(_DATA, {}))
+
+
+def shared_states(states: Mapping[int, Mapping[str, Any]]) -> dict[int, RankState]:
+    """Return what `inherit` needs of ``states`` in addition to the own state of the rank that resumes."""
+    shared: dict[int, RankState] = {}
+    for key in (_DATA, _OWN_DATA):
+        lowest = min((rank for rank, state in states.items() if key in state), default=None)
+        if lowest is not None:
+            shared.setdefault(lowest, {})[key] = states[lowest][key]
+    if logical := _merge_logical(states):
+        shared.setdefault(min(rank for rank, state in states.items() if _LOGICAL in state), {}).update(logical)
+    return shared
+
+
+def _merge_logical(states: Mapping[int, Mapping[str, Any]]) -> RankState:
+    """Return the generators of all logical workers and those of the run, which are equal on all ranks; empty without any."""
+    logical = [state for _, state in sorted(states.items()) if _LOGICAL in state]
+    if not logical:
+        return {}
+    merged = {number: each for state in logical for number, each in state[_LOGICAL].items()}
+    return {_GENERATORS: logical[0][_GENERATORS], _LOGICAL: merged}
 
 
 def inherit(states: Mapping[int, Mapping[str, Any]], rank: int, *, is_same_size: bool) -> RankState:
@@ -118,10 +115,11 @@ def inherit(states: Mapping[int, Mapping[str, Any]], rank: int, *, is_same_size:
         states: By the rank that saved it; a rank that had returned by then has none.
         rank: The rank that resumes.
         is_same_size: Whether as many ranks resume as saved it. Generators of another number of ranks would repeat or skip
-            draws, so they stay as the seed set them.
+            draws, so they stay as the seed set them, unless they belong to logical workers.
     """
     own = states.get(rank, {})
     inherited = dict(own) if is_same_size else {}
+    inherited |= _merge_logical(states)
     for key in (_DATA, _OWN_DATA):
         has_key = [state for _, state in sorted(states.items()) if key in state]
         if key == _OWN_DATA and rank in states:  # a rank that has read nothing whole begins there

@@ -74,6 +74,7 @@ class WorkerSession(Session):
 
     Attributes:
         iterations_before: Rounds of the run before this attempt.
+        expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
     """
 
     in_worker = True
@@ -95,10 +96,20 @@ class WorkerSession(Session):
         on_report: Sequence[Callable[[dict[str, Any]], None]] = (),
         attempt: int = 1,
         iterations_before: int = 0,
+        logical_workers: int | None = None,
         gather: Callable[[bytes], list[bytes] | None] = lambda payload: None,
     ) -> None:
         self.iterations_before = iterations_before
-        super().__init__(identity, seed=seed, deterministic=deterministic, plan=plan, fetch=fetch, attempt=attempt)
+        self.expects_save = False
+        super().__init__(
+            identity,
+            seed=seed,
+            deterministic=deterministic,
+            plan=plan,
+            fetch=fetch,
+            attempt=attempt,
+            logical_workers=logical_workers,
+        )
         self._event_queue = event_queue
         self._writer = writer
         self._link = link
@@ -127,6 +138,8 @@ class WorkerSession(Session):
     def report(self, metrics: Mapping[str, Any]) -> None:
         if self._ended is not None or self._is_closed or self._event_queue.unreadable is not None:
             self._check_live()
+        if self.logical is not None:
+            self.logical.check_outside("report()")
         if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
@@ -147,6 +160,8 @@ class WorkerSession(Session):
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
         self._check_live()
+        if self.logical is not None:
+            self.logical.check_outside("save_checkpoint()")
         self.progress.mark("save_checkpoint")
         self._unscored = None  # no report came since the previous save: that one belongs to no round
         self._leave_after_last_save()
@@ -164,7 +179,7 @@ class WorkerSession(Session):
             )
         saved, score = self._describe_save(call, files, metrics, all_ranks, allow_pickle)
         with self.progress.checkpoint:
-            small = rank_state.capture(self._datasets)
+            small = rank_state.capture(self._datasets, self.logical)
             if not gives_state:
                 self._writer.save_nothing(call, small)
             elif files:
@@ -180,6 +195,7 @@ class WorkerSession(Session):
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
         self._check_live()
+        self.expects_save = self.expects_save or path is None
         if path is not None:
             folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
             return load_state(
@@ -196,7 +212,7 @@ class WorkerSession(Session):
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             on_unusable(error)
             raise
-        rank_state.restore(small, self._datasets)
+        rank_state.restore(small, self._datasets, self.logical)
         return state
 
     def list_checkpoints(self) -> list[Checkpoint]:
@@ -292,6 +308,8 @@ class WorkerSession(Session):
     def close(self) -> None:
         """Close the session, because train_func has left: every later call is an error."""
         self._is_closed = True
+        if self.logical is not None:
+            self.logical.kept.clear()
         self._datasets.close()
 
     # -- inside -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class LeakError(AssertionError):
 
 
 #: Namespaces of actors that Ray Data starts and keeps as long as the cluster lives.
-RAY_DATA_NAMESPACES = frozenset({"AutoscalingCoordinator", "_dataset_stats_actor"})
+RAY_DATA_NAMESPACES = frozenset({"AutoscalingCoordinator", "DataUsageCollectionActor", "_dataset_stats_actor"})
 
 
 @dataclass(frozen=True)

@@ -402,12 +402,20 @@ def _change_file(context: FaultContext, change: Callable[[bytes], bytes]) -> Non
 
 
 ProcessName = Literal[
-    "TrainerActor", "callback host", "coordinator", "data holder", "node agent", "placement guard", "stream actor"
+    "TrainerActor",
+    "callback host",
+    "controller guard",
+    "coordinator",
+    "data holder",
+    "node agent",
+    "placement guard",
+    "stream actor",
 ]
 #: raysgd's own processes, and the classes of their Ray actors.
 PROCESSES: dict[ProcessName, str] = {
     "TrainerActor": "TrainerActor",
     "callback host": "CallbackHost",
+    "controller guard": "ControllerGuard",
     "coordinator": "CoordinatorActor",
     "data holder": "DataHolder",
     "node agent": "NodeAgent",
@@ -421,8 +429,9 @@ class KillProcess(Fault):
     """A worker kills one of raysgd's own processes by SIGKILL.
 
     Attributes:
-        process: ``"TrainerActor"``, ``"callback host"``, ``"coordinator"``, ``"data holder"``, ``"node agent"``,
-            ``"placement guard"`` or ``"stream actor"``. If the Trainer has several of that kind, the plan's seed chooses one.
+        process: ``"TrainerActor"``, ``"callback host"``, ``"controller guard"``, ``"coordinator"``, ``"data holder"``,
+            ``"node agent"``, ``"placement guard"`` or ``"stream actor"``. If the Trainer has several of that kind, the plan's
+            seed chooses one.
     """
 
     process: ProcessName = "TrainerActor"

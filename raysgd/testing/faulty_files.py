@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, final
 
-from raysgd.checkpoint.storage.files import Chunk, FileInfo, Files
+from raysgd.checkpoint.storage.files import Chunk, FileInfo, Files, Written
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 
@@ -73,7 +73,7 @@ class FaultyFiles(Files):
         self._reach = reach
         self._check = check
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> Written:
         self._reach("write")
         self._check()
         return self._files.write(name, self._split_first(chunks))

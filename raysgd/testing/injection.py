@@ -264,7 +264,7 @@ class Injection:
 
     def _put_part(self, event: WorkerEvent) -> None:
         if isinstance(event, PartSafe) and event.files:
-            names = tuple(name for name, _, _ in event.files)
+            names = tuple(entry.name for entry in event.files)
             self.reach("written", self._writer._first_number + event.call, names)
         self._put(event)
 

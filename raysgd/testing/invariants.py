@@ -158,9 +158,15 @@ def rounds_are_complete(history: History) -> Iterator[str]:
             yield f"iteration {iteration} of attempt {made_by[iteration]} was made again by attempt {attempt}"
         last = max(last, iteration)
         made_by[iteration] = attempt
-    # A checkpoint that was being written when the last attempt ended may be committed later; its reports may be too late.
-    end = max((place for place, frame in enumerate(history.frames) if frame.kind == frames.ATTEMPT_END), default=0)
-    needed = max([start, *(data["iteration"] for data in committed(history.frames[:end]).values())])
+    # A checkpoint that was being written when its attempt ended may be committed later; its reports may be too late.
+    ended: set[int] = set()
+    in_time = []
+    for frame in history.frames:
+        if frame.kind == frames.ATTEMPT_END:
+            ended.add(frame.attempt)
+        elif frame.attempt not in ended:
+            in_time.append(frame)
+    needed = max([start, *(data["iteration"] for data in committed(in_time).values())])
     if history.is_closed and needed > last:
         yield f"a checkpoint is of iteration {needed}, and the last one that was emitted is {last}"
 
@@ -195,7 +201,9 @@ def attempts_start_from_newest_checkpoint(history: History) -> Iterator[str]:
         newest = known[max(known)] if known else None
         expected = began if newest is None else (newest["uri"], newest["iteration"])
         held = data.get("memory")
-        if held is not None and held >= max(known, default=0) and start[1] >= expected[1]:
+        newest_number = max(known, default=0)
+        # An older checkpoint may have a higher iteration, where ranks report at different saves: a later round scored it.
+        if held is not None and (held > newest_number or (held == newest_number and start[1] >= expected[1])):
             continue
         if start != expected:
             yield (

@@ -112,7 +112,10 @@ def _find_tensors(state: Any, key: str | None, checkpoint: Checkpoint) -> dict[s
     if key is not None:
         if not isinstance(state, Mapping) or key not in state:
             found = ", ".join(repr(name) for name in state) if isinstance(state, Mapping) else type(state).__name__
-            raise CheckpointError(f"{checkpoint.path} has no {place}: it holds {found}; give export(..., key=...).")
+            raise CheckpointError(
+                f"{checkpoint.path} has no {place}: it holds {found}; give one of these as key "
+                "(--key of `raysgd ckpt export`)."
+            )
         state = state[key]
     if not isinstance(state, Mapping) or not state:
         what = "empty" if isinstance(state, Mapping) else with_article(type(state).__name__)

@@ -18,7 +18,7 @@ from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.samplers import LoaderSeeds, Shard, UnevenBatchSampler
+from raysgd.torch.samplers import BatchSeeds, LoaderSeeds, Shard, UnevenBatchSampler
 
 _Split = Callable[[Any, bool], Any]
 _END = object()
@@ -42,6 +42,9 @@ def prepare_data_loader(
     rank keeps each N-th item or batch. They must yield the same order on all ranks: a sampler with a length may draw from
     Python's, NumPy's and torch's generators, which are seeded for it. A DistributedSampler is kept.
 
+    Ranks that hold one copy of a model between them read the same rows. Rows that are augmented with random numbers are the same
+    on all of them: Python's, NumPy's and torch's generators are seeded while a batch is read.
+
     Outside a worker the loader is not split; batches are moved and epochs are counted.
 
     Args:
@@ -62,8 +65,20 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, not {with_article(type(loader).__name__)}.")
+    if context.current().logical is not None:
+        raise ConfigError(
+            "prepare_data_loader() with Trainer(logical_workers=...): a DataLoader's rows belong to no logical worker. Give the "
+            "data to run(dataset=...), and loop over raysgd.torch.logical_steps."
+        )
     target = device() if move_to_device else None
-    return PreparedLoader(_split_for_this_rank(loader, add_sampler, global_batch_size), target)
+    return PreparedLoader(_split_for_this_rank(loader, add_sampler, global_batch_size), target, make_batch_seeds())
+
+
+def make_batch_seeds() -> BatchSeeds | None:
+    """Return the seeds with which this rank reads batches; None if no other rank has to read the same."""
+    session = context.current()
+    is_shared = session.identity.workers_per_replica > 1
+    return BatchSeeds(session.seed or 0, session.identity.data_parallel_rank) if is_shared else None
 
 
 class PreparedLoader:
@@ -75,10 +90,13 @@ class PreparedLoader:
     Attributes:
         loader: The DataLoader inside.
         epoch: The epoch that was started last, or after `set_epoch` the one that the next ``iter()`` starts.
+        first_batch: The number of the batch that ``iter()`` begins with, if the DataLoader was set to a position by itself.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, seeds: BatchSeeds | None = None) -> None:
         self.loader = loader
+        self.first_batch = 0
+        self._seeds = seeds
         self.epoch = 0
         self._is_started = False
         self._device = device
@@ -98,7 +116,11 @@ class PreparedLoader:
             # registers with the interpreter hangs in its first instruction (Python 3.10 and 3.11). Nothing says when they are
             # done: the pause makes it rare, and cannot exclude it.
             time.sleep(_BEFORE_A_FORK_S)
-        return self._batches(iter(self.loader))
+        # A loop that was resumed within an epoch has put a sampler there that leaves out the first batches.
+        sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        number = getattr(sampler, "num_left_out", 0) or self.first_batch
+        batches = iter(self.loader)
+        return self._batches(batches if self._seeds is None else self._seeds.read(batches, self.epoch, number))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -134,7 +156,8 @@ def _split_for_this_rank(loader: DataLoader[Any], add_sampler: bool, global_batc
     rank, num_ranks = session.identity.data_parallel_rank, session.identity.data_parallel_size
     batch_size = _batch_size(loader, global_batch_size, num_ranks, splits=splits)
     if session.in_worker:
-        seeds = LoaderSeeds(session.seed, rank, loader.worker_init_fn)
+        is_shared = session.identity.workers_per_replica > 1  # then ranks of a copy need equal seeds
+        seeds = LoaderSeeds((session.seed or 0) if is_shared else session.seed, rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
     if is_iterable and add_sampler and num_ranks > 1:
         raise _unsplittable(loader, num_ranks)

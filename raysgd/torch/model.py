@@ -48,8 +48,8 @@ def prepare_model(
     run is bit-identical to an uninterrupted one; see `raysgd.torch.reduction`.
 
     Args:
-        model: With one worker, or without trainable parameters, it is moved and returned without a wrapper (its tensors are
-            then set once to those of rank 0). A model that is wrapped already is returned unchanged.
+        model: With one worker, with logical workers, or without trainable parameters, it is moved and returned without a
+            wrapper (its tensors are then set once to those of rank 0). A model that is wrapped already is returned unchanged.
         move_to_device: Move the model to `device()`; False if the model places itself.
         ddp_kwargs: More arguments of ``torch.nn.parallel.DistributedDataParallel``, such as
             ``find_unused_parameters=True``.
@@ -62,11 +62,12 @@ def prepare_model(
         return model
     if move_to_device:
         model = model.to(device())
-    if context.current().world_size == 1:
+    session = context.current()
+    if session.world_size == 1 or session.logical is not None:  # `logical_steps` adds the gradients
         return model
-    _check_group()
+    check_group()
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _broadcast_from_rank_0(model)
+        broadcast_from_rank_0(model)
         return model
     return _wrap(model, dict(ddp_kwargs or {}))
 
@@ -105,7 +106,8 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     return wrapped
 
 
-def _check_group() -> None:
+def check_group() -> None:
+    """Raise a UsageError if there is no process group of torch."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             f"prepare_model with {context.current().world_size} workers needs a torch process group, but there is none: "
@@ -113,7 +115,7 @@ def _check_group() -> None:
         )
 
 
-def _broadcast_from_rank_0(model: nn.Module) -> None:
+def broadcast_from_rank_0(model: nn.Module) -> None:
     """Broadcast all tensors, as DDP does when it is made: frozen random layers would differ between ranks otherwise."""
     for tensor in chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)

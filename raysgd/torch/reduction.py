@@ -29,7 +29,7 @@ from raysgd.session.progress import Stopwatch
 
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # Prefer the new name: torch 2.13 warns about the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankOrder:
@@ -132,7 +132,7 @@ class _DenseReduction:
     def add(self) -> None:
         self._work.wait()
         self._mean = mean_in_row_order(self._received.view(self._group.size(), -1))
-        self._work = _all_gather(self._values, self._mean, group=self._group, async_op=True)
+        self._work = all_gather_into_one(self._values, self._mean, group=self._group, async_op=True)
 
     def deliver(self) -> None:
         self._work.wait()

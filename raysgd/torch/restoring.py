@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.checkpoint.codecs.shards import ShardIndex
+from raysgd.checkpoint.codecs.leaves import ByteArray
+from raysgd.checkpoint.codecs.shards import ShardIndex, full_index
 from raysgd.checkpoint.codecs.torch import is_dtensor, local_pieces
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
@@ -33,7 +34,9 @@ def restore(saved: Any, *, into: Any) -> None:
 
     Raises:
         CheckpointError: Something was not saved, or has another shape; the text names the place.
-        CheckpointCorruptError: A file is missing, or does not match its checksum.
+        CheckpointCorruptError: A file is missing, or does not match its checksum. The object for which it was read is as it
+            was.
+        StorageError: Reading failed. A module may be restored in part then.
     """
     _restore(saved, into, "state")
 
@@ -82,10 +85,79 @@ def _load_module(saved: Any, module: nn.Module, place: str) -> None:
     state = saved.copy()  # an OrderedDict keeps the versions that load_state_dict upgrades from
     if (metadata := getattr(saved, "_metadata", None)) is not None:
         state._metadata = metadata
-    for key, value in saved.items():
-        if isinstance(own[key], torch.Tensor):
+    tensors = {key: value for key, value in saved.items() if isinstance(own[key], torch.Tensor)}
+    for key, value in tensors.items():
+        _check(value, own[key], f"{place}[{key!r}]")
+    # Nothing is overwritten before everything else is read, and what shall be read in place is found whole.
+    filled = _find_fillable(tensors, own) if _loads_plainly(module) else {}
+    for key, value in tensors.items():
+        if key not in filled:
             state[key] = _placed(value, own[key], f"{place}[{key!r}]")
+    held = _held_tensors(module)
+    for key, (index, memory) in filled.items():
+        saved[key].read_into(index.slices(), memory)
+        state[key] = held.get(key, own[key])  # load_state_dict copies nothing onto itself
     module.load_state_dict(state)
+
+
+def _find_fillable(
+    tensors: Mapping[str, Any], own: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[ShardIndex, ByteArray]]:
+    """Find tensors that can be read straight into the module's memory, since what is saved of them matches its checksums.
+
+    Returns:
+        By name, what this rank holds of the tensor, and the memory for it.
+    """
+    found = {}
+    for key, value in tensors.items():
+        if isinstance(value, SavedArray) and value.dtype == own[key].dtype:
+            area = _area(own[key])
+            if area is not None and value.check(area[0].slices()):
+                found[key] = area
+    return found
+
+
+def _area(target: torch.Tensor) -> tuple[ShardIndex, ByteArray] | None:
+    """Return the elements that this rank holds and the bytes of their memory; None if they are not one block of host memory."""
+    held = target.detach()
+    index = full_index(tuple(target.shape))
+    if is_dtensor(target):
+        held = held._local_tensor  # type: ignore[attr-defined]
+        index = next(iter(local_pieces(target)), index)
+    is_plain = type(held) is torch.Tensor and held.device.type == "cpu" and held.layout == torch.strided
+    if (
+        not is_plain
+        or not held.is_contiguous()
+        or not held.numel()
+        or index.shape != tuple(held.shape)
+        or held.is_conj()
+        or held.is_neg()
+    ):
+        return None
+    return index, held.reshape(-1).view(torch.uint8).numpy()
+
+
+def _held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers by name: `load_state_dict` does not copy one of them onto itself."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether loading is torch's alone: code of others may exchange values, and must not find them written already."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    functions = [
+        function
+        for part in module.modules()
+        for function in (
+            type(part)._load_from_state_dict,
+            *(getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()),
+        )
+    ]
+    return all((getattr(function, "__module__", None) or "").startswith("torch.") for function in functions)
 
 
 def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
@@ -120,21 +192,32 @@ def place_like(name: str, value: Any, parameter: torch.Tensor | None, place: str
     return value.read() if isinstance(value, SavedArray) else value
 
 
-def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
-    """Return a value as ``target`` is distributed: a DTensor on its mesh, or a plain tensor."""
+def _check(value: Any, target: torch.Tensor, place: str) -> None:
     if not isinstance(value, (SavedArray, torch.Tensor)):
         raise CheckpointError(f"{place} was saved as {type(value).__name__}; a tensor is needed there.")
     if tuple(value.shape) != tuple(target.shape):
         raise CheckpointError(
             f"{place} was saved with shape {tuple(value.shape)}; restore(..., into=...) has {tuple(target.shape)} there."
         )
+
+
+def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
+    """Return a value as ``target`` is distributed: a DTensor on its mesh, or a plain tensor."""
+    _check(value, target, place)
     if not is_dtensor(target):
         return value.read() if isinstance(value, SavedArray) else value
     from torch.distributed.tensor import DTensor
 
-    local = torch.empty_like(target.detach()._local_tensor, dtype=value.dtype)  # type: ignore[attr-defined]
-    for index, where in local_pieces(target).items():
-        local[where] = _read(value, index)
+    held = target.detach()._local_tensor  # type: ignore[attr-defined]
+    pieces = local_pieces(target)
+    whole = next(iter(pieces), None)
+    is_plain = held.device.type == "cpu" and held.is_contiguous()
+    if isinstance(value, SavedArray) and is_plain and whole is not None and whole.shape == held.shape:
+        local = _read(value, whole)  # new memory costs more than what is read into it, so there is no second copy
+    else:
+        local = torch.empty_like(held, dtype=value.dtype)
+        for index, where in pieces.items():
+            local[where] = _read(value, index)
     return DTensor.from_local(
         local,
         target.device_mesh,  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+_END = object()
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -210,6 +212,32 @@ class LoaderSeeds:
     def __getstate__(self) -> dict[str, Any]:
         # The DataLoader's processes do not use the generator, which does not pickle.
         return {name: value for name, value in self.__dict__.items() if name != "generator"}
+
+
+@dataclass(frozen=True)
+class BatchSeeds:
+    """Seeds with which batches are read, for ranks that hold one copy of a model between them.
+
+    These ranks read the same rows. Rows, and functions that collate them, may draw from global generators, which differ between
+    ranks. While a batch is read, they are seeded by its number, so all ranks of the copy draw the same, also after a resume.
+
+    Attributes:
+        seed: Equal on all ranks.
+        copy: The data-parallel rank.
+    """
+
+    seed: int
+    copy: int
+
+    def read(self, batches: Iterator[Any], epoch: int, number: int = 0) -> Iterator[Any]:
+        """Yield the batches of an epoch; ``number`` is that of the first one."""
+        while True:
+            with seeded(_mix(self.seed, self.copy, epoch, number)):
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+            number += 1
 
 
 def _mix(*numbers: int) -> int:

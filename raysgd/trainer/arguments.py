@@ -22,12 +22,16 @@ from raysgd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from raysgd.callbacks.base import Callback
-    from raysgd.config import ScalingConfig
+    from raysgd.config import CheckpointConfig, ScalingConfig
 
 
 @dataclass(frozen=True)
 class RunArguments:
-    """The arguments of `raysgd.Trainer.run`, which documents them, as the user gave them."""
+    """The arguments of `raysgd.Trainer.run`, which documents them, as the user gave them.
+
+    Attributes:
+        checkpoint_config: Which checkpoints of this run are kept. None: as the Trainer's settings say.
+    """
 
     train_func: Any
     config: Any = None
@@ -36,6 +40,7 @@ class RunArguments:
     resume_from: Any = None
     reduce: Any = None
     returns: Any = "first"
+    checkpoint_config: CheckpointConfig | None = None
 
 
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,7 @@ from raysgd.trainer.stream import ResultStream
 from raysgd.workers.orders import WorkerTask
 from raysgd.workers.pickling import dumps_call, dumps_named
 from raysgd.workers.placement.capacity import describe_bundle, explain_full, list_slots, slot_bundle
+from raysgd.workers.placement.cluster import use_token
 from raysgd.workers.placement.slots import ExistingPlacement
 
 #: Pickles above this size go through the object store; smaller ones travel in the call.
@@ -83,9 +86,13 @@ def connect_ray(address: str | None = None, *, must_exist: bool = False) -> None
         )
     if ray.is_initialized():
         _check_address(address)
+        _install_sigterm_handler_again()
         return
+    if address != "local":
+        use_token()
     try:
         ray.init(address="auto" if must_exist else address)
+        _install_sigterm_handler_again()
     except (ConnectionError, ValueError) as error:
         problem = "there is no Ray cluster here to attach to" if must_exist else "the Ray cluster cannot be reached"
         raise UsageError(f"{problem}: {error}") from None
@@ -97,6 +104,13 @@ def connect_ray(address: str | None = None, *, must_exist: bool = False) -> None
             ray.get_runtime_context().gcs_address,
             size,
         )
+
+
+def _install_sigterm_handler_again() -> None:
+    """Let Python's handler alone handle SIGTERM. Ray's core wraps it, and aborts the process three seconds after the signal."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check_address(address: str | None) -> None:
@@ -136,11 +150,14 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
         InfeasibleError: The workers do not fit into the placement group that this process is in.
     """
     is_detached = spec.run_config.detached
+    run_config = spec.run_config
+    if is_detached and run_config.storage_path is not None:  # a driver that attaches may have another working directory
+        run_config = replace(run_config, storage_path=Storage.from_uri(run_config.storage_path).uri)
     # The workers alone unpickle code of the user.
     failure_config = replace(spec.failure_config, on_resize=None, retry_on=())
     return TrainerSettings(
         name=f"{spec.run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
-        spec=replace(spec, failure_config=failure_config),
+        spec=replace(spec, failure_config=failure_config, run_config=run_config),
         # A detached Trainer outlives the placement group of this process.
         room=None if is_detached else find_room(spec.scaling, spec.failure_config.num_spares),
     )
@@ -218,11 +235,29 @@ def begin_run(
     check_packages(by_process["driver"])
     if not spec.run_config.detached and not _job_adds_packages():
         check_packages(by_process["controller"])  # the callback host is on this node, with the packages of this process
+    if run.checkpoint_config is not None:
+        spec = replace(spec, checkpoint_config=run.checkpoint_config)
     request = _make_request(spec, run, runs_uri, by_process)
     info = RunInfo("", "", request.config, spec.scaling.min_workers, spec.backend.name)
+    channel.begin(request)
+    return ResultStream(
+        channel,
+        request.run_id,
+        reduce=request.reduce,
+        returns=request.task.returns,
+        make_reader=reader_maker(by_process["driver"], info, request.reduce),
+        lease=lease,
+        info=info,
+    )
+
+
+def reader_maker(
+    callbacks: Sequence[Callback], info: RunInfo, reduce: Mapping[str, str]
+) -> Callable[[ResultStream], CallbackReader | None]:
+    """Return what makes the reader that calls these callbacks in this process with the frames of a stream."""
 
     def make_reader(stream: ResultStream) -> CallbackReader | None:
-        if not by_process["driver"]:
+        if not callbacks:
             return None
         stream_of = weakref.ref(stream)  # callbacks do not keep a stream that nobody holds
 
@@ -233,19 +268,10 @@ def begin_run(
         def error_of(outcome: dict[str, Any]) -> BaseException | None:
             return outcome_error(outcome) if (held := stream_of()) is None else held.error
 
-        runner = CallbackRunner(by_process["driver"], stream.warn)
-        return CallbackReader(runner, info, request.reduce, stop, error_of=error_of, ends_with=frames.RUN_CLOSED)
+        runner = CallbackRunner(callbacks, stream.warn)
+        return CallbackReader(runner, info, reduce, stop, error_of=error_of, ends_with=frames.RUN_CLOSED)
 
-    channel.begin(request)
-    return ResultStream(
-        channel,
-        request.run_id,
-        reduce=request.reduce,
-        returns=request.task.returns,
-        make_reader=make_reader,
-        lease=lease,
-        info=info,
-    )
+    return make_reader
 
 
 def _make_request(
@@ -263,6 +289,7 @@ def _make_request(
         returns=returns,
         seed=spec.seed,
         deterministic=spec.deterministic,
+        logical_workers=spec.logical_workers,
         callbacks=_dump_callbacks(callbacks["worker"]),
         initial_state=None if state is None else _share(dumps_named(state, "resume_from")),  # may be large
         datasets=resolve_data(run.dataset, spec.scaling),
@@ -278,6 +305,7 @@ def _make_request(
         host_callbacks=_dump_callbacks(callbacks["controller"]),
         description=describe_run(spec, function),
         secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
+        checkpoint_config=spec.checkpoint_config,
     )
 
 

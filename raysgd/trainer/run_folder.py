@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.run import Reduction
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.journal import stored_frames
+from raysgd.controller.journal.journal import read_description, reading, stored_frames
 from raysgd.controller.rounds import RoundMerger, check_reduce
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import DATA_WAIT_FRACTION, Event, Result
@@ -28,6 +27,8 @@ from raysgd.trainer.run_summary import RunSummary, summarize
 _CLOCK_KEYS = frozenset({"timestamp", "time_this_iter_s", "time_total_s", "attempt", DATA_WAIT_FRACTION})
 
 Span = tuple[int, int] | None
+#: Metrics by iteration and rank.
+_Rows = dict[tuple[int, int], dict[str, Any]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +38,8 @@ class LoadedRun:
     Attributes:
         run_dir: The folder.
         metrics: A row per iteration: what a loop over the run's results saw, with ``reduce`` and the automatic keys. A nested
-            metric is a column such as ``val/acc``. For an iteration that was repeated after a failure, the latest.
+            metric is a column such as ``val/acc``. For an iteration that was repeated after a failure, the latest. Iterations
+            that a failure undid and that were not repeated before the run was done are left out.
         workers: A row per iteration and rank, with each rank's own metrics.
         events: A row per event: ``timestamp``, ``kind``, ``data``.
         samples: A row per sample of a worker: CPU, memory, GPU, pace of reports.
@@ -82,16 +84,23 @@ def load_run(run_dir: str | os.PathLike[str] | None, reduce: Mapping[str, Reduct
 
     Raises:
         CheckpointNotFoundError: The folder is not that of a run; the text names the runs in it.
+        CheckpointCorruptError: A file of the run is damaged.
         ConfigError: ``reduce`` cannot work.
     """
     if run_dir is None:
         raise CheckpointNotFoundError("load_run(None): this Trainer has had no run; give the folder of a run.")
     storage = Storage.from_uri(run_dir)
+    with reading(storage):
+        return _load(storage, reduce)
+
+
+def _load(storage: Storage, reduce: Mapping[str, str] | None) -> LoadedRun:
     sequence = stored_frames(storage)
-    description = json.loads(storage.read_bytes("run.json")) if storage.exists("run.json") else {}
-    results = _results(sequence, check_reduce(description.get("reduce") if reduce is None else reduce))
+    description = read_description(storage)
     events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     ends = [event.data["kind"] for event in events if event.kind == "run_end"]
+    reductions = check_reduce(description.get("reduce") if reduce is None else reduce)
+    results = _results(sequence, reductions, is_done=ends[-1:] == ["done"])
     return LoadedRun(
         run_dir=storage.uri,
         metrics=pd.DataFrame([flatten(result) for result in results]),
@@ -107,13 +116,18 @@ def load_run(run_dir: str | os.PathLike[str] | None, reduce: Mapping[str, Reduct
     )
 
 
-def _results(sequence: list[Frame], reduce: dict[str, str]) -> list[Result]:
+def _results(sequence: list[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:
     merger = RoundMerger(reduce)
     by_iteration: dict[int, Result] = {}
+    last = 0
     for frame in sequence:
+        if frame.kind == frames.ATTEMPT:
+            last = frame.data.get("iterations_before", 0)
         for result in merger.feed(frame):
-            by_iteration[result["training_iteration"]] = result
-    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+            last = result["training_iteration"]
+            by_iteration[last] = result
+    # A run that stops at a time of day may end at an earlier iteration than one of its failed attempts had reached.
+    return [by_iteration[iteration] for iteration in sorted(by_iteration) if iteration <= last or not is_done]
 
 
 def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
@@ -186,6 +200,8 @@ def compare_runs(
 ) -> Difference:
     """Compare the metrics of two runs, rank by rank, in the iterations that both have.
 
+    If both runs have logical workers, the number of workers does not matter: only ranks that both runs have are compared.
+
     Args:
         a: The folder of a run.
         b: The folder of another run.
@@ -197,6 +213,8 @@ def compare_runs(
     """
     first, second = load_run(a), load_run(b)
     rows_a, rows_b = _rows(first, ignore), _rows(second, ignore)
+    if first.description.get("logical_workers") and second.description.get("logical_workers"):
+        rows_a, rows_b = _of_ranks_of(rows_b, rows_a), _of_ranks_of(rows_a, rows_b)
     iteration, rank, metrics = _first_difference(rows_a, rows_b, rel_tol)
     return Difference(
         iteration,
@@ -209,7 +227,7 @@ def compare_runs(
     )
 
 
-def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict[str, Any]]:
+def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> _Rows:
     left_out = _CLOCK_KEYS | set(ignore)
     groups = tuple(f"{name}/" for name in ignore)
     kept = [str(name) for name in run.workers.columns if name not in left_out and not str(name).startswith(groups)]
@@ -219,8 +237,13 @@ def _rows(run: LoadedRun, ignore: tuple[str, ...]) -> dict[tuple[int, int], dict
     }
 
 
+def _of_ranks_of(other: _Rows, rows: _Rows) -> _Rows:
+    """Return the rows whose rank the other run has in that iteration."""
+    return {key: row for key, row in rows.items() if key in other}
+
+
 def _first_difference(
-    rows_a: dict[tuple[int, int], dict[str, Any]], rows_b: dict[tuple[int, int], dict[str, Any]], rel_tol: float
+    rows_a: _Rows, rows_b: _Rows, rel_tol: float
 ) -> tuple[int | None, int | None, dict[str, tuple[Any, Any]]]:
     both = {iteration for iteration, _ in rows_a} & {iteration for iteration, _ in rows_b}
     for key in sorted(key for key in {*rows_a, *rows_b} if key[0] in both):
@@ -229,7 +252,7 @@ def _first_difference(
     return None, None, {}
 
 
-def _span(rows: dict[tuple[int, int], dict[str, Any]]) -> Span:
+def _span(rows: _Rows) -> Span:
     iterations = [iteration for iteration, _ in rows]
     return (min(iterations), max(iterations)) if iterations else None
 

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysgd._util.logs import get_logger
+from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
@@ -83,11 +84,17 @@ class RunHandle:
         found = self.channel.call("status")
         return RunStatus() if found is None else RunStatus(**found)
 
-    def open_stream(self, from_iteration: int = 0) -> ResultStream:
+    def open_stream(self, from_iteration: int = 0, display: Callback | None = None) -> ResultStream:
+        """Return a new stream of the latest run, see `raysgd.Trainer.stream`; ``display`` is called in this process."""
         check_count("stream(from_iteration)", from_iteration, minimum=0)
         channel, latest = self._latest("stream()")
         stream = ResultStream(
-            channel, **latest, from_iteration=from_iteration, lease=self.lease, logs_warnings=self.stream is None
+            channel,
+            **latest,
+            make_reader=assembly.reader_maker([] if display is None else [display], latest["info"], latest["reduce"]),
+            from_iteration=from_iteration,
+            lease=self.lease,
+            logs_warnings=self.stream is None and display is None,
         )
         if self.stream is None:
             self.stream = stream
@@ -105,6 +112,11 @@ class RunHandle:
     def cancel(self) -> None:
         channel, latest = self._latest("cancel()")
         channel.call("stop", latest["run_id"], "Trainer.cancel() was called", True)
+
+    def delete_checkpoint(self, number: int) -> None:
+        """Let the TrainerActor delete a checkpoint of the run, which is over."""
+        channel, latest = self._latest("delete_checkpoint()")
+        channel.call("delete_checkpoint", latest["run_id"], number)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         checkpoints = self._checkpoints()

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, check_known
-from raysgd.controller.journal.journal import suggest_run
+from raysgd.controller.journal.journal import read_description, suggest_run
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 
@@ -33,6 +33,19 @@ _SCALING = tuple(each.name for each in fields(ScalingConfig))
 _CODE = ("on_resize", "retry_on")
 #: The names of all arguments of `raysgd.Trainer`.
 ARGUMENTS = (*_SCALING, "backend_args", *(each.name for each in fields(TrainerSpec) if each.name != "scaling"))
+
+
+#: The command line of ``raysgd`` that this process executes; see `record_command_line`.
+_command_line: list[str] = []
+
+
+def record_command_line(words: Sequence[str]) -> None:
+    """Record in ``run.json`` of all later runs of this process how ``raysgd restore`` starts them again.
+
+    Args:
+        words: The words after ``raysgd``, such as ``["run", "--num-workers", "2", "train.py"]``.
+    """
+    _command_line[:] = words
 
 
 class TrainerLike(Protocol):
@@ -79,8 +92,11 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
         "versions": versions,
         "train_func": getattr(train_func, "__qualname__", type(train_func).__name__),
         "command": redact_arguments(sys.argv),
+        "command_line": redact_arguments(_command_line),
+        "folder": _current_folder(),
         "seed": spec.seed,
         "deterministic": spec.deterministic,
+        "logical_workers": spec.logical_workers,
         "runtime_env": plain(dict(spec.runtime_env or {})),
         "scaling": plain({**vars(spec.scaling), "num_workers": _num_workers_to_json(spec.scaling)}),
         "backend_args": plain(vars(spec.backend)),
@@ -88,6 +104,13 @@ def describe_run(spec: TrainerSpec, train_func: Any) -> dict[str, Any]:
         "failure_config": plain(vars(spec.failure_config)),
         "checkpoint_config": plain(vars(spec.checkpoint_config)),
     }
+
+
+def _current_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
 
 
 def _num_workers_to_json(scaling: ScalingConfig) -> Any:
@@ -157,7 +180,7 @@ def _read_description(folder: Storage) -> dict[str, Any]:
         raise CheckpointNotFoundError(
             f"{folder.path_of('')} is not the folder of a run: it has no run.json{suggest_run(folder)}"
         )
-    description: dict[str, Any] = json.loads(folder.read_bytes("run.json"))
+    description = read_description(folder)
     if "scaling" not in description or "failure_config" not in description:
         raise CheckpointNotFoundError(
             f"{folder.path_of('run.json')} does not say how the run's Trainer was made; it is not a file of this version."
@@ -177,6 +200,7 @@ def _arguments_from_json(description: Mapping[str, Any]) -> dict[str, Any]:
         "runtime_env": description["runtime_env"] or None,
         "seed": description["seed"],
         "deterministic": description["deterministic"],
+        "logical_workers": description.get("logical_workers"),
         "failure_config": FailureConfig(**failure),
         "checkpoint_config": CheckpointConfig(**description["checkpoint_config"]),
         "run_config": RunConfig(storage_path=run["storage_path"], name=run["name"]),

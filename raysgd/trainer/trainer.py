@@ -60,6 +60,8 @@ class Trainer:
         runtime_env: Ray runtime environment of the workers.
         seed: Seeds Python, NumPy and the framework, with ``seed + rank`` on each rank.
         deterministic: Ask the framework for bit-identical repetition, which is slower.
+        logical_workers: The run trains to the same bits on any number of workers up to this one; needs ``deterministic=True``
+            and loops over `raysgd.torch.logical_steps`. Data, random numbers and sums then belong to the logical workers.
         run_config: Where the run's files are written.
         failure_config: How failures are handled.
         checkpoint_config: Which checkpoints are kept.
@@ -85,6 +87,7 @@ class Trainer:
         runtime_env: Mapping[str, Any] | None = None,
         seed: int | None = None,
         deterministic: bool = False,
+        logical_workers: int | None = None,
         run_config: RunConfig | None = None,
         failure_config: FailureConfig | None = None,
         checkpoint_config: CheckpointConfig | None = None,
@@ -106,6 +109,7 @@ class Trainer:
             runtime_env=runtime_env,
             seed=seed,
             deterministic=deterministic,
+            logical_workers=logical_workers,
             run_config=run_config,
             failure_config=failure_config,
             checkpoint_config=checkpoint_config,

@@ -22,6 +22,7 @@ from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments, check_tuned_func, plan_data, resolve_start
 from raysgd.tune_integration.folds import FoldsTrial, check_folds
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
+from raysgd.tune_integration.reuse import advise, note_end
 from raysgd.tune_integration.trial import Trial
 from raysgd.tune_integration.waiting import watch_first_trial
 from raysgd.workers.pickling import Packed, dumps_named
@@ -46,6 +47,7 @@ class RaySGDTrainable(Trainable):
         return cls._recipe.resources(config)
 
     def setup(self, config: dict[str, Any], **parameters: Any) -> None:
+        advise(self._recipe.work.hex())
         self._trial = (FoldsTrial if self._recipe.is_by_folds else Trial)(self._recipe, parameters)
         self._promised = self._has_reported = False  # promised: the last result said that a checkpoint comes with it
         self._trial.prepare(config, self._folder)
@@ -95,6 +97,8 @@ class RaySGDTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
+        if self._trial.is_over:
+            note_end(self._recipe.work.hex())
         self._trial.close()
 
     @property

@@ -195,7 +195,9 @@ class Trial:
     def _run(self, dataset: Any, config: dict[str, Any]) -> ResultStream:
         assert self._runs is not None and self._spec is not None
         kept = self._spec.checkpoint_config
-        self._pruning = Pruning(RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order))
+        self._pruning = Pruning(
+            RetentionPolicy(kept.num_to_keep, kept.score_attribute, kept.score_order, kept.keep_best)
+        )
         callbacks = default_callbacks(loads(self._work.callbacks), mode="off")  # Tune has a display of its own
         train_func = self._work.train_func.bind(self._parameters)
         return self._runs.begin(

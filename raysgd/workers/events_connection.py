@@ -133,7 +133,9 @@ class EventSender:
     def _read_acks(self, timeout_s: float) -> bool:
         """Read the acknowledgements that arrive in time; return True if there were any."""
         assert self._connection is not None
-        if not select.select([self._connection], [], [], timeout_s)[0]:
+        poll = select.poll()  # unlike select, it takes descriptors above 1023, which train_func may have opened before
+        poll.register(self._connection, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
             return False
         data = self._connection.recv(1 << 16)
         if not data:

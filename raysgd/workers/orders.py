@@ -43,6 +43,7 @@ class WorkerTask:
     returns: str = "first"
     seed: int | None = None
     deterministic: bool = False
+    logical_workers: int | None = None
     callbacks: Blob | None = None
     initial_state: Blob | None = None
     datasets: DatasetPlan = NO_DATASETS
@@ -126,21 +127,6 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class ControllerProcess:
-    """The TrainerActor, as its workers know it.
-
-    Attributes:
-        name: The actor's name.
-        pid: Its process; its workers end with that process.
-        timeout_s: The time without a sign of life after which a worker examines it; None: its driver does so.
-    """
-
-    name: str
-    pid: int
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Position:
     """The place of train_func on a rank, from which waiting in a collective is distinguished from computing.
 
@@ -166,9 +152,26 @@ class PrepareOrder:
     Attributes:
         is_run: A run follows. The functions of `raysgd.Trainer.execute` find what earlier ones changed; only what a run changed
             is reset for them.
+        keeps_group: This process is in a group that the next attempt uses again; it must not leave it.
+        rendezvous_ip: The address at which this process, rank 0, opens the rendezvous; empty: it opens none.
     """
 
     visible_gpus: tuple[GpuId, ...] = ()
     device_index: int = 0
     rank: int = 0
     is_run: bool = True
+    keeps_group: bool = False
+    rendezvous_ip: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The answer to a `PrepareOrder`.
+
+    Attributes:
+        stale: Why this process must be replaced, or None.
+        rendezvous: The value of `Member.rendezvous`, if the order was to open the rendezvous.
+    """
+
+    stale: str | None = None
+    rendezvous: str | None = None

@@ -11,8 +11,13 @@ from typing import Any
 from support.project import modules
 
 FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
-# Packages that are made for one framework, and may load it.
-OF_A_FRAMEWORK = ("raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.", "raysgd.pipeline.")
+# Packages, and modules, that are made for one framework, and may load it.
+OF_A_FRAMEWORK = (
+    "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
+    "raysgd.pipeline.worker.", "raysgd.pipeline.schedules.", "raysgd.pipeline.trees.",
+    *(f"raysgd.pipeline.sharding.{name}." for name in ("chains", "kernel_dims", "parameters", "plan", "square_kernels")),
+    "raysgd.declarative.components.", "raysgd.declarative.loop.",
+)  # fmt: skip
 
 PROBE = """
 import json, os, sys, threading

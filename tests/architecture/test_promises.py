@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.testing.faults import PROCESSES
 from support.project import ROOT
-from support.promises import promises
+from support.promises import process_tests, promises
 
 
 def _names(path: Path) -> set[str]:
@@ -29,8 +29,16 @@ def _is_function(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("promise", promises())
 def test_promise_has_tests_that_exist(promise: str) -> None:
-    tests = promises()[promise]
-    assert tests, "name a test of this promise in backticks"
+    check_tests(promises()[promise])
+
+
+@pytest.mark.parametrize(("process", "fault"), process_tests())
+def test_process_has_tests_that_kill_and_stop_it(process: str, fault: str) -> None:
+    check_tests(process_tests()[process, fault])
+
+
+def check_tests(tests: list[str]) -> None:
+    assert tests, "name a test in backticks"
     for test in tests:
         file, separator, name = test.partition("::")
         assert (ROOT / file).is_file(), f"there is no file {file}"
@@ -43,7 +51,12 @@ def test_promise_has_tests_that_exist(promise: str) -> None:
 def test_every_process_that_a_plan_can_stop_is_watched_by_a_process_that_is_watched() -> None:
     section = (ROOT / "doc" / "protocol.md").read_text(encoding="utf-8").partition("## Who watches whom")[2]
     rows = [line.split("|")[1:3] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
-    by_process = {process.partition(" (")[0].removesuffix(" of a lazy dataset ").strip(): by for process, by in rows}
+    by_process = {plain_name(process): by for process, by in rows}
     assert {"worker", "driver", *PROCESSES} <= by_process.keys()
     for process, by in by_process.items():
         assert any(name in by for name in (*by_process, "Ray") if name != process), f"nobody watches {process}"
+    assert {plain_name(process) for process, _ in process_tests()} == by_process.keys()
+
+
+def plain_name(process: str) -> str:
+    return process.strip().partition(" (")[0].removesuffix(" of a lazy dataset")

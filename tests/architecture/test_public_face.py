@@ -37,14 +37,23 @@ PUBLIC = {
         Candidate EngineConfig Finetuner Hardware MemoryEstimate MemoryUse Plan PreTrainer TemplateSettings TimeEstimate plan
         predict_memory
     """.split(),
+    "raysgd.declarative": """
+        AggregatedOutputs CheckpointConfig ComputeConfig DataloaderConfig DatasetConfig DatasetSamplerConfig HookConfig
+        HookMapConfig LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate load_args
+        merge_checkpoint train
+    """.split(),
+    "raysgd.pipeline": """
+        Deployer FitResult Predictor Trainer
+    """.split(),
     "raysgd.torch": """
-        PreparedLoader device export mesh prepare_data_loader prepare_model prepare_optimizer restore unwrap
+        PreparedLoader checksums device export logical_steps mesh prepare_data_loader prepare_model prepare_optimizer restore
+        unwrap
     """.split(),
     "raysgd.tensorflow": """
         KerasCallback MultiWorkerMirroredStrategy
     """.split(),
     "raysgd.jax": """
-        mesh restore
+        logical_steps mesh restore
     """.split(),
     "raysgd.tune_integration": """
         search trial_resources
@@ -64,7 +73,10 @@ PUBLIC = {
         RETURNED SimulatedRun broken failed finish history_of kill part previous_state_of reports running saved uri_of
     """.split(),
 }
-PACKAGES = ["backends", "callbacks", "data", "engine", "errors", "jax", "tensorflow", "torch", "tune_integration"]
+PACKAGES = [
+    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "pipeline", "tensorflow", "torch",
+    "tune_integration",
+]  # fmt: skip
 FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.engine": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}
 
 

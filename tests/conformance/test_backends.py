@@ -1,4 +1,7 @@
-"""The conformance suite for backends, over every backend that is shipped."""
+"""The conformance suite for backends, over every backend that is shipped.
+
+The tests of some backends share Trainers, so that a process imports its framework once and not for each test.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import pytest
 import raysgd
 from raysgd.testing.backend_suite import BackendSuite
 from support.frameworks import needs_horovod
-from support.poll import until
-from support.runs import PATIENCE_S, actor_pids, make_trainer, quiet, travels_by_value
+from support.runs import make_trainer, quiet, travels_by_value, wait_for_ready_spare
 from support.totals import TOTALS
+from support.warm_suite import WarmSuite
 
 travels_by_value(__name__)
 travels_by_value("support.totals")
@@ -43,7 +46,7 @@ class UsedOnceConfig(raysgd.NoneConfig):
         return False
 
 
-class TestNone(BackendSuite):
+class TestNone(WarmSuite):
     has_collectives = False
 
     def make_config(self) -> raysgd.BackendConfig:
@@ -64,13 +67,13 @@ def test_used_once_processes_are_replaced_by_spares_first(tmp_path: Path) -> Non
     failure = raysgd.FailureConfig(num_spares=1)
     with make_trainer(tmp_path, 2, UsedOnceConfig(), failure_config=failure) as trainer:
         first = trainer.run(os.getpid, callbacks=quiet(), returns="all")
-        (spare,) = until(lambda: set(actor_pids("WorkerActor")) - set(first), PATIENCE_S)
+        spare = wait_for_ready_spare(first)
         second = trainer.run(os.getpid, callbacks=quiet(), returns="all")
     assert spare in second
     assert not set(first) & set(second)
 
 
-class TestTorch(BackendSuite):
+class TestTorch(WarmSuite):
     make_total = staticmethod(TOTALS["torch"])
 
     def make_config(self) -> raysgd.BackendConfig:
@@ -107,8 +110,9 @@ class TestHorovodWithTensorflow(BackendSuite):
         return raysgd.HorovodConfig(framework="tensorflow")
 
 
-class TestTensorflow(BackendSuite):
+class TestTensorflow(WarmSuite):
     make_total = staticmethod(TOTALS["tensorflow"])
+    tests_per_trainer = 2  # a process is replaced after four groups
 
     def make_config(self) -> raysgd.BackendConfig:
         return raysgd.TensorflowConfig()

@@ -1,4 +1,8 @@
-"""Examples with transformers: ``08_five_lines.py`` has the plain script's losses, ``09_text_classification.py`` learns."""
+"""Examples with transformers.
+
+``08_five_lines.py`` has the plain script's losses, ``09_text_classification.py`` learns, and ``10_causal_lm.py`` survives a
+death.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +72,18 @@ def test_sentences_are_classified(tmp_path: Path) -> None:
     (run_dir,) = [path for path in (run, *run.iterdir()) if (path / "events.jsonl").exists()]
     metrics = raysgd.load_run(run_dir).metrics
     assert metrics["eval_rows"].dropna().unique().tolist() == [101.0]
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(300)
+def test_language_model_learns_while_a_worker_is_killed(tmp_path: Path) -> None:
+    printed = run_example("10_causal_lm.py", "--steps", "60", folder=tmp_path)
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+), ", printed)}
+    assert list(losses) == [10, 20, 30, 40, 50, 60] and losses[60] < losses[10] - 0.3
+    before, _, after = printed.partition("resumed after step")
+    assert "step 10: loss" in before and "4 workers" in before and " with 2 workers" in after.splitlines()[0]
+    (run_dir,) = {path.parent for path in Path(tmp_path, "raysgd_runs").rglob("events.jsonl")}
+    run = raysgd.load_run(run_dir)
+    assert run.metrics["step"].tolist() == list(range(1, 61)), "a step was lost or made twice"
+    assert (run.events["kind"] == "failure").sum() == 1
+    assert "it writes: def " in printed and (tmp_path / "causal_lm" / "model.safetensors").exists()

@@ -5,12 +5,9 @@ The cluster is one of its own, with the dashboard, which takes the jobs; it is s
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +18,7 @@ import pytest
 
 import raysgd
 from support.poll import until
+from support.ports import free_ports
 from support.project import ROOT
 
 BIN = Path(sys.executable).parent
@@ -30,22 +28,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return ports below those that the kernel gives to connections: another cluster could be given a free one of them
-    before this one listens there."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            ports.append(port)
-    return ports
-
-
 @pytest.fixture(scope="module")
 def jobs_address() -> Iterator[str]:
     """A cluster of one node, by the address that takes jobs."""
     names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     # Asked for by name, a dashboard that does not start ends `ray start`.
     options = [*(f"{option}={port}" for option, port in ports.items()), "--num-cpus=4", "--include-dashboard=true"]
     options.append("--disable-usage-stats")

@@ -82,6 +82,20 @@ def test_reference_names_every_backend(site: Path, name: str) -> None:
         assert f'"{name}"' in text, page
 
 
+def test_identifiers_in_tables_do_not_break_inside_words(site: Path) -> None:
+    """Every page loads the rule after the theme's styles, and tables with code have no class, which the rule asks for."""
+    css = (site / "stylesheets" / "extra.css").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"\.md-typeset table:not\(\[class\]\) code \{([^}]+)\}", css)
+    assert {"overflow-wrap: normal", "word-break: normal"} <= {line.strip() for line in rule.split(";")}
+    for page in set(site.rglob("*.html")) - {site / "404.html"}:  # its links begin at the host's root
+        text = page.read_text(encoding="utf-8")
+        sheets = re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="([^"]+)"', text)
+        assert sheets[-1].endswith("stylesheets/extra.css") and len(sheets) > 1, page
+        assert (page.parent / sheets[-1]).resolve().is_file(), page
+        tables = re.findall(r"<table[^>]*>.*?</table>", text, re.DOTALL)
+        assert not [table[:200] for table in tables if "<code" in table and not table.startswith("<table>")], page
+
+
 def test_search_works_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

@@ -191,6 +191,7 @@ def test_controller_death_with_max_failures_0_raises(ray_cluster: Any, tmp_path:
         stream = other.run_generator(saving_loop, config, callbacks=quiet())
         for _ in range(10):
             next(stream)
+        assert until(lambda: list(Path(str(stream.run_dir)).glob("checkpoints/*/manifest.json")), PATIENCE_S)
         kill_controller()
         with pytest.raises(WorkerDiedError, match="the controller's process died, and all workers with it") as caught:
             stream.get_returns()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd.testing import check_history
+from raysgd.testing import FaultPlan, KillProcess, StopProcess, check_history
 from support.frameworks import needs_horovod
 from support.poll import until
 from support.runs import (
@@ -59,20 +59,17 @@ def sums() -> list[float]:
 
 
 @needs_jax
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_run_resumes_after_jax_coordination_service_death(ray_cluster: Any, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("fault", [KillProcess, StopProcess], ids=["killed", "stopped"])
+def test_run_resumes_after_jax_coordination_service_death(
+    ray_cluster: Any, tmp_path: Path, fault: type[KillProcess]
+) -> None:
+    plan = FaultPlan([fault(process="coordinator", step=5)])
     failure = raysgd.FailureConfig(max_failures=2, abort_grace_s=20, heartbeat_timeout_s=3)
     with make_trainer(tmp_path, 2, "jax", failure_config=failure) as trainer:
-        stream = trainer.run_generator(sums, callbacks=quiet(), returns="all")
-        for result in stream:
-            if result["step"] == 5:
-                break
-        (coordinator,) = actor_pids("CoordinatorActor")
-        os.kill(coordinator, number)
-        returned = stream.get_returns()
+        returned = trainer.run(plan.wrap(sums), callbacks=quiet(), returns="all")
         failures = events_of(trainer, "failure")
         run = latest_run(trainer)
-    assert are_gone([coordinator])
+    plan.assert_all_fired()
     # JAX ends processes that lose their coordination service. Mostly the deaths are detected together.
     assert 1 <= len(failures) <= 2, failures
     check_history(run.run_dir, within_s=PATIENCE_S)

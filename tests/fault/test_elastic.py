@@ -74,7 +74,7 @@ def test_elastic_group_continues_after_a_death_and_grows_back(cluster: Cluster, 
     def note(old: int, new: int) -> None:
         Path(tmp_path, f"resized-{raysgd.world_rank()}-{old}-{new}").touch()
 
-    failure = raysgd.FailureConfig(max_failures=1, on_resize=note)
+    failure = raysgd.FailureConfig(max_failures=1, on_resize=note, abort_grace_s=20)
     with make_trainer(tmp_path / "runs", (1, 2), "torch", failure_config=failure) as trainer:
         stream = trainer.run_generator(
             until_file_exists,
@@ -118,7 +118,7 @@ def test_elastic_group_grows_when_resources_become_free(cluster: Cluster, tmp_pa
 
 
 def test_elastic_group_grows_onto_a_new_node_and_survives_its_loss(cluster: Cluster, tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(max_failures=1)  # the two workers of the node are lost together
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)  # the two workers of the node are lost together
     with make_trainer(tmp_path / "runs", (2, 4), "torch", failure_config=failure) as trainer:
         stream = trainer.run_generator(until_file_exists, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         wait_for_size(stream, 2)

@@ -31,7 +31,7 @@ NUM_ROWS = 1200
 GLOBAL_BATCH = 12
 SEED = 5
 #: Shrinks and growths together. After a growth that was soon followed by a loss the next one waits twice as long.
-NUM_RESIZES = 10
+NUM_RESIZES = 6
 
 
 def logged(config: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def logged(config: dict[str, Any]) -> None:
     state = raysgd.load_checkpoint()
     step = first = 0 if state is None else state["step"]
     shard = raysgd.get_dataset().get_split()
-    batches = shard.to_torch(global_batch_size=GLOBAL_BATCH, columns=["x"], shuffle=config["shuffle"])
+    batches = shard.iter_batches(global_batch_size=GLOBAL_BATCH, columns=["x"], shuffle=config["shuffle"])
     name = f"{raysgd.broadcast(time.time_ns())}-{first}-{raysgd.world_rank()}"  # unique per attempt
     with open(Path(config["folder"], name), "a") as log:
         while not raysgd.broadcast(os.path.exists(config["stop"])):
@@ -174,4 +174,4 @@ def test_every_row_of_a_lazy_dataset_is_read_once_through_a_death_and_a_resize(
     for at in range(0, len(steps), 100):
         assert sorted(chain(*steps[at : at + 100])) == list(range(NUM_ROWS))
     alone = steps_of("alone", 1, lambda result: result["step"] > len(steps) - 100)
-    assert alone == steps
+    assert alone[: len(steps)] == steps  # the driver may stop it an epoch later

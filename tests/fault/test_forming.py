@@ -16,7 +16,7 @@ from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(200)]
 travels_by_value(__name__)
 
-INIT_TIMEOUT_S = 2
+INIT_TIMEOUT_S = 5
 
 
 class Arriving:
@@ -65,7 +65,7 @@ def reduce_and_die(config: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("what", ["dies", "is slow"])
 def test_survivors_waiting_for_a_member_keep_their_processes(ray_cluster: Any, tmp_path: Path, what: str) -> None:
     backend = raysgd.TorchConfig(init_timeout_s=INIT_TIMEOUT_S)
-    failure = raysgd.FailureConfig(max_failures=1)
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
     (tmp_path / "marks").mkdir()
     with make_trainer(tmp_path / "runs", 3, backend, failure_config=failure) as trainer:
         before = trainer.run(os.getpid, callbacks=quiet(), returns="all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,7 +50,8 @@ def file_in_writing(folder: Path) -> list[Any]:
     """Return the name and size of the file that this process is writing; a local file has a temporary name until then."""
     for name in os.listdir(folder) if folder.exists() else []:
         if name.startswith(f".tmp-{os.getpid()}-") or name == "a0001-r00001.safetensors":
-            return [name, (folder / name).stat().st_size]
+            with contextlib.suppress(FileNotFoundError):  # it got its name meanwhile
+                return [name, (folder / name).stat().st_size]
     return []
 
 

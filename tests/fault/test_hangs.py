@@ -168,7 +168,7 @@ def test_worker_stopped_for_less_than_the_timeout_continues(trainer: raysgd.Trai
     stream = trainer.run_generator(step_on, {}, callbacks=quiet(), returns="all")
     next(stream)
     os.kill(before[1], signal.SIGSTOP)
-    time.sleep(0.5 * HEARTBEAT_S)
+    time.sleep(0.3 * HEARTBEAT_S)
     os.kill(before[1], signal.SIGCONT)
     assert stream.get_returns() == before
     assert events_of(trainer, "hang") == []

@@ -55,7 +55,7 @@ def wait_for_saves(folder: Path, is_on_storage: bool) -> None:
         while len(list(folder.rglob("manifest.json"))) < 5:
             time.sleep(0.01)
     else:
-        time.sleep(1.0)
+        time.sleep(3.0)
 
 
 def damage(folder: Path) -> None:

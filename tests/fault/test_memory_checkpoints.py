@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -45,7 +46,7 @@ def steps(config: dict[str, Any]) -> dict[str, Any]:
         raysgd.save_checkpoint(state, all_ranks=config.get("all_ranks", False))
         raysgd.report(step=state["step"])
         if state["step"] == 6 and raysgd.world_rank() == config["dies"] and once(config["folder"], "died"):
-            time.sleep(config.get("pause_s", 1.0))  # copies are made in the background
+            time.sleep(config.get("pause_s", 3.0))  # copies are made in the background
             os.kill(os.getpid(), signal.SIGKILL)
         if state["step"] == 7:
             raysgd.barrier()  # no rank is far ahead of the one that dies
@@ -137,3 +138,86 @@ def test_run_resumes_from_storage_without_keep_in_memory(ray_cluster: Any, tmp_p
         assert [value["weight"] for value in values] == [10.0, 10.0]
         second = events_of(trainer, "attempt_start")[1]
         assert second["memory"] is None and second["checkpoint"] is not None
+
+
+NUM_ROWS = 16
+
+
+def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
+    """Make ten steps with FSDP, and log at each save what this rank holds; rank 1 dies once after the sixth."""
+    import torch
+
+    engine = raysgd.Engine(zero_stage=3)
+    model, log = make_network(), Path(config["folder"])
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+    saved, rank = engine.load_checkpoint(), raysgd.world_rank()
+    begun_at = step = 0 if saved is None else saved["step"]
+    restored = None if saved is None else pieces_of(model, optimizer)
+    loss = None
+    while step < 10:
+        loss = loss_of(model, torch.arange(rank, NUM_ROWS, 2))
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if saved is None:
+            Path(log, f"{step}-{rank}").write_text(json.dumps(pieces_of(model, optimizer)))
+        engine.save_checkpoint(step=step)
+        raysgd.report(step=step, loss=loss.detach())
+        if step == 6 and rank == 1 and once(config["folder"], "died"):
+            time.sleep(3.0)  # copies are made in the background
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 7:
+            raysgd.barrier()  # no rank is far ahead of the one that dies
+    return {"begun_at": begun_at, "restored": restored}
+
+
+def make_network() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
+
+
+def loss_of(model: Any, rows: Any) -> Any:
+    import torch
+
+    x = torch.randn(NUM_ROWS, 8, generator=torch.Generator().manual_seed(1))
+    return (model(x[rows]) - x[rows, :1]).square().mean()
+
+
+def pieces_of(model: Any, optimizer: Any) -> list[tuple[int, float]]:
+    """Return the numbers of elements and the sums of this rank's pieces of parameters and of the optimizer's state."""
+    states = [value for state in optimizer.state.values() for _, value in sorted(state.items()) if value.ndim]
+    local = [tensor.detach().to_local() for tensor in (*model.parameters(), *states)]
+    return [(tensor.numel(), float(tensor.double().sum())) for tensor in local]
+
+
+def test_each_rank_restores_its_pieces_of_a_torch_model_from_memory(ray_cluster: Any, tmp_path: Path) -> None:
+    import torch
+
+    model = make_network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = loss_of(model, torch.arange(NUM_ROWS))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with make_trainer(tmp_path / "runs", 2, "torch", **settings(storage_interval=1000)) as trainer:
+        config = {"folder": str(tmp_path)}
+        stream = trainer.run_generator(train_sharded, config, callbacks=quiet(), returns="all", reduce={"loss": "mean"})
+        found = {result["step"]: result["loss"] for result in stream}
+        returned = stream.get_returns()
+        _, second = events_of(trainer, "attempt_start")
+        assert len(checkpoints_of(trainer)) == 1, "not only the last checkpoint was on storage"
+    begun_at = returned[0]["begun_at"]
+    assert (second["memory"], second["checkpoint"]) == (begun_at, None) and begun_at > 0
+    num_elements = 3 * sum(each.numel() for each in model.parameters())  # AdamW has two values of each
+    for rank, value in enumerate(returned):
+        held = json.loads(Path(tmp_path, f"{begun_at}-{rank}").read_text())
+        assert [tuple(each) for each in held] == value["restored"], f"rank {rank} has other pieces"
+        assert sum(number for number, _ in held) == num_elements // 2
+    assert returned[0]["restored"] != returned[1]["restored"]
+    assert list(found.values()) == pytest.approx(losses, rel=1e-5)

@@ -106,7 +106,7 @@ def check_losses(results: list[raysgd.Result], last: raysgd.Checkpoint) -> None:
 def run(trainer: raysgd.Trainer, folder: Path, **config: Any) -> list[raysgd.Result]:
     stream = trainer.run_generator(
         train_sharded,
-        {"folder": str(folder), "num_steps": 14, "size_at_end": 0, "kill_at": 6, **config},
+        {"folder": str(folder), "num_steps": 10, "size_at_end": 0, "kill_at": 4, **config},
         dataset={"x": ROWS, "id": np.arange(NUM_ROWS)},
         callbacks=quiet(),
     )
@@ -134,8 +134,11 @@ def test_spare_takes_the_place_in_a_copy_of_the_model(ray_cluster: Any, tmp_path
 
 
 def test_fsdp_shrinks_to_the_survivors_like_ddp(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path / "runs", (2, 5), "torch") as trainer:
-        began = time.monotonic()
+    failure = raysgd.FailureConfig(
+        abort_grace_s=20
+    )  # on a busy machine the survivors are slow, and all of them shall stay
+    with make_trainer(tmp_path / "runs", (2, 5), "torch", failure_config=failure) as trainer:
         results = run(trainer, tmp_path, tensor_parallel=False)
-        assert results[0]["world_size"] == 5 and {result["world_size"] for result in results} >= {4, 5}
-        assert time.monotonic() - began < PATIENCE_S
+        assert {result["world_size"] for result in results} >= {4, 5}
+        died = max(result["timestamp"] for result in results if result["attempt"] == 1)
+        assert min(result["timestamp"] for result in results if result["attempt"] == 2) - died < PATIENCE_S

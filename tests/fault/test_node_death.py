@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -10,21 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raysgd
+from raysgd.workers.liveness.process_watch import Processes, ProcessWatch
+from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.placement.avoided_nodes import SAME_DEATH_S
 from raysgd.workers.placement.cluster import NAMESPACE
-from support.drivers import leave_detached_run
+from support.cluster import processes_of
 from support.poll import until
 from support.runs import (
     PATIENCE_S,
     actor_pids,
     are_gone,
-    controller_pid,
     events_of,
     latest_run,
     make_trainer,
@@ -66,25 +69,26 @@ def run_until_file_exists(config: dict[str, Any]) -> None:
 def num_answering_agents() -> int:
     """Return how many of the Trainer's agents answer."""
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "-agent-" in actor["name"]]
-    agents = [ray.get_actor(name, NAMESPACE) for name in names]
-    return (
-        len(ray.wait([agent.sign_of_life.remote() for agent in agents], num_returns=2, timeout=1)[0])
-        if len(agents) == 2
-        else 0
-    )
+    num_answers = 0
+    for name in names:
+        with contextlib.suppress(ValueError, RayError):  # it is gone
+            ray.get(ray.get_actor(name, NAMESPACE).sign_of_life.remote(), timeout=1)
+            num_answers += 1
+    return num_answers
 
 
-def test_stopped_agents_are_replaced_and_watch_their_nodes_again(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_agents_are_replaced_and_watch_their_nodes_again(cluster: Cluster, tmp_path: Path, number: int) -> None:
     config = {"file": str(tmp_path / "go")}
     failure = raysgd.FailureConfig(max_failures=1, heartbeat_timeout_s=3)
     with make_trainer(tmp_path / "runs", 2, failure_config=failure) as trainer:
         stream = trainer.run_generator(run_until_file_exists, config, callbacks=quiet())
         next(stream)
         assert until(lambda: len(actor_pids("NodeAgent")) == 2, PATIENCE_S)
-        stopped = actor_pids("NodeAgent")
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        assert are_gone(stopped, PATIENCE_S)
+        agents = actor_pids("NodeAgent")
+        for pid in agents:
+            os.kill(pid, number)
+        assert are_gone(agents, PATIENCE_S)
         assert until(lambda: num_answering_agents() == 2, PATIENCE_S)
         result = next(stream)
         assert result["attempt"] == 1
@@ -94,19 +98,46 @@ def test_stopped_agents_are_replaced_and_watch_their_nodes_again(cluster: Cluste
         stream.get_returns()
         assert [hang["kind"] for hang in events_of(trainer, "hang")] == ["silent"], "its agent did not answer"
         warnings = [data["message"] for data in events_of(trainer, "warning")]
-    assert sum("the agent on node" in message for message in warnings) == 2
+    assert sum("the agent on node" in message for message in warnings) == (2 if number == signal.SIGSTOP else 0)
 
 
-def test_workers_on_other_nodes_kill_the_stopped_controller_of_a_detached_run(cluster: Cluster, tmp_path: Path) -> None:
-    go = leave_detached_run(tmp_path, "far", cluster.address, heartbeat_s=5)
-    stopped = controller_pid()
-    os.kill(stopped, signal.SIGSTOP)
-    assert are_gone([stopped], PATIENCE_S), "nobody watches it"
-    trainer = raysgd.Trainer.attach("far")
-    go.touch()
-    assert trainer.stream().get_returns() > 0
-    assert trainer.status().num_failures == 1
-    trainer.shutdown()
+def pid_of(actor: Any) -> int | None:
+    """Return the process id of an actor; None while Ray starts it again."""
+    with contextlib.suppress(ActorUnavailableError):
+        return ray.get(actor.sign_of_life.remote(), timeout=PATIENCE_S)  # type: ignore[no-any-return]
+    return None
+
+
+def test_stopped_process_is_killed_though_the_agent_that_examines_it_is_stopped(cluster: Cluster) -> None:
+    other = next(node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU"))
+    options = {
+        "num_cpus": 0,
+        "max_restarts": 1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(other, soft=False),
+    }
+    actor = watched_actor(Watched).options(**options).remote()
+    pid = ray.get(actor.sign_of_life.remote())
+    watch, messages = ProcessWatch(timeout_s=2.0), []
+    watch.report = messages.append
+    with contextlib.closing(watch):
+        watch.add("the process", lambda: actor, pid=pid)
+        os.kill(pid, signal.SIGSTOP)
+        assert until(lambda: actor_pids("NodeAgent"), PATIENCE_S)
+        (agent,) = actor_pids("NodeAgent")
+        os.kill(agent, signal.SIGSTOP)
+        assert are_gone([pid, agent], PATIENCE_S)
+        assert until(lambda: pid_of(actor) not in (None, pid), PATIENCE_S)
+        assert until(lambda: not actor_pids("NodeAgent"), PATIENCE_S), "agents end when every process answers"
+    assert len(messages) == 1 and "is killed and replaced" in messages[0]
+    processes = Processes()
+    place = processes.find(actor)
+    assert place is not None and processes.check(place, PATIENCE_S) is not None
+    (agent,) = actor_pids("NodeAgent")
+    os.kill(agent, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        processes.check(place, 0.2)
+    processes.close()
+    assert are_gone([agent], PATIENCE_S), "a stopped agent ends although it has not answered its last call"
 
 
 def test_node_with_repeated_deaths_is_avoided(cluster: Cluster, tmp_path: Path) -> None:
@@ -163,12 +194,6 @@ def reduce_until_a_node_is_lost() -> dict[str, Any]:
         raysgd.report(step=step, **here)
         raysgd.save_checkpoint({"step": step})
     return here
-
-
-def processes_of(node: Any) -> list[psutil.Process]:
-    """Return the processes of a node: its raylet first, then all descendants."""
-    raylets = [psutil.Process(each.process.pid) for started in node.all_processes.values() for each in started]
-    return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]
 
 
 def test_worker_of_a_frozen_node_is_replaced(cluster: Cluster, tmp_path: Path) -> None:

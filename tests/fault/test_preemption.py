@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 
-TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=0)}
+TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=0, abort_grace_s=20)}
 
 
 def until_file_exists(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,9 @@ def test_torch_group_forms_again_after_preemption(ray_cluster: Any, tmp_path: Pa
             step += 1
         return os.getpid()
 
-    with make_trainer(tmp_path / "runs", 2, "torch", failure_config=raysgd.FailureConfig(max_failures=0)) as trainer:
+    with make_trainer(
+        tmp_path / "runs", 2, "torch", failure_config=raysgd.FailureConfig(max_failures=0, abort_grace_s=20)
+    ) as trainer:
         stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         before = [metrics["pid"] for metrics in next(stream).workers]
         for attempt, rank in [(2, 0), (3, 1)]:  # rank 0 hosts the rendezvous
@@ -181,7 +183,7 @@ def test_preempted_worker_killed_before_its_grace_ends_is_not_a_failure(
 
 
 def test_preemption_grace_is_not_exceeded(ray_cluster: Any, tmp_path: Path) -> None:
-    failure = raysgd.FailureConfig(max_failures=0, preemption_grace_s=0.5)
+    failure = raysgd.FailureConfig(max_failures=0, preemption_grace_s=0.5, abort_grace_s=20)
     with make_trainer(tmp_path / "runs", failure_config=failure) as trainer:
         stream, before = start(trainer, tmp_path, checks_stop=False, saves_each=0)
         os.kill(before[0], signal.SIGTERM)
@@ -192,7 +194,9 @@ def test_preemption_grace_is_not_exceeded(ray_cluster: Any, tmp_path: Path) -> N
 
 
 def test_elastic_group_continues_with_the_remaining_workers(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path / "runs", (1, 2), failure_config=raysgd.FailureConfig(max_failures=0)) as trainer:
+    with make_trainer(
+        tmp_path / "runs", (1, 2), failure_config=raysgd.FailureConfig(max_failures=0, abort_grace_s=20)
+    ) as trainer:
         stream, before = start(trainer, tmp_path, checks_stop=True, saves_each=0)
         os.kill(before[0], signal.SIGTERM)
         result = wait_for_attempt(stream, 2)
@@ -221,7 +225,7 @@ def test_spare_replaces_a_preempted_worker(ray_cluster: Any, tmp_path: Path) -> 
 def test_idle_worker_ends_at_once_at_sigterm(trainer: raysgd.Trainer) -> None:
     before = pids(trainer)
     os.kill(before[1], signal.SIGTERM)
-    assert are_gone(before[1:], 5)
+    assert are_gone(before[1:])
     after = pids(trainer)
     assert after[0] == before[0] and after[1] not in before
     assert events_of(trainer, "failure") == []

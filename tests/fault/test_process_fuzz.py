@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import ray
 
 import raysgd
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller.journal.journal import stored_frames
 from raysgd.session import context
 from raysgd.testing import check_history
+from support.poll import until
 from support.runs import PATIENCE_S, HostLog, actor_pids, events_of, quiet, travels_by_value
 
-FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 25))
+FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 15))
 SEED = int(os.environ.get("RAYSGD_FUZZ_SEED", random.randrange(10**6)))
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(FUZZ_S + 240)]
@@ -37,8 +39,22 @@ travels_by_value(__name__)
 
 HEARTBEAT_S = 2.0
 NUM_ROWS = 101
-#: The classes of the processes, and how often each is chosen.
-KINDS = {"WorkerActor": 3, "TrainerActor": 1, "CallbackHost": 1}
+#: The numbers of CPUs of the nodes; Ray Data needs those that the workers leave.
+NODES = (3, 3)
+#: The classes of the processes, and how often each is chosen among those that exist.
+KINDS = {
+    "WorkerActor": 5,
+    "TrainerActor": 2,
+    "CallbackHost": 1,
+    "ControllerGuard": 1,
+    "NodeAgent": 2,
+    "StreamActor": 2,
+    "DataHolder": 1,
+    "CoordinatorActor": 2,
+}
+ACTIONS = ["kill", "stop", "pause"]
+#: The run that needs the data ends with this process.
+ONLY_PAUSED = "DataHolder"
 
 
 def train_epochs(config: dict[str, Any]) -> int:
@@ -51,9 +67,9 @@ def train_epochs(config: dict[str, Any]) -> int:
         is_whole = first == 0  # no epoch is to be completed
         while not (step and is_whole and raysgd.broadcast(os.path.exists(config["file"]))):
             is_whole = True
-            for batch in shard.iter_batches(batch_size=4, shuffle="full"):
+            for batch in shard.iter_batches(batch_size=4, shuffle=config["shuffle"]):
                 step += 1
-                log.writelines(f"{step} {shard.epoch} {row}\n" for row in batch["x"].tolist())
+                log.writelines(f"{step} {shard.epoch} {row}\n" for row in batch["id"].tolist())
                 log.flush()
                 raysgd.report(step=step)
                 raysgd.save_checkpoint({"step": step})
@@ -80,11 +96,14 @@ def faults(choice: random.Random) -> Iterator[str]:
     end = time.monotonic() + FUZZ_S
     while time.monotonic() < end:
         time.sleep(choice.choice([0.1, 1.0, 3.0, 8.0]) * choice.random())
-        (kind,) = choice.choices(list(KINDS), list(KINDS.values()))
-        action, pause_s = choice.choice(["kill", "stop", "pause"]), choice.random() * HEARTBEAT_S
-        if not (pids := sorted(actor_pids(kind))):
+        found = {kind: sorted(pids) for kind in KINDS if (pids := actor_pids(kind))}
+        if not found:
             continue
-        pid = choice.choice(pids)
+        (kind,) = choice.choices(list(found), [KINDS[kind] for kind in found])
+        action, pause_s = choice.choice(ACTIONS), choice.random() * HEARTBEAT_S
+        if kind == ONLY_PAUSED:
+            action, pause_s = "pause", pause_s / 4
+        pid = choice.choice(found[kind])
         yield f"{time.strftime('%X')} {action} {kind} {pid}"
         try:
             os.kill(pid, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
@@ -107,25 +126,35 @@ def frames_around(run_dir: Any) -> str:
     return "\n".join(f"{frame.seq} {frame.kind} {frame.attempt} {str(frame.data)[:200]}" for frame in found)
 
 
-@pytest.mark.parametrize("detached", [False, True], ids=["attached", "detached"])
-def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tmp_path: Path, detached: bool) -> None:
+def stopped_processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if process.status() == psutil.STATUS_STOPPED else []
+    return found
+
+
+@pytest.mark.parametrize("kind", ["attached", "detached", "lazy", pytest.param("coordinated", marks=pytest.mark.jax)])
+def test_each_row_counts_once_whatever_is_killed_or_stopped(cluster: Any, tmp_path: Path, kind: str) -> None:
     print(f"RAYSGD_FUZZ_SEED={SEED}")
-    choice = random.Random(SEED + detached)
+    choice, is_lazy = random.Random(f"{SEED} {kind}"), kind == "lazy"
     folder, log = tmp_path / "rows", tmp_path / "log"
     folder.mkdir()
-    run = raysgd.RunConfig(name=f"fuzz{SEED}", storage_path=tmp_path / "runs", detached=detached)
+    run = raysgd.RunConfig(name=f"fuzz{SEED}", storage_path=tmp_path / "runs", detached=kind == "detached")
     failure = raysgd.FailureConfig(max_failures=-1, heartbeat_timeout_s=HEARTBEAT_S, callback_timeout_s=20)
-    with raysgd.Trainer((1, 3), "none", seed=5, run_config=run, failure_config=failure) as trainer:
-        config = {"folder": str(folder), "file": str(tmp_path / "go")}
+    backend = "jax" if kind == "coordinated" else "none"
+    with raysgd.Trainer((1, 3), backend, seed=5, run_config=run, failure_config=failure) as trainer:
+        config = {"folder": str(folder), "file": str(tmp_path / "go"), "shuffle": "window" if is_lazy else "full"}
         stream = trainer.run_generator(
             train_epochs,
             config,
-            dataset={"x": np.arange(NUM_ROWS)},
+            dataset=ray.data.range(NUM_ROWS, override_num_blocks=4) if is_lazy else {"id": np.arange(NUM_ROWS)},
             callbacks=[*quiet(), HostLog(log, "training_iteration")],
         )
         results: list[raysgd.Result] = []
         reader = threading.Thread(target=read, args=(stream, results), name="test-reader")
         reader.start()
+        assert until(lambda: results, PATIENCE_S)
         for fault in faults(choice):
             print(fault, len(results))
         (tmp_path / "go").touch()
@@ -148,4 +177,4 @@ def test_each_row_counts_once_whatever_is_killed_or_stopped(ray_cluster: Any, tm
         logged = {json.loads(line)[0] for line in log.read_text().splitlines() if line.endswith("]")}
         lost = set(range(1, num_steps + 1)) - logged
         assert not lost, f"of {num_steps} rounds, the callback lacks {sorted(lost)}\n{frames_around(trainer.run_dir)}"
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
+    assert until(lambda: not stopped_processes(), PATIENCE_S), stopped_processes()

@@ -37,7 +37,7 @@ def train_func(config: dict[str, Any]) -> list[Any]:
 @pytest.mark.timeout(180)
 def test_accelerate_uses_the_group_of_each_attempt(ray_cluster: Any, tmp_path: Path) -> None:
     plan = FaultPlan([Kill(rank=1, step=3)])
-    with make_trainer(tmp_path, (1, 2), "torch") as trainer:
+    with make_trainer(tmp_path, (1, 2), "torch", failure_config=raysgd.FailureConfig(abort_grace_s=20)) as trainer:
         stream = trainer.run_generator(plan.wrap(train_func), callbacks=quiet(), returns="all")
         results = list(stream)
         plan.assert_all_fired()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import raysgd
 from raysgd.errors import WorkerError
 from support.poll import until
+from support.ports import free_port
 from support.runs import PATIENCE_S, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120), pytest.mark.usefixtures("ray_cluster")]
@@ -29,12 +29,6 @@ def sums(config: dict[str, Any]) -> tuple[float, str | None]:
     total = torch.ones(1)
     dist.all_reduce(total)
     return float(total), os.environ.get("MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("form", ["tcp", "env", "file"])

@@ -41,7 +41,8 @@ pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
 
 
-TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=2)}
+#: With a grace in which survivors leave the attempt on a busy machine, too.
+TRAINER = {"failure_config": raysgd.FailureConfig(max_failures=2, abort_grace_s=20)}
 
 
 def count(folder: str, what: str) -> None:
@@ -78,6 +79,7 @@ def saving_loop(config: dict[str, Any]) -> dict[str, Any]:
         raysgd.report(step=step, pid=os.getpid())
         if step == 3 and raysgd.world_rank() == 1 and not os.path.exists(config["folder"] + "/died"):
             wait_for_checkpoint_of(3)
+            time.sleep(0.3)  # the report of step 3 is sent by then, which stands behind its save
             raysgd.report(step=-1, pid=os.getpid())  # rank 0 does not make this report, so its round is never complete
             once(config["folder"], "died")
             die()
@@ -153,14 +155,20 @@ def test_ranks_that_had_returned_run_again_after_a_death(trainer: raysgd.Trainer
 
 def test_two_deaths_at_once_are_one_failure(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> str:
-        raysgd.barrier()
-        if once(config["folder"], f"died{raysgd.world_rank()}"):
-            die()
+        rank, folder = raysgd.world_rank(), Path(config["folder"])
+        if once(config["folder"], f"came{rank}"):
+            (folder / f"pid{rank}").write_text(str(os.getpid()))
+            raysgd.barrier()
+            if rank == 0:
+                os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
+                die()
+            time.sleep(60)
         return "done"
 
     assert trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet()) == "done"
     (failure,) = events_of(trainer, "failure")
-    assert failure["ranks"] == [0, 1] and failure["action"] == "retry 1"
+    # The controller may notice the second death when it has decided what follows from the first.
+    assert failure["ranks"] and set(failure["ranks"]) <= {0, 1} and failure["action"] == "retry 1"
 
 
 # -- the checkpoint that a run resumes from ----------------------------------------------------------------------------
@@ -173,6 +181,8 @@ def test_death_before_the_first_save_resumes_from_the_given_checkpoint(
     def train_func(config: dict[str, Any]) -> tuple[Any, int]:
         state = raysgd.load_checkpoint()
         raysgd.report(step=state["step"] + 1)
+        while not os.path.exists(config["go"]):
+            time.sleep(0.01)
         if raysgd.world_rank() == 0 and once(config["folder"], "died"):
             die()
         return state
@@ -183,7 +193,10 @@ def test_death_before_the_first_save_resumes_from_the_given_checkpoint(
         checkpoint = trainer.get_last_checkpoint()
         assert checkpoint is not None
         given = checkpoint if kind == "checkpoint" else checkpoint.path
-    stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, resume_from=given, callbacks=quiet())
+    config = {"folder": str(tmp_path), "go": str(tmp_path / "go")}
+    stream = trainer.run_generator(train_func, config, resume_from=given, callbacks=quiet())
+    assert next(stream)["attempt"] == 1  # from here on the next attempt has another number
+    (tmp_path / "go").write_text("")
     (*_, last) = stream
     assert stream.get_returns() == {"step": 10}
     assert last["attempt"] == 2
@@ -267,11 +280,13 @@ def test_user_error_is_not_retried(trainer: raysgd.Trainer, tmp_path: Path) -> N
     assert events_of(trainer, "failure") == []
 
 
-def test_worker_that_does_not_leave_its_attempt_is_replaced(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+def test_worker_that_does_not_leave_its_attempt_is_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> int:
         raysgd.barrier()
         if once(config["folder"], f"stubborn{raysgd.world_rank()}"):
             if raysgd.world_rank() == 1:
+                while not Path(config["folder"], "stubborn0").exists():
+                    time.sleep(0.01)
                 die()
             while True:
                 try:
@@ -280,13 +295,14 @@ def test_worker_that_does_not_leave_its_attempt_is_replaced(trainer: raysgd.Trai
                     continue
         return os.getpid()
 
-    before = pids(trainer)
-    after = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
-    assert not set(before) & set(after)
-    assert are_gone(before)
-    (failure,) = events_of(trainer, "failure")
-    assert failure["ranks"] == [1]
-    assert any("killed ranks [0]" in warning["message"] for warning in events_of(trainer, "warning"))
+    with make_trainer(tmp_path / "runs", failure_config=raysgd.FailureConfig(max_failures=2)) as trainer:
+        before = pids(trainer)
+        after = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
+        assert not set(before) & set(after)
+        assert are_gone(before)
+        (failure,) = events_of(trainer, "failure")
+        assert failure["ranks"] == [1]
+        assert any("killed ranks [0]" in warning["message"] for warning in events_of(trainer, "warning"))
 
 
 # -- deaths while starting ---------------------------------------------------------------------------------------------
@@ -473,8 +489,8 @@ def test_worker_whose_stream_fails_is_killed(trainer: raysgd.Trainer, tmp_path: 
             def breaks(*_: Any) -> None:
                 raise ValueError("a mistake in raysgd")
 
-            psutil.Process.memory_info = breaks  # type: ignore[method-assign]  # the stream's thread samples memory
             Path(config["folder"], "pid").write_text(str(os.getpid()))
+            psutil.Process.memory_info = breaks  # type: ignore[method-assign]  # the stream's thread samples memory
             time.sleep(600)
         return os.getpid()
 
@@ -496,7 +512,9 @@ def test_returned_rank_joins_the_next_process_group(ray_cluster: Any, tmp_path: 
             die()
         return os.getpid()
 
-    with make_trainer(tmp_path / "runs", 2, "torch", failure_config=raysgd.FailureConfig(max_failures=1)) as trainer:
+    with make_trainer(
+        tmp_path / "runs", 2, "torch", failure_config=raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
+    ) as trainer:
         returned = trainer.run(train_func, {"folder": str(tmp_path)}, callbacks=quiet(), returns="all")
         up = [event["pid"] for event in events_of(trainer, "worker_up")]
         assert returned == up[2:] and up[0] == up[2] and up[1] != up[3]

@@ -436,6 +436,35 @@ def train_epochs(config: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
+def measure_buffers(config: dict[str, Any]) -> int:
+    """Return the bytes of the largest staging buffer after one step of Adam, before a first save."""
+    import threading
+
+    import torch
+
+    from raysgd.session import context
+
+    if config["asks"]:
+        raysgd.load_checkpoint()
+    parameter = torch.nn.Parameter(torch.zeros(config["numbers"]))
+    parameter.grad = torch.ones(config["numbers"])
+    torch.optim.Adam([parameter]).step()
+    for thread in threading.enumerate():
+        if thread.name == "raysgd-pages":
+            thread.join()
+    session: Any = context.current()
+    return max((buffer.capacity for buffer in session._writer._pool._free), default=0)
+
+
+def test_memory_of_the_first_checkpoint_is_mapped_before_it_is_saved(torch_trainer: raysgd.Trainer) -> None:
+    config = {"numbers": 8 << 20, "asks": False}
+    state_bytes = 3 * 4 * config["numbers"]  # the parameter, and two moments of Adam
+    without = torch_trainer.run(measure_buffers, config, callbacks=quiet(), returns="all")
+    assert max(without) < state_bytes, "train_func does not ask for a checkpoint, so it may save none"
+    first, *others = torch_trainer.run(measure_buffers, {**config, "asks": True}, callbacks=quiet(), returns="all")
+    assert first >= state_bytes > max(others), "rank 0 saves for all"
+
+
 def test_repeated_and_resumed_runs_are_equal_bit_for_bit(torch_trainer: raysgd.Trainer) -> None:
     uninterrupted = torch_trainer.run(train_epochs, {"epochs": 5}, callbacks=quiet())
     first = torch_trainer.run_dir

@@ -99,7 +99,7 @@ def test_worker_listeners_bind_to_the_node_address(trainer: raysgd.Trainer, tmp_
     for plain, grouped in zip(without, within, strict=True):
         more = Counter(grouped) - Counter(plain)
         assert more, "no socket of a process group was found"
-        assert set(more) == {host}, f"torch workers listen on {more}"
+        assert set(more) <= {host, "127.0.0.1"}, f"torch workers listen on {more}"
 
 
 def listens_on() -> list[str]:

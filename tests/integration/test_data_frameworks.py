@@ -22,9 +22,8 @@ def read_and_save(config: dict[str, Any]) -> list[int]:
     """Read two rows a step and save after each step; leave the loop after ``config["stop_after"]`` steps, if given."""
     shard = raysgd.get_dataset().get_split()
     raysgd.load_checkpoint()
-    batches = shard.to_jax(2, shuffle="window") if config["framework"] == "jax" else shard.to_tf(2, shuffle="window")
     seen: list[int] = []
-    for step, batch in enumerate(batches, 1):
+    for step, batch in enumerate(shard.to_jax(2, shuffle="window"), 1):
         seen += np.asarray(batch["x"]).tolist()
         raysgd.save_checkpoint({"step": step})
         raysgd.report(step=step)
@@ -33,17 +32,15 @@ def read_and_save(config: dict[str, Any]) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("framework", ["jax", "tensorflow"])
-def test_run_resumes_inside_an_epoch(ray_cluster: Any, tmp_path: Path, framework: str) -> None:
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
+def test_run_over_batches_for_jax_resumes_inside_an_epoch(ray_cluster: Any, tmp_path: Path) -> None:
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
-    config = {"framework": framework}
     with make_trainer(tmp_path) as trainer:
-        first = trainer.run(read_and_save, config | {"stop_after": 3}, **given)
+        first = trainer.run(read_and_save, {"stop_after": 3}, **given)
         checkpoint = trainer.get_last_checkpoint()
     with make_trainer(tmp_path, 1) as trainer:
-        second = trainer.run(read_and_save, config, resume_from=checkpoint, **given)
+        second = trainer.run(read_and_save, {}, resume_from=checkpoint, **given)
     assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
     assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))
 
@@ -51,7 +48,7 @@ def test_run_resumes_inside_an_epoch(ray_cluster: Any, tmp_path: Path, framework
 def read_and_die_once(config: dict[str, Any]) -> list[int]:
     """Save the rows seen so far; rank 1 dies in the middle, while TensorFlow reads the data of rank 0."""
     state = raysgd.load_checkpoint() or {"seen": []}
-    for batch in raysgd.get_dataset().get_split().to_tf(2):
+    for batch in raysgd.get_dataset().get_split().to_tf(2, shuffle="window"):
         state["seen"] += batch["x"].numpy().tolist()
         raysgd.save_checkpoint(state, all_ranks=True)
         raysgd.report(seen=len(state["seen"]))

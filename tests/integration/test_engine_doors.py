@@ -213,7 +213,8 @@ def measure_memory(config: dict[str, Any]) -> list[dict[str, int]]:
         engine = raysgd.Engine(zero_stage=stage)
         optimizer = torch.optim.Adam(model.parameters())
         model, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
-        engine.backward(model(torch.ones(2, 64)).mean())
+        with engine.measure_activations():
+            engine.backward(model(torch.ones(2, 64)).mean())
         before = engine.memory()
         optimizer.step()
         found.append({**vars(engine.memory()), "gradients": before.gradients})
@@ -225,6 +226,9 @@ def test_zero_stages_divide_the_memory(torch_trainer: raysgd.Trainer) -> None:
     num_bytes = 4 * 4 * (64 * 64 + 64)
     counts = 4 * 8  # a count of steps for each parameter
     whole, first, second, third = stages
+    for stage in stages:
+        assert stage["kept_activations"] == 3 * 2 * 64 * 4, "the inputs of three layers; that of the first is the batch"
+    del whole["kept_activations"], third["kept_activations"]
     assert whole == {"parameters": num_bytes, "gradients": num_bytes, "optimizer": 2 * num_bytes + counts}
     for stage in (first, second):
         assert stage["parameters"] == num_bytes
@@ -234,6 +238,7 @@ def test_zero_stages_divide_the_memory(torch_trainer: raysgd.Trainer) -> None:
     for stage, measured in enumerate(stages):
         config = raysgd.EngineConfig(zero_stage=stage)
         predicted = raysgd.engine.predict_memory(make_layers, (2, 64), config, 2, loss_fn=mean_of, device="cpu")
+        assert predicted.kept_activations == 3 * 2 * 64 * 4 + 4, "with the loss"
         for name, size in measured.items():
             assert getattr(predicted, name) == pytest.approx(size, rel=0.03), f"ZeRO-{stage}, {name}"
 

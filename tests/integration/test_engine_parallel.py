@@ -150,6 +150,12 @@ def test_own_plan_is_applied_and_other_layers_are_replicated(ranks: RankGroup, k
         assert difference < 1e-6 and odd == []
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_norms_of_torchs_sequence_parallel_train_as_plain_ones(ranks: RankGroup, zero_stage: int) -> None:
+    for losses, norms in ranks.run(engine_ranks.sequence_parallel_norms, 4, zero_stage=zero_stage):
+        assert losses == pytest.approx([0.0] * 4, abs=TOLERANCE) and norms < LATER_TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("kind", "what", "message"),
     [

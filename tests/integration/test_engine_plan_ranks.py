@@ -16,7 +16,7 @@ import pytest
 
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import MemoryEstimate, predict_memory
-from support import planned_ranks
+from support import engine_models, planned_ranks
 from support.engine_steps import train_language_plainly
 from support.planned_models import SmallModel, small_models
 from support.rank_memory import TENSOR_PARALLEL, measure_rank
@@ -63,8 +63,10 @@ def check_states(found: MemoryEstimate, expected: dict[str, float]) -> None:
 @pytest.mark.parametrize("num_workers", WORLD_SIZES)
 @pytest.mark.parametrize("stage", ZERO_STAGES)
 def test_states_of_each_zero_stage(stage: int, num_workers: int, measured: Any) -> None:
-    name, found = measured
-    check_states(predict(name, num_workers, zero_stage=stage), found[f"zero_{stage} {num_workers}"])
+    name, every = measured
+    found, expected = predict(name, num_workers, zero_stage=stage), every[f"zero_{stage} {num_workers}"]
+    check_states(found, expected)
+    assert found.kept_activations == pytest.approx(expected["kept_activations"], rel=0.2)
 
 
 @pytest.mark.parametrize("num_workers", WORLD_SIZES)
@@ -85,6 +87,28 @@ def test_states_and_activations_of_shared_layers(num_workers: int, measured: Any
     found, expected = predict(name, num_workers, tensor_parallel=num_workers), every[f"tensor {num_workers}"]
     check_states(found, expected)
     assert found.activations == pytest.approx(expected["activations"], rel=0.2)
+    assert found.kept_activations == pytest.approx(expected["kept_activations"], rel=0.2)
+
+
+def test_engine_measures_the_activations_that_are_predicted(ranks: RankGroup) -> None:
+    every: list[dict[str, Any]] = [
+        {"zero_stage": 3, "activation_checkpointing": "selective"},
+        {"tensor_parallel": 2, "zero_stage": 3, "sequence_parallel": True},
+        {"pipeline_parallel": 2, "micro_batches": 4},
+        {"precision": "bf16"},
+        {"precision": "bf16", "zero_stage": 3},  # without copies of weights
+    ]
+    for strategies in every:
+        measured = ranks.run(planned_ranks.measure_activations, "gpt2", **strategies)
+        config = EngineConfig(**strategies)
+        copies = 4 // config.workers_per_replica
+        num_rows = engine_models.ROWS // copies // (config.micro_batches or 1)
+        rows = {name: value[:num_rows] for name, value in engine_models.batch("gpt2", 0, is_even=True).items()}
+        found = predict_memory(
+            lambda: engine_models.build("gpt2", num_blocks=planned_ranks.NUM_BLOCKS), rows, config, 4, device="cpu"
+        )
+        of_stage = measured[found.stage]  # ranks of other copies have the same, and tensor parallelism one stage
+        assert found.kept_activations == pytest.approx(of_stage, rel=0.2), strategies
 
 
 #: Bytes with which plain data parallelism fits, with which only ZeRO-3 does, and with which nothing does.

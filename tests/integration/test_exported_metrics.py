@@ -1,29 +1,43 @@
-"""Samples of the workers are exported as metrics for Prometheus and Ray's dashboard."""
+"""A run is exported as metrics for Prometheus and Ray's dashboard; the dashboard for Grafana shows these metrics."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-import socket
+import signal
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import raysgd
+from raysgd.controller.run.exported import COUNTERS, GAUGES
+from raysgd.workers.process.attempt import EXPORTED
 from support.poll import until
+from support.ports import free_port
 from support.project import ROOT
-from support.runs import PATIENCE_S, latest_run, make_trainer, quiet, travels_by_value
+from support.runs import PATIENCE_S, latest_run, make_trainer, once, quiet, travels_by_value
 
 travels_by_value(__name__)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-PORT = _free_port()
+PORT = free_port()
 RAY_INIT = {"_metrics_export_port": PORT, "_system_config": {"metrics_report_interval_ms": 500}}
+#: The values of a worker that makes a step in 0.05 s, or slower ones on a busy machine.
+BOUNDS = {
+    "rss_bytes": (10e6, 10e9),
+    "reports_per_s": (1, 25),
+    "time_per_report_s": (0.04, 1),
+    "steps_per_s": (1, 25),
+    "data_wait_fraction": (-1e-9, 0.9),
+}
+#: All metrics of raysgd, as Prometheus names them.
+ALL = {
+    *(f"ray_raysgd_worker_{name}" for name in EXPORTED),
+    *(f"ray_raysgd_run_{name}_total" for name in COUNTERS),
+    *(f"ray_raysgd_run_{name}" for name in GAUGES),
+}
 
 
 def metrics_page() -> str:
@@ -38,37 +52,72 @@ def metrics_page() -> str:
 
 
 def exported(name: str) -> dict[tuple[str, str], float]:
-    """Return the current values of a gauge in the node's exporter, by run and rank."""
+    """Return the current values of a metric in the node's exporter, by run and rank; those of a run have no rank."""
     text = metrics_page()
     found = {}
-    for labels, value in re.findall(rf"^ray_{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
+    for labels, value in re.findall(rf"^ray_raysgd_{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
         tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        found[tags["run"], tags["rank"]] = float(value)
+        found[tags["run"], tags.get("rank", "")] = float(value)
     return found
 
 
-def test_worker_metrics_are_exported_during_training(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_and_workers_are_exported_during_training(ray_cluster: Any, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
+        folder = Path(config["folder"])
+        shard = raysgd.get_dataset().get_split()
         while not raysgd.should_stop():
-            raysgd.report(pid=0)
-            time.sleep(0.05)
+            for _ in shard.iter_batches(batch_size=2):
+                raysgd.report(pid=0)
+                time.sleep(0.05)
+            if once(str(folder), f"saved-{raysgd.world_rank()}"):
+                raysgd.save_checkpoint({"x": list(range(1000))})
+            if (folder / "checked").exists() and raysgd.world_rank() == 1 and once(str(folder), "died"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def are_plausible() -> bool:
+        """Whether both workers' values are those of steps of 0.05 s."""
+        ranks = {(run, "0"), (run, "1")}
+        found = {name: exported(f"worker_{name}") for name in (*BOUNDS, "cpu_percent")}
+        within = all(low < value < high for name, (low, high) in BOUNDS.items() for value in found[name].values())
+        return within and all(set(values) == ranks for values in found.values())
 
     with make_trainer(tmp_path) as trainer:
-        stream = trainer.run_generator(train_func, {}, callbacks=quiet())
+        config = {"folder": str(tmp_path)}
+        stream = trainer.run_generator(train_func, config, callbacks=quiet(), dataset=[{"x": i} for i in range(40)])
         next(stream)
-        name = Path(str(stream.run_dir)).name
-        assert until(lambda: len(exported("raysgd_worker_rss_bytes")) == 2, PATIENCE_S, interval_s=0.5)
-        memory = exported("raysgd_worker_rss_bytes")
-        assert set(memory) == {(name, "0"), (name, "1")}
-        assert all(10e6 < value < 10e9 for value in memory.values())
-        assert until(lambda: all(5 < value < 25 for value in exported("raysgd_worker_reports_per_s").values()), 20, 0.5)
-        assert set(exported("raysgd_worker_cpu_percent")) == set(memory)
-        times = exported("raysgd_worker_time_per_report_s")
-        assert set(times) == set(memory) and all(0.04 < value < 0.2 for value in times.values())
-        names = set(re.findall(r"^ray_raysgd_worker_\w+", metrics_page(), re.MULTILINE))
-        documented = set(re.findall(r"ray_raysgd_worker_\w+", (ROOT / "doc/guides/monitoring.md").read_text()))
-        assert names == {name for name in documented if "_gpu_" not in name}, "doc/guides/monitoring.md lists others"
+        folder = Path(str(stream.run_dir))
+        run = f"{folder.parent.name}/{folder.name}"
+        assert until(are_plausible, PATIENCE_S, interval_s=0.5), metrics_page()
+        (tmp_path / "checked").touch()
+        assert until(lambda: exported("run_restarts_total") == {(run, ""): 1}, PATIENCE_S, 0.5)
+        assert until(lambda: exported("run_world_size") == {(run, ""): 2}, PATIENCE_S, 0.5)
+        assert exported("run_failures_total") == exported("run_checkpoints_total") == {(run, ""): 1}
+        assert exported("run_checkpoint_bytes_total")[run, ""] > 1000
+        assert 0 < exported("run_checkpoint_seconds_total")[run, ""] < 60
+        before = exported("run_rounds_total")[run, ""]
+        assert until(lambda: exported("run_rounds_total")[run, ""] > before > 5, PATIENCE_S, 0.5)
+        assert exported("run_iteration")[run, ""] > 5
+        names = set(re.findall(r"^(ray_raysgd_\w+){", metrics_page(), re.MULTILINE))
+        assert names == {name for name in ALL if "_gpu_" not in name}
         stream.cancel()
         samples = latest_run(trainer).samples
+        assert until(lambda: exported("run_world_size") == {(run, ""): 0}, PATIENCE_S, 0.5)
     assert set(samples["rank"]) == {0, 1}
     assert (samples["rss_bytes"] > 10e6).all()
+
+
+def test_documentation_names_every_exported_metric() -> None:
+    page = (ROOT / "doc" / "guides" / "monitoring.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(ray_raysgd_\w+)`", page)) == ALL
+
+
+def test_dashboard_for_grafana_shows_exported_metrics() -> None:
+    document = json.loads((ROOT / "doc" / "guides" / "grafana.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in document["panels"] for target in panel.get("targets", [])]
+    named = {name for query in queries for name in re.findall(r"\bray_raysgd_\w+", query)}
+    assert named == ALL
+    assert all('run=~"$run"' in query for query in queries)
+    (variable,) = [each for each in document["templating"]["list"] if each["name"] == "run"]
+    assert set(re.findall(r"ray_raysgd_\w+", json.dumps(variable))) <= ALL
+    places = [tuple(panel["gridPos"][key] for key in "xywh") for panel in document["panels"]]
+    assert len(set(places)) == len(places) and all(x + w <= 24 for x, _, w, _ in places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from raysgd.errors import CheckpointError, ReshardError
 from support.runs import make_trainer, quiet, travels_by_value
 
 travels_by_value(__name__)
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.shared_trainer]
+TRAINER = {"backend": raysgd.JaxConfig(devices_per_worker=2)}
 ROWS, COLUMNS = 48, 24
 #: The specs of the arrays below, on the mesh that saves and on those that restore.
 SAVED = {
@@ -90,11 +92,10 @@ def restores(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> raysgd.Checkpoint:
+def checkpoint(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
     """Save a checkpoint with two workers that have two devices each."""
-    with make_trainer(tmp_path_factory.mktemp("runs"), 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        trainer.run(saves, {"where": SAVED}, callbacks=quiet())
-        found = trainer.get_last_checkpoint()
+    trainer.run(saves, {"where": SAVED}, callbacks=quiet())
+    found = trainer.get_last_checkpoint()
     assert found is not None
     return found
 
@@ -121,59 +122,66 @@ def test_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:
     assert np.array_equal(checkpoint.load(rank=1)["b"], values["b"])
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "where"),
-    [(2, 2, SAVED), (2, 2, TURNED), (1, 4, BY_COLUMNS), (3, 1, BY_ROWS), (3, 2, TURNED)],
-    ids=["the same", "turned", "one worker", "three workers", "three workers, turned"],
-)
+def check_restored(trainer: raysgd.Trainer, checkpoint: raysgd.Checkpoint, num_workers: int, where: Any) -> None:
+    for by_shardings in (False, True):
+        config = {"where": where, "by_shardings": by_shardings}
+        seen = trainer.run(restores, config, resume_from=checkpoint, callbacks=quiet(), returns="all")
+        shown = f"SavedArray(state['params'][0], shape=({ROWS}, {COLUMNS}), dtype=float32)"
+        assert seen == [{"saved": shown, "step": 3, "total": 3.0}] * num_workers
+
+
+@pytest.mark.parametrize("where", [SAVED, TURNED, BY_ROWS], ids=["the same", "turned", "by rows"])
 def test_restore_on_any_mesh_gives_the_same_bits(
-    ray_cluster: Any,
-    tmp_path: Path,
-    checkpoint: raysgd.Checkpoint,
-    num_workers: int,
-    devices: int,
-    where: dict[str, Any],
+    trainer: raysgd.Trainer, checkpoint: raysgd.Checkpoint, where: dict[str, Any]
 ) -> None:
-    with make_trainer(tmp_path, num_workers, raysgd.JaxConfig(devices_per_worker=devices)) as trainer:
-        for by_shardings in (False, True):
-            config = {"where": where, "by_shardings": by_shardings}
-            seen = trainer.run(restores, config, resume_from=checkpoint, callbacks=quiet(), returns="all")
-            shown = f"SavedArray(state['params'][0], shape=({ROWS}, {COLUMNS}), dtype=float32)"
-            assert seen == [{"saved": shown, "step": 3, "total": 3.0}] * num_workers
+    check_restored(trainer, checkpoint, 2, where)
 
 
-def test_state_of_one_worker_loads_in_any_number(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, 1, raysgd.JaxConfig(devices_per_worker=1)) as trainer:
-        trainer.run(saves, {"where": BY_ROWS}, callbacks=quiet())
-        found = trainer.get_last_checkpoint()
-    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        seen = trainer.run(restores, {"where": TURNED}, resume_from=found, callbacks=quiet(), returns="all")
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "where"), [(1, 4, BY_COLUMNS), (3, 2, TURNED)], ids=["one", "three"]
+)
+def test_restore_with_any_number_of_workers_gives_the_same_bits(
+    tmp_path: Path, checkpoint: raysgd.Checkpoint, num_workers: int, devices: int, where: dict[str, Any]
+) -> None:
+    with make_trainer(tmp_path, num_workers, raysgd.JaxConfig(devices_per_worker=devices)) as other:
+        check_restored(other, checkpoint, num_workers, where)
+
+
+@pytest.fixture(scope="module")
+def alone(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[raysgd.Trainer]:
+    """A Trainer of one worker with one device."""
+    with make_trainer(tmp_path_factory.mktemp("alone"), 1, "jax") as alone:
+        yield alone
+
+
+def test_state_of_one_worker_loads_in_any_number(trainer: raysgd.Trainer, alone: raysgd.Trainer) -> None:
+    alone.run(saves, {"where": BY_ROWS}, callbacks=quiet())
+    found = alone.get_last_checkpoint()
+    seen = trainer.run(restores, {"where": TURNED}, resume_from=found, callbacks=quiet(), returns="all")
     assert [each["step"] for each in seen] == [3, 3]
 
 
-def test_sharded_state_without_all_ranks_names_the_argument(ray_cluster: Any, tmp_path: Path) -> None:
+def test_sharded_state_without_all_ranks_names_the_argument(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         raysgd.save_checkpoint(make_state(BY_ROWS, numbers(), 1))
 
-    refused = pytest.raises(CheckpointError, match=r"state\['params'\]\[0\] is distributed.*all_ranks=True")
-    with make_trainer(tmp_path, 2, "jax") as trainer, refused:
+    with pytest.raises(CheckpointError, match=r"state\['params'\]\[0\] is distributed.*all_ranks=True"):
         trainer.run(train_func, callbacks=quiet())
 
 
-def test_replicated_and_local_arrays_need_no_ranks(ray_cluster: Any, tmp_path: Path) -> None:
+def test_replicated_and_local_arrays_need_no_ranks(trainer: raysgd.Trainer) -> None:
     def train_func() -> None:
         import jax.numpy as jnp
 
         state = make_state(BY_ROWS, numbers(), 7)
         raysgd.save_checkpoint({"total": state["total"], "local": jnp.arange(3)})
 
-    with make_trainer(tmp_path, 2, "jax") as trainer:
-        trainer.run(train_func, callbacks=quiet())
-        state = trainer.get_last_checkpoint().load()
+    trainer.run(train_func, callbacks=quiet())
+    state = trainer.get_last_checkpoint().load()
     assert (float(state["total"]), state["local"].tolist()) == (7.0, [0, 1, 2])
 
 
-def test_state_that_differs_between_ranks_is_not_shared(ray_cluster: Any, tmp_path: Path) -> None:
+def test_state_that_differs_between_ranks_is_not_shared(trainer: raysgd.Trainer, alone: raysgd.Trainer) -> None:
     def train_func(config: dict[str, bool]) -> Any:
         saved = raysgd.load_checkpoint()
         if saved is not None:
@@ -184,12 +192,11 @@ def test_state_that_differs_between_ranks_is_not_shared(ray_cluster: Any, tmp_pa
         return None
 
     shared, private = {"is_private": False}, {"is_private": True}
-    with make_trainer(tmp_path, 2, "jax") as two, make_trainer(tmp_path, 1, "jax") as one:
-        two.run(train_func, shared, callbacks=quiet())
-        assert one.run(train_func, shared, resume_from=two.get_last_checkpoint(), callbacks=quiet()) == [5, 0]
-        two.run(train_func, private, callbacks=quiet())
-        saved = two.get_last_checkpoint()
-        own = two.run(train_func, private, resume_from=saved, callbacks=quiet(), returns="all")
-        assert own == [[5, 0], [5, 1]]
-        with pytest.raises(ReshardError, match="mine differs between ranks 0 and 1"):
-            one.run(train_func, private, resume_from=saved, callbacks=quiet())
+    trainer.run(train_func, shared, callbacks=quiet())
+    assert alone.run(train_func, shared, resume_from=trainer.get_last_checkpoint(), callbacks=quiet()) == [5, 0]
+    trainer.run(train_func, private, callbacks=quiet())
+    saved = trainer.get_last_checkpoint()
+    own = trainer.run(train_func, private, resume_from=saved, callbacks=quiet(), returns="all")
+    assert own == [[5, 0], [5, 1]]
+    with pytest.raises(ReshardError, match="mine differs between ranks 0 and 1"):
+        alone.run(train_func, private, resume_from=saved, callbacks=quiet())

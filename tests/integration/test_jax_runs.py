@@ -19,6 +19,11 @@ travels_by_value(__name__)
 travels_by_value("support.totals")
 pytestmark = pytest.mark.timeout(180)
 NUM_ROWS = 64
+TRAINER = {
+    "backend": raysgd.JaxConfig(devices_per_worker=2),
+    "failure_config": raysgd.FailureConfig(max_failures=1, abort_grace_s=20),
+}
+shared = pytest.mark.shared_trainer
 
 
 @pytest.fixture
@@ -26,7 +31,8 @@ def rows() -> dict[str, Any]:
     return {"x": np.arange(NUM_ROWS, dtype=np.float32)}
 
 
-def test_mesh_has_all_devices_with_its_last_axis_within_a_worker(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_mesh_has_all_devices_with_its_last_axis_within_a_worker(trainer: raysgd.Trainer) -> None:
     def train_func() -> dict[str, Any]:
         mesh = raysgd.jax.mesh(("data", -1), ("model", 2))
         return {
@@ -35,15 +41,17 @@ def test_mesh_has_all_devices_with_its_last_axis_within_a_worker(ray_cluster: An
             "default": dict(raysgd.jax.mesh().shape),
         }
 
-    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        seen = trainer.run(train_func, callbacks=quiet(), returns="all")
+    seen = trainer.run(train_func, callbacks=quiet(), returns="all")
     for each in seen:
         assert each["shape"] == {"data": 2, "model": 2}
         assert each["rows"] == [{0}, {1}]
         assert each["default"] == {"data": 4}
 
 
-def test_global_batches_stay_one_array_after_a_death(ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]) -> None:
+@shared
+def test_global_batches_stay_one_array_after_a_death(
+    trainer: raysgd.Trainer, tmp_path: Path, rows: dict[str, Any]
+) -> None:
     mark = tmp_path / "killed"
 
     def train_func() -> dict[str, Any]:
@@ -64,9 +72,8 @@ def test_global_batches_stay_one_array_after_a_death(ray_cluster: Any, tmp_path:
                 os.kill(os.getpid(), signal.SIGKILL)
         return {"seen": seen, "steps": steps, "pid": os.getpid()}
 
-    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        before = trainer.run(os.getpid, callbacks=quiet(), returns="all")
-        ended = trainer.run(train_func, dataset=rows, callbacks=quiet(), returns="all")
+    before = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+    ended = trainer.run(train_func, dataset=rows, callbacks=quiet(), returns="all")
     assert [each["seen"] for each in ended] == [float(np.arange(NUM_ROWS).sum())] * 2
     assert [each["steps"] for each in ended] == [NUM_ROWS // 8] * 2
     assert (
@@ -74,29 +81,30 @@ def test_global_batches_stay_one_array_after_a_death(ray_cluster: Any, tmp_path:
     )  # rank 0 died, and the other rank kept its process
 
 
-def test_killed_coordinator_is_replaced_for_the_next_run(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_killed_coordinator_is_replaced_for_the_next_run(trainer: raysgd.Trainer) -> None:
     def train_func() -> int:
         import jax
 
         return int(jax.process_count())
 
-    with make_trainer(tmp_path, 2, "jax") as trainer:
-        assert trainer.run(train_func, callbacks=quiet()) == 2
-        (coordinator,) = actor_pids("CoordinatorActor")
-        trainer.execute(os.getpid)  # the workers left their group; JAX would end them otherwise
-        os.kill(coordinator, signal.SIGKILL)
-        assert are_gone([coordinator])
-        assert trainer.run(train_func, callbacks=quiet()) == 2
+    assert trainer.run(train_func, callbacks=quiet()) == 2
+    (coordinator,) = actor_pids("CoordinatorActor")
+    trainer.execute(os.getpid)  # the workers left their group; JAX would end them otherwise
+    os.kill(coordinator, signal.SIGKILL)
+    assert are_gone([coordinator])
+    assert trainer.run(train_func, callbacks=quiet()) == 2
 
 
-def test_shards_of_unequal_length_are_refused(ray_cluster: Any, tmp_path: Path, rows: dict[str, Any]) -> None:
+@shared
+def test_shards_of_unequal_length_are_refused(trainer: raysgd.Trainer, rows: dict[str, Any]) -> None:
     def train_func() -> None:
         from jax.sharding import NamedSharding, PartitionSpec
 
         by_rows = NamedSharding(raysgd.jax.mesh(), PartitionSpec("data"))
         raysgd.get_dataset().get_split().to_jax(batch_size=4, device=by_rows)
 
-    with make_trainer(tmp_path, 2, "jax") as trainer, pytest.raises(ConfigError, match="drop_last=True"):
+    with pytest.raises(ConfigError, match="drop_last=True"):
         trainer.run(train_func, dataset=rows, callbacks=quiet())
 
 
@@ -109,20 +117,53 @@ class ArrayOfJax:
         return jax.numpy.ones, (3,)
 
 
-def test_arrays_created_before_the_group_are_refused(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_arrays_created_before_the_group_are_refused(trainer: raysgd.Trainer) -> None:
     def train_func(config: dict[str, Any]) -> tuple[int, int]:
         import jax
 
         return os.getpid(), jax.device_count()
 
-    with make_trainer(tmp_path, 2, raysgd.JaxConfig(devices_per_worker=2)) as trainer:
-        before = trainer.run(train_func, callbacks=quiet(), returns="all")
-        with pytest.raises(ConfigError, match=r"before train_func was entered: in its config, .* give NumPy arrays"):
-            trainer.run(train_func, {"weights": ArrayOfJax()}, callbacks=quiet())
-        assert len(events_of(trainer, "failure")) == 0
-        after = trainer.run(train_func, {"weights": np.ones(3)}, callbacks=quiet(), returns="all")
+    before = trainer.run(train_func, callbacks=quiet(), returns="all")
+    with pytest.raises(ConfigError, match=r"before train_func was entered: in its config, .* give NumPy arrays"):
+        trainer.run(train_func, {"weights": ArrayOfJax()}, callbacks=quiet())
+    assert len(events_of(trainer, "failure")) == 0
+    after = trainer.run(train_func, {"weights": np.ones(3)}, callbacks=quiet(), returns="all")
     assert after == before
     assert [count for _, count in after] == [4, 4]
+
+
+def has_devices() -> bool:
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def test_kept_group_has_arrays_of_earlier_runs_until_another_group_forms(ray_cluster: Any, tmp_path: Path) -> None:
+    def store() -> tuple[int, int]:
+        import jax
+
+        np._array_of_run = jax.numpy.arange(3.0)  # type: ignore[attr-defined]
+        return os.getpid(), jax.device_count()
+
+    def read() -> tuple[int, float]:
+        assert with_jax()(1.0) == 2.0  # a collective
+        return os.getpid(), float(np._array_of_run.sum())  # type: ignore[attr-defined]
+
+    others = set(actor_pids("CoordinatorActor"))
+    with make_trainer(tmp_path, 2, raysgd.JaxConfig(keep_group=True)) as trainer:
+        before = trainer.run(store, callbacks=quiet(), returns="all")
+        assert trainer.run(read, callbacks=quiet(), returns="all") == [(pid, 3.0) for pid, _ in before]
+        assert trainer.execute(has_devices) == [False, False]  # the workers have left the group
+        assert trainer.run(has_devices, callbacks=quiet(), returns="all") == [True, True]
+        os.kill(before[0][0], signal.SIGKILL)
+        assert are_gone([before[0][0]])
+        (first, count), (second, _) = trainer.run(store, callbacks=quiet(), returns="all")
+        assert count == 2 and first != before[0][0] and second == before[1][0]
+        (coordinator,) = set(actor_pids("CoordinatorActor")) - others
+        os.kill(coordinator, signal.SIGKILL)
+        assert are_gone([coordinator])
+        assert [count for _, count in trainer.run(store, callbacks=quiet(), returns="all")] == [2, 2]
 
 
 class BrokenToken:
@@ -132,7 +173,8 @@ class BrokenToken:
         raise RuntimeError("the step has failed")
 
 
-def test_jit_step_with_effects_ends_after_a_death(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_jit_step_with_effects_ends_after_a_death(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     """Pending prints of the ended step must not keep its devices.
 
     Pretended: by JAX's source, steps on GPUs would leave such tokens; those on CPUs fail where they are called.
@@ -153,11 +195,9 @@ def test_jit_step_with_effects_ends_after_a_death(ray_cluster: Any, tmp_path: Pa
         dispatch.runtime_tokens.clear()
         return os.getpid(), found
 
-    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=20)
-    with make_trainer(tmp_path, 2, "jax", failure_config=failure) as trainer:
-        survivor, _ = trainer.run(os.getpid, callbacks=quiet(), returns="all")
-        ended = trainer.run(train_func, callbacks=quiet(), returns="all")
-        failures = events_of(trainer, "failure")
+    survivor, _ = trainer.run(os.getpid, callbacks=quiet(), returns="all")
+    ended = trainer.run(train_func, callbacks=quiet(), returns="all")
+    failures = events_of(trainer, "failure")
     assert [total for _, total in ended] == [2.0, 2.0]
     assert ended[0][0] == survivor
     assert len(failures) == 1, failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="TensorFlow or tf_keras is not installed"),
 ]
 travels_by_value(__name__)
+
+TRAINER = {"backend": "tensorflow", "failure_config": raysgd.FailureConfig(max_failures=1)}
+shared = pytest.mark.shared_trainer
 
 
 def pairs(batch: dict[str, Any]) -> Any:
@@ -98,25 +102,24 @@ SECOND = {
 }
 
 
-def test_each_batch_of_a_shard_is_one_step(ray_cluster: Any, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"callbacks": quiet(), "returns": "all"}
-    with make_trainer(tmp_path, backend="tensorflow") as trainer:
-        for num_rows in (23, 17):
-            given["dataset"] = {"x": np.arange(num_rows)}
-            ways: list[Any] = [trainer.run(loop_two_epochs, {"way": way}, **given) for way in ("function", "dataset")]
-            fitted = trainer.run(fit_two_epochs, {"is_own": True}, **given)
-            assert all(np.isfinite(losses).all() for _, _, losses in fitted), "a share of no rows made it nan"
-            for ranks in (*ways, [(seen, places) for seen, places, _ in fitted]):
-                assert [places for _, places in ranks] == [[8, 16, num_rows] * 2] * 2
-                assert [seen for seen, _ in ranks] == [2 * FIRST[num_rows], 2 * SECOND[num_rows]]
+@shared
+@pytest.mark.parametrize("num_rows", [23, 17])
+def test_each_batch_of_a_shard_is_one_step(trainer: raysgd.Trainer, num_rows: int) -> None:
+    given: dict[str, Any] = {"dataset": {"x": np.arange(num_rows)}, "callbacks": quiet(), "returns": "all"}
+    ways: list[Any] = [trainer.run(loop_two_epochs, {"way": way}, **given) for way in ("function", "dataset")]
+    fitted = trainer.run(fit_two_epochs, {"is_own": True}, **given)
+    assert all(np.isfinite(losses).all() for _, _, losses in fitted), "a share of no rows made it nan"
+    for ranks in (*ways, [(seen, places) for seen, places, _ in fitted]):
+        assert [places for _, places in ranks] == [[8, 16, num_rows] * 2] * 2
+        assert [seen for seen, _ in ranks] == [2 * FIRST[num_rows], 2 * SECOND[num_rows]]
 
 
-def test_plain_tensorflow_may_use_unequal_shards(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_plain_tensorflow_may_use_unequal_shards(trainer: raysgd.Trainer) -> None:
     """The guide on data states this for both loops."""
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
-    with make_trainer(tmp_path, backend="tensorflow") as trainer:
-        plain = trainer.run(fit_two_epochs, {"is_own": False}, **given)
-        first, second = trainer.run(fit_two_epochs, {"is_own": True, "take": 1}, **given)
+    plain = trainer.run(fit_two_epochs, {"is_own": False}, **given)
+    first, second = trainer.run(fit_two_epochs, {"is_own": True, "take": 1}, **given)
     trained = [row for seen, _, _ in plain for batch in seen for row in batch]
     assert sorted(trained) == sorted(2 * list(range(23)))
     assert [[len(batch) for batch in seen] for seen, _, _ in plain] == [2 * [2] * 6, 2 * [2, 2, 2, 2, 2, 1]]
@@ -129,6 +132,9 @@ def fit_with_callback(config: dict[str, Any]) -> Any:
 
     def die(seen: list[Any]) -> None:
         if config["dies"] and raysgd.world_rank() == 1 and len(seen) == 5 and once(config["folder"], "death"):
+            deadline = time.monotonic() + 60
+            while not raysgd.list_checkpoints() and time.monotonic() < deadline:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     strategy = raysgd.tensorflow.MultiWorkerMirroredStrategy()
@@ -142,18 +148,17 @@ def fit_with_callback(config: dict[str, Any]) -> Any:
     return first, seen, model.get_weights()
 
 
-def test_fit_resumes_in_the_epoch_of_a_worker_death(ray_cluster: Any, tmp_path: Path) -> None:
+@shared
+def test_fit_resumes_in_the_epoch_of_a_worker_death(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": quiet(), "returns": "all"}
     config = {"folder": str(tmp_path)}
-    failure = raysgd.FailureConfig(max_failures=1)
-    with make_trainer(tmp_path / "runs", backend="tensorflow", failure_config=failure) as trainer:
-        calm = trainer.run(fit_with_callback, config | {"dies": False}, **given)
-        before = pids(trainer)
-        ranks = trainer.run(fit_with_callback, config | {"dies": True}, **given)
-        assert len(events_of(trainer, "failure")) == 1
-        assert latest_run(trainer).metrics["epoch"].tolist() == [0, 1, 2, 3]
-        assert trainer.get_last_checkpoint().load()["epoch"] == 3
-        assert pids(trainer)[1] != before[1]
+    calm = trainer.run(fit_with_callback, config | {"dies": False}, **given)
+    before = pids(trainer)
+    ranks = trainer.run(fit_with_callback, config | {"dies": True}, **given)
+    assert len(events_of(trainer, "failure")) == 1
+    assert latest_run(trainer).metrics["epoch"].tolist() == [0, 1, 2, 3]
+    assert trainer.get_last_checkpoint().load()["epoch"] == 3
+    assert pids(trainer)[1] != before[1]
     assert [(first, len(seen)) for first, seen, _ in ranks] == [(1, 9), (1, 9)]
     trained = [row for _, seen, _ in ranks for batch in seen for row in batch]
     assert sorted(trained) == sorted(3 * list(range(23))), "not each row once in each of the three epochs"
@@ -180,12 +185,12 @@ def fit_for_long(config: dict[str, Any]) -> list[int]:
     return list(history.epoch)
 
 
-def test_all_ranks_stop_after_the_same_epoch_and_save_it(ray_cluster: Any, tmp_path: Path) -> None:
-    with make_trainer(tmp_path, backend="tensorflow") as trainer:
-        given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": [*quiet(), Enough()]}
-        first, second = trainer.run(fit_for_long, {}, returns="all", **given)
-        run = latest_run(trainer)
-        saved = [checkpoint.load()["epoch"] for checkpoint in run.checkpoints]
+@shared
+def test_all_ranks_stop_after_the_same_epoch_and_save_it(trainer: raysgd.Trainer) -> None:
+    given: dict[str, Any] = {"dataset": {"x": np.arange(23)}, "callbacks": [*quiet(), Enough()]}
+    first, second = trainer.run(fit_for_long, {}, returns="all", **given)
+    run = latest_run(trainer)
+    saved = [checkpoint.load()["epoch"] for checkpoint in run.checkpoints]
     assert first == second and 3 <= len(first) < 2000
     assert saved == [first[-1]] == [run.metrics["epoch"].iloc[-1]]
 

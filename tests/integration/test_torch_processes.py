@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.session import context
+from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
 from raysgd.session.rank_state import make_deterministic, seed_generators
 from raysgd.torch import prepare_data_loader, prepare_model, prepare_optimizer, unwrap
@@ -244,10 +245,11 @@ def with_session(deterministic: bool) -> None:
         progress=Progress(),
         world_rank=rank,
         world_size=WORLD_SIZE,
-        identity=SimpleNamespace(data_parallel_rank=rank, data_parallel_size=WORLD_SIZE),
+        identity=Identity(world_rank=rank, world_size=WORLD_SIZE),
         in_worker=True,
         seed=11,
         deterministic=deterministic,
+        logical=None,
     )
     context.install(cast(Any, session))
 

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from ray import tune
+from ray.experimental import internal_kv
 
 import raysgd
 from raysgd.errors import ConfigError, InfeasibleError, TrainerBusyError
 from raysgd.tune_integration import trial_resources
+from raysgd.workers.placement.cluster import NAMESPACE
 from support.poll import until
 from support.runs import PATIENCE_S, is_alive, travels_by_value
-from support.searches import Fit, column, counts
+from support.searches import Fit, Reported, column, counts
 
 travels_by_value(__name__)
 travels_by_value("support.searches")
@@ -25,8 +27,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers_of
 
 
 def test_grid_search_runs_all_trials(fit: Fit) -> None:
-    grid = fit(raysgd.Trainer(2, "none").to_trainable(counts), {"lr": tune.grid_search([1.0, 2.0, 3.0])})
-    assert [(result.config["lr"], result.error) for result in grid] == [(1.0, None), (2.0, None), (3.0, None)]
+    grid = fit(raysgd.Trainer(2, "none").to_trainable(counts), {"lr": tune.grid_search([1.0, 3.0])})
+    assert [(result.config["lr"], result.error) for result in grid] == [(1.0, None), (3.0, None)]
     for result in grid:
         lr = result.config["lr"]
         assert column(result, "training_iteration") == column(result, "step") == [1, 2, 3]
@@ -71,20 +73,30 @@ def test_processes_of_a_trial_are_reused(fit: Fit) -> None:
     space = {"lr": tune.grid_search([1.0, 2.0, 3.0])}
     grid = fit(trainable, space, reuse_actors=True, max_concurrent_trials=1)
     assert len({result.metrics["worker"] for result in grid}) == 1
+    assert noted_of_ends(trainable) != b"advised"
     assert [column(result, "weight") for result in grid] == [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [3.0, 6.0, 9.0]]
     assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 3
     assert {result.path for result in grid} == {str(Path(result.checkpoint.path).parent) for result in grid}
 
 
+def test_reuse_is_advised_where_it_would_pay(fit: Fit) -> None:
+    trainable = raysgd.Trainer(1, "none").to_trainable(counts)
+    fit(trainable, {"lr": tune.grid_search([1.0, 2.0])}, reuse_actors=False, max_concurrent_trials=1)
+    assert noted_of_ends(trainable) == b"advised"
+
+
+def noted_of_ends(trainable: Any) -> Any:
+    """Return what a search has noted of trials whose processes have ended."""
+    return internal_kv._internal_kv_get(f"search/{trainable._recipe.work.hex()}", namespace=NAMESPACE)
+
+
 def test_dead_worker_is_replaced_within_its_trial(fit: Fit, tmp_path: Path) -> None:
     trainer = raysgd.Trainer(2, "none", failure_config=raysgd.FailureConfig(max_failures=1))
-    space = {"steps": 6, "dies_at": 3, "mark": tune.sample_from(lambda config: str(tmp_path / f"mark{config['n']}"))}
-    grid = fit(trainer.to_trainable(counts), {**space, "n": tune.grid_search([0, 1])})
-    for result in grid:
-        assert result.error is None
-        assert column(result, "training_iteration") == column(result, "step") == [1, 2, 3, 4, 5, 6]
-        assert result.metrics["attempt"] == 2
-        assert raysgd.load_checkpoint(result.checkpoint.path)["step"] == 6
+    (result,) = fit(trainer.to_trainable(counts), {"steps": 6, "dies_at": 3, "mark": str(tmp_path / "mark")})
+    assert result.error is None
+    assert column(result, "training_iteration") == column(result, "step") == [1, 2, 3, 4, 5, 6]
+    assert result.metrics["attempt"] == 2
+    assert raysgd.load_checkpoint(result.checkpoint.path)["step"] == 6
 
 
 class Diverged(Exception):
@@ -94,16 +106,15 @@ class Diverged(Exception):
 def test_failed_trials_do_not_affect_other_trials(fit: Fit) -> None:
     def train_func(config: dict[str, Any]) -> None:
         raysgd.report(step=1)
-        raysgd.barrier()
-        if config["n"] == 1:
+        if config["n"] == 0:
             raise Diverged("loss is nan")
 
-    grid = fit(raysgd.Trainer(2, "none").to_trainable(train_func), {"n": tune.grid_search([0, 1, 2])})
-    assert [result.error is not None for result in grid] == [False, True, False]
+    grid = fit(raysgd.Trainer(1, "none").to_trainable(train_func), {"n": tune.grid_search([0, 1])})
+    assert [result.error is not None for result in grid] == [True, False]
     (failed,) = grid.errors
     assert isinstance(failed, Diverged) or "Diverged: loss is nan" in str(failed)
-    assert "in the worker of rank" in Path(grid[1].path, "error.txt").read_text()
-    assert column(grid[1], "step") == [1]
+    assert "in the worker of rank" in Path(grid[0].path, "error.txt").read_text()
+    assert column(grid[0], "step") == [1]
 
 
 class Hooks(raysgd.Callback):
@@ -130,7 +141,7 @@ def test_checkpoint_saved_before_its_report_gets_that_round(fit: Fit, tmp_path: 
     trainable = raysgd.Trainer(2, "none").to_trainable(
         saves_first, resume_from=os.path.relpath(start), reduce={"weight": "sum"}, callbacks=[Hooks()]
     )
-    grid = fit(trainable, {"evaluates_s": tune.grid_search([0.0, 0.4])})
+    grid = fit(trainable, {"evaluates_s": tune.grid_search([0.0, 0.4])}, reuse_actors=True, max_concurrent_trials=1)
     for result in grid:
         assert result.error is None
         assert column(result, "step") == column(result, "training_iteration") == [2, 3]
@@ -144,14 +155,15 @@ def test_checkpoint_saved_before_its_report_gets_that_round(fit: Fit, tmp_path: 
         assert Path(result.path, "run_001/hooks.txt").read_text() == "5.0\n7.0\n"
 
 
-def test_trial_that_does_not_fit_is_refused_with_the_arithmetic(fit: Fit) -> None:
+def test_trial_with_wrong_arguments_of_the_trainer_is_refused(fit: Fit) -> None:
     with pytest.raises(Exception, match=r"needs 9 x 1 CPU = 9, the cluster has 8"):
         fit(raysgd.Trainer(9, "none").to_trainable(counts))
     trainable = raysgd.Trainer(1, "none").to_trainable(counts, trainer_args_from="trainer")
-    grid = fit(trainable, {"trainer": {"num_workers": tune.grid_search([2, 9])}})
+    grid = fit(trainable, {"trainer": tune.grid_search([{"num_workers": 2}, {"num_workers": 9}, {"num_worker": 3}])})
     assert grid[0].error is None and grid[0].metrics["world_size"] == 2
     assert isinstance(grid[1].error, InfeasibleError)
     assert "needs 9 x 1 CPU = 9, the cluster has 8" in str(grid[1].error)
+    assert isinstance(grid[2].error, ConfigError) and "config['trainer'] has 'num_worker'" in str(grid[2].error)
     given = tune.with_resources(raysgd.Trainer(2, "none").to_trainable(counts), {"cpu": 1})
     (refused,) = fit(given)
     assert isinstance(refused.error, InfeasibleError) and "room for 0" in str(refused.error)
@@ -159,17 +171,12 @@ def test_trial_that_does_not_fit_is_refused_with_the_arithmetic(fit: Fit) -> Non
 
 def test_arguments_of_the_trainer_are_dimensions_of_the_search(fit: Fit) -> None:
     def arguments(config: dict[str, Any]) -> dict[str, Any]:
-        return {"num_workers": 1 if config["lr"] < 2 else 3, "seed": 7}
+        return {"num_workers": {1.0: 1, 2.0: 3}[config["lr"]], "seed": 7}
 
     trainable = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from=arguments)
-    grid = fit(trainable, {"lr": tune.grid_search([1.0, 2.0])}, reuse_actors=True, max_concurrent_trials=1)
-    assert [result.metrics["world_size"] for result in grid] == [1, 3]
-    broken = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from=lambda config: {}[config["lr"]])
-    (failed,) = fit(broken, {"lr": 1.0})
-    assert isinstance(failed.error, ConfigError) and "KeyError: 1.0" in str(failed.error)
-    bad = raysgd.Trainer(2, "none").to_trainable(counts, trainer_args_from="trainer")
-    (refused,) = fit(bad, {"trainer": {"num_worker": 3}})
-    assert isinstance(refused.error, ConfigError) and "config['trainer'] has 'num_worker'" in str(refused.error)
+    grid = fit(trainable, {"lr": tune.grid_search([1.0, 2.0, 9.0])}, reuse_actors=True, max_concurrent_trials=1)
+    assert [result.metrics["world_size"] for result in list(grid)[:2]] == [1, 3]
+    assert isinstance(grid[2].error, ConfigError) and "KeyError: 9.0" in str(grid[2].error)
 
 
 def test_tunes_with_parameters_and_with_resources_are_supported(fit: Fit) -> None:
@@ -177,9 +184,11 @@ def test_tunes_with_parameters_and_with_resources_are_supported(fit: Fit) -> Non
         assert not data.flags.writeable  # the memory of the object store
         raysgd.report(total=float(data.sum()) * scale * config["lr"])
 
-    trainable = raysgd.Trainer(2, "none").to_trainable(train_func)
-    given = tune.with_parameters(trainable, data=np.arange(5), scale=2.0)
-    grid = fit(tune.with_resources(given, trial_resources(num_workers=2)), {"lr": tune.grid_search([1.0, 3.0])})
+    trainable = raysgd.Trainer(1, "none").to_trainable(train_func)
+    given = tune.with_resources(
+        tune.with_parameters(trainable, data=np.arange(5), scale=2.0), trial_resources(num_workers=1)
+    )
+    grid = fit(given, {"lr": tune.grid_search([1.0, 3.0])}, reuse_actors=True, max_concurrent_trials=1)
     assert [result.metrics["total"] for result in grid] == [20.0, 60.0]
     (refused,) = fit(trainable)
     assert "tune.with_parameters(trainable, data=...)" in str(refused.error)
@@ -192,9 +201,9 @@ def test_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
         raysgd.report(rows=sorted(rows), first=everything)
 
     trainer = raysgd.Trainer(2, "none")
-    grid = fit(
-        trainer.to_trainable(train_func, {"x": np.arange(10)}, reduce=None), {"lr": tune.grid_search([1.0, 2.0])}
-    )
+    one_after_the_other: dict[str, Any] = {"reuse_actors": True, "max_concurrent_trials": 1}
+    stored = trainer.to_trainable(train_func, {"x": np.arange(10)}, reduce=None)
+    grid = fit(stored, {"lr": tune.grid_search([1.0, 2.0])}, **one_after_the_other)
     for result in grid:
         rows = raysgd.load_run(f"{result.path}/run_001").workers["rows"]
         assert sorted(row for some in rows for row in some) == list(range(10))
@@ -202,7 +211,7 @@ def test_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
     def of_size(config: dict[str, Any]) -> dict[str, Any]:
         return {"x": np.arange(config["size"])}
 
-    grid = fit(trainer.to_trainable(train_func, of_size), {"size": tune.grid_search([4, 6])})
+    grid = fit(trainer.to_trainable(train_func, of_size), {"size": tune.grid_search([4, 6])}, **one_after_the_other)
     for result in grid:
         rows = raysgd.load_run(f"{result.path}/run_001").workers["rows"]
         assert sorted(row for some in rows for row in some) == list(range(result.config["size"]))
@@ -210,14 +219,16 @@ def test_dataset_is_stored_once_and_may_depend_on_the_config(fit: Fit) -> None:
 
 def test_trainer_in_a_tune_function_uses_the_placement_group_of_its_trial(fit: Fit, tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> None:
-        with raysgd.Trainer(2, "none", run_config=raysgd.RunConfig(storage_path=config["runs"])) as trainer:
+        files = raysgd.RunConfig(storage_path=config["runs"])
+        with raysgd.Trainer(2, "none", cpus_per_worker=4, run_config=files) as trainer:
             for result in trainer.run_generator(counts, config):
                 tune.report(result)
 
-    space = {"lr": tune.grid_search([1.0, 2.0, 3.0, 4.0, 5.0]), "runs": str(tmp_path / "runs")}
-    grid = fit(tune.with_resources(function, trial_resources(num_workers=2)), space)
-    assert [column(result, "step") for result in grid] == [[1, 2, 3]] * 5
-    assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 5
+    # Each trial has the whole cluster: the second one waits, and nothing but the trial's own group has room.
+    space = {"lr": tune.grid_search([1.0, 2.0]), "runs": str(tmp_path / "runs")}
+    grid = fit(tune.with_resources(function, trial_resources(num_workers=2, cpus_per_worker=4)), space)
+    assert [column(result, "step") for result in grid] == [[1, 2, 3]] * 2
+    assert [column(result, "training_iteration") for result in grid] == [[1, 2, 3]] * 2
     del function._resources  # Tune stores the resources here
     (refused,) = fit(function, {"runs": str(tmp_path / "runs")})
     assert isinstance(refused.error, InfeasibleError)
@@ -235,7 +246,7 @@ def test_killed_trial_resumes_from_its_checkpoint(fit: Fit, tmp_path: Path) -> N
 
     kills = Kills()
     (result,) = fit(
-        raysgd.Trainer(2, "none").to_trainable(counts),
+        raysgd.Trainer(1, "none").to_trainable(counts),
         {"steps": 6, "sleep": 0.3},
         files={"callbacks": [kills], "failure_config": tune.FailureConfig(max_failures=1)},
     )
@@ -293,9 +304,11 @@ def test_killed_trial_resumes_after_its_finished_folds(fit: Fit, tmp_path: Path)
     pairs = raysgd.data.to_cv({"x": np.arange(40, dtype=np.float64)}, splits=4, seed=1)
     trainable = raysgd.Trainer(1, "none").to_trainable(fits_folds, pairs, cross_validate=True)
     space = {"lr": 1.0, "ends_at": str(tmp_path / "ends")}
-    (result,) = fit(trainable, space, files={"failure_config": tune.FailureConfig(max_failures=1)})
+    reported = Reported()
+    files = {"failure_config": tune.FailureConfig(max_failures=1), "callbacks": [reported]}
+    (result,) = fit(trainable, space, files=files)
     assert result.error is None
-    assert column(result, "fold/fold_of_it") == [0, 1, 2, 3]
+    assert [fold["fold_of_it"] for fold in reported.column(result, "fold")] == [0, 1, 2, 3]
     assert result.metrics["folds"] == 4 and not (tmp_path / "ends").exists()
     assert [raysgd.load_checkpoint(f"{result.checkpoint.path}/fold_{fold}")["mean"] > 0 for fold in range(4)] == [
         True

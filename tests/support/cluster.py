@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 
 from raysgd.testing.cluster import ClusterState
@@ -53,14 +54,15 @@ def cluster_of(*num_cpus: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     # Ray then counts a silent node as lost after three seconds instead of twenty.
-    health = {
+    settings = {
         "health_check_initial_delay_ms": 1000,
         "health_check_period_ms": 1000,
         "health_check_failure_threshold": 3,
+        "worker_register_timeout_seconds": _REGISTER_TIMEOUT_S,
     }
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": num_cpus[0], "include_dashboard": False, "_system_config": health},
+        head_node_args={"num_cpus": num_cpus[0], "include_dashboard": False, "_system_config": settings},
     )
     for count in num_cpus[1:]:
         cluster.add_node(num_cpus=count)
@@ -79,3 +81,9 @@ def _empty_at_the_end() -> Iterator[None]:
     left = ClusterState.empty().leftovers()
     ray.shutdown()
     assert not left, "left behind on the cluster: " + "; ".join(left)
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    """Return the processes of a node: its raylet first, then all descendants."""
+    raylets = [psutil.Process(each.process.pid) for started in node.all_processes.values() for each in started]
+    return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]

@@ -17,9 +17,11 @@ COMMAND = [sys.executable, "-m", "raysgd.cli"]
 def environment(cluster: Mapping[str, Any] | None, **variables: str) -> dict[str, str]:
     """Return the command's environment; without a cluster, it starts one of its own."""
     address = "local" if cluster is None else str(cluster["gcs_address"])
+    # In another shell than that of the cluster, Ray has to find out by itself that the cluster wants a token.
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     # Threads of several ranks would take the cores from each other.
     return {
-        **os.environ,
+        **inherited,
         "PYTHONPATH": str(ROOT),
         "RAY_ADDRESS": address,
         "OMP_NUM_THREADS": "1",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 STEPS = 20
@@ -207,7 +208,12 @@ def differences(
     return max(losses), gradients[0], max(gradients[1:], default=0.0)
 
 
-@functools.cache
+_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
 def mesh(dp: int, pp: int, tp: int) -> DeviceMesh:
-    """Return a mesh of the engine's axes over all ranks."""
-    return torch.distributed.device_mesh.init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+    """Return the mesh of the engine's axes over all ranks of the current process group."""
+    made = _meshes.setdefault(torch.distributed.group.WORLD, {})
+    if (dp, pp, tp) not in made:
+        made[dp, pp, tp] = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+    return made[dp, pp, tp]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.parallel import DistributedDataParallel
 
+import raysgd
 from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
+from support.engine_steps import mean_over_ranks, session_of
 
 Shape = tuple[int, int, int]
 
@@ -358,3 +361,54 @@ def own_loss(kind: str) -> float:
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     own = model.named_parameters(remove_duplicate=False)
     return max(float((one.grad - theirs[name].grad).abs().max()) for name, one in own if one.grad is not None)
+
+
+def _normalized() -> nn.Module:
+    torch.manual_seed(0)
+    layers = {"embed": nn.Linear(8, 16), "norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
+    layers |= {"last_norm": nn.LayerNorm(16), "head": nn.Linear(16, 4)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+def _rows_of_step(step: int) -> Tensor:
+    return torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(step))
+
+
+def sequence_parallel_norms(num_steps: int, **strategies: Any) -> tuple[list[float], float]:
+    """Train with a user's plan of torch's ``SequenceParallel``, by SGD; return the losses and the difference of the norm layers.
+
+    The weights after steps of SGD are as far from the plain loop's as the gradients are.
+    """
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "last_norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    with session_of(dist.get_rank(), dist.get_world_size(), workers_per_replica=2):
+        engine = raysgd.Engine(tensor_parallel=2, **strategies)
+        model, reference = _normalized(), _normalized()
+        model, optimizer, _, _, _ = engine.compose(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=plan
+        )
+        plain_optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
+        for step in range(num_steps):
+            rows = _rows_of_step(step)
+            loss = model(rows.chunk(raysgd.data_parallel_size())[raysgd.data_parallel_rank()]).square().mean()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = reference(rows).square().mean()
+            expected.backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            losses.append(mean_over_ranks([loss.detach()]) / float(expected.detach()) - 1)
+        theirs, starts = dict(reference.named_parameters()), dict(_normalized().named_parameters())
+        found = []
+        for name, own in model.named_parameters():
+            if "norm" in name:
+                moved = (theirs[name] - starts[name]).norm()
+                found.append(float((full(own) - theirs[name]).norm() / moved))
+        return losses, max(found)

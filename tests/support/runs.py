@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import psutil
 import ray
+from ray.exceptions import RayError
 
 import raysgd
 from raysgd.callbacks import ProgressCallback
@@ -84,6 +86,24 @@ def actor_pids(kind: str) -> list[int]:
             if f"ray::{kind}" in " ".join(process.cmdline()):
                 found.append(process.pid)
     return found
+
+
+def wait_for_ready_spare(members: Collection[int]) -> int:
+    """Wait until the only worker besides these is ready, and return its process id."""
+
+    def find_ready() -> list[int]:
+        ready = []
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            with contextlib.suppress(ValueError, RayError):  # it has ended meanwhile
+                if "-worker-" in actor["name"]:
+                    worker = ray.get_actor(actor["name"], actor["namespace"])
+                    asked = worker.__ray_call__.remote(lambda self: (os.getpid(), self._backend is not None))
+                    pid, has_loaded = ray.get(asked, timeout=PATIENCE_S)
+                    ready += [pid] if has_loaded and pid not in members else []
+        return ready
+
+    (spare,) = until(find_ready, PATIENCE_S)
+    return spare
 
 
 def ray_processes() -> list[str]:

@@ -141,13 +141,16 @@ class Progress(tune.Callback):
 
 
 class Reported(tune.Callback):
-    """Records all results that Tune received, by trial; Tune's own files lose some when a paused trial resumes."""
+    """Records all results that Tune received, by the folder of the trial.
+
+    Tune's own files lose some when a trial resumes, and the last metrics of a trial may name the one that it resumed from.
+    """
 
     def __init__(self) -> None:
         self.results: dict[str, list[dict[str, Any]]] = {}
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
-        self.results.setdefault(trial.trial_id, []).append(dict(result))
+        self.results.setdefault(trial.storage.trial_fs_path, []).append(dict(result))
 
     def column(self, result: Any, name: str) -> list[Any]:
-        return [row[name] for row in self.results[result.metrics["trial_id"]]]
+        return [row[name] for row in self.results[result.path]]

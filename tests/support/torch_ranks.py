@@ -1,7 +1,9 @@
-"""Rank processes of one gloo group, which stay up and run functions for the tests of a file."""
+"""Rank processes that stay up and run functions for the tests of a file, each function in a gloo group of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -13,12 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from raysgd.backends.base import Member
+from raysgd.backends.torch import Rendezvous, TorchBackend, TorchConfig
+
 #: What a rank may take for one call, on a busy machine; the first call waits for imports of torch and transformers.
 _TIMEOUT_S = 240
+_ADDRESS = "127.0.0.1"
 
 
 class RankGroup:
-    """A gloo group of new processes, with one thread each; use as a context manager.
+    """New processes, with one thread each; use as a context manager.
 
     Args:
         world_size: The number of processes.
@@ -26,13 +32,13 @@ class RankGroup:
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        self._store = (Path(self._folder.name) / "store").as_uri()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self._ends, self._processes = [], []
         # Not multiprocessing's own processes: they leave a helper process behind as long as pytest runs.
         for rank in range(world_size):
             ours, theirs = Pipe()
-            command = [sys.executable, __file__, str(theirs.fileno()), store, str(rank), str(world_size)]
+            command = [sys.executable, __file__, str(theirs.fileno()), str(rank), str(world_size)]
             self._processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
             theirs.close()
             self._ends.append(ours)
@@ -53,8 +59,9 @@ class RankGroup:
         Raises:
             AssertionError: The function raised on a rank, or a rank did not answer.
         """
+        rendezvous = Rendezvous.open(self._store, _ADDRESS).address
         for end in self._ends:
-            end.send((function, args, kwargs))
+            end.send((rendezvous, function, args, kwargs))
         answers: list[Any] = []
         failures: list[str] = []
         for rank, end in enumerate(self._ends):
@@ -69,23 +76,38 @@ class RankGroup:
         return answers
 
 
-def _serve(end: Connection[Any, Any], store: str, rank: int, world_size: int) -> None:
+def count_groups() -> int:
+    """Return how many groups of gloo have connections in this process; each has one such thread."""
+    count = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            count += (thread / "comm").read_text().startswith("gloo_tcp_loop")
+    return count
+
+
+def _serve(end: Connection[Any, Any], rank: int, world_size: int) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    backend = TorchBackend(TorchConfig(init_timeout_s=_TIMEOUT_S, warn_unsynchronized=False))
+    backend.load()
     while True:
         try:
-            function, args, kwargs = end.recv()
+            rendezvous, function, args, kwargs = end.recv()
         except EOFError:
             return
+        # The group of the function before it, which all ranks have ended. Its threads use CPU time.
+        backend.destroy_process_group()
+        gc.freeze()  # what is left is modules and caches; to look for garbage among them takes half a second
+        member = Member(rank, world_size, rank, world_size, 0, rendezvous, _ADDRESS, has_gpu=False)
         try:
+            backend.init_process_group(member)
             answer = True, function(*args, **kwargs)
         except Exception:
             answer = False, traceback.format_exc()
+            backend.destroy_process_group()  # frees the ranks that wait for this one
         end.send(answer)
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

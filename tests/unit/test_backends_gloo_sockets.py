@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -34,11 +35,24 @@ def is_open(one: socket.socket, other: socket.socket) -> bool:
 
 
 def test_listeners_are_those_of_this_process() -> None:
+    gc.collect()  # sockets that earlier tests left in cycles
     before = gloo_sockets.list_listeners()
     with socket.create_server((LOOPBACK, 0)) as listener, socket.socket() as idle:
         idle.bind((LOOPBACK, 0))
         assert gloo_sockets.list_listeners() - before == {listener.getsockname()}
     assert gloo_sockets.list_listeners() == before
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30])
+def test_listeners_of_both_families_are_found_with_and_without_a_default_timeout(timeout_s: float | None) -> None:
+    with socket.create_server((LOOPBACK, 0)) as four, socket.create_server(("::1", 0), family=socket.AF_INET6) as six:
+        socket.setdefaulttimeout(timeout_s)
+        try:
+            found = gloo_sockets.list_listeners()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert {four.getsockname(), six.getsockname()[:2]} <= found
+        assert os.get_blocking(four.fileno()) and os.get_blocking(six.fileno())
 
 
 @pytest.mark.parametrize("side", ["own", "peer"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from raysgd.backends import jax as jax_backend
 from raysgd.backends.base import Member
 from raysgd.backends.jax import JaxBackend, JaxConfig
 
@@ -59,3 +61,21 @@ def test_devices_are_chosen_before_a_group_is_formed(
     assert chosen.get("jax_platforms") == platforms
     assert chosen.get("jax_num_cpu_devices") == cpu_devices
     assert chosen.get("jax_cpu_collectives_implementation") == ("gloo" if cpu_devices else None)
+
+
+def test_process_that_cannot_leave_its_group_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A computation that waits for a lost rank keeps JAX from leaving; its connections are shut down, and then it is given up."""
+    connections: list[str] = []
+    ends = threading.Event()
+    monkeypatch.setattr(jax_backend, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(jax_backend, "_leave", lambda: ends.wait(60))
+    monkeypatch.setattr(JaxBackend, "abort_process_group", lambda self: connections.append("shut down"))
+    backend = JaxBackend(JaxConfig())
+    backend._member = object()  # type: ignore[assignment]  # as after joining
+    backend.destroy_process_group()
+    assert backend.should_replace_process() and connections == ["shut down"]
+    ends.set()
+    monkeypatch.setattr(jax_backend, "_LEAVE_S", 20.0)
+    backend._member = object()  # type: ignore[assignment]
+    backend.destroy_process_group()
+    assert not backend.should_replace_process() and connections == ["shut down"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 import raysgd
 from raysgd.backends.base import Member
-from raysgd.backends.torch import Rendezvous, _set_environment, remove_store_file
+from raysgd.backends.torch import Rendezvous, TorchBackend, _set_environment, remove_store_file
 from raysgd.errors import ConfigError
+from support.ports import free_port
 
 HOST = "127.0.0.1"
 
@@ -32,12 +32,6 @@ def test_invalid_init_method_is_refused_when_the_config_is_created(init_method: 
         raysgd.TorchConfig(init_method=init_method)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def test_default_is_a_free_port_of_rank_0s_node() -> None:
     rendezvous = Rendezvous.open(None, HOST)
     address = json.loads(rendezvous.address)
@@ -54,6 +48,14 @@ def test_given_port_is_bound_and_released() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen at {HOST}:{port}: .*use"):
             Rendezvous.open(f"tcp://{HOST}:{port}", "10.0.0.1")
         rendezvous.close()
+
+
+def test_rendezvous_that_was_not_used_gives_its_port_to_the_next_one() -> None:
+    port = free_port()
+    backend = TorchBackend(raysgd.TorchConfig(init_method=f"tcp://{HOST}:{port}"))
+    for _ in range(2):  # another worker was replaced before the group formed
+        assert json.loads(backend.open_rendezvous(HOST)) == {"host": HOST, "port": port}
+    backend.destroy_process_group()
 
 
 def test_address_of_another_machine_is_refused() -> None:

@@ -63,7 +63,7 @@ def test_each_backend_is_compared_with_its_own_framework() -> None:
     assert rows["start_torch"]["cells"].keys() == {"torchrun", "raysgd"}
     assert rows["start_horovod"]["cells"].keys() == {"horovod_executor", "horovodrun", "raysgd"}
     assert (rows["start_torch"]["met"], rows["start_horovod"]["met"]) == (True, False)
-    assert rows["start_jax"]["cells"] == {} and rows["start_jax"]["met"] is None
+    assert "start_jax" not in rows, "raysgd was not measured with it"
     page = PAGE.render(document)
     assert (
         "| RayExecutor 2 s, horovodrun 6 s | **3 s** | 1.5x RayExecutor, 0.5x horovodrun | ≤ 1.2x RayExecutor | **no** |"

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from raysgd.callbacks import PrintCallback
+from raysgd.callbacks import PrintCallback, values
+from raysgd.callbacks.progress import lines
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.result import Result
 from raysgd.testing.callback_suite import drive, make_info, make_result, running
+
+STARTED_S = 10_000.0
+
+
+@pytest.fixture(autouse=True)
+def still_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no time pass, however busy the machine is."""
+    monkeypatch.setattr(lines, "time", SimpleNamespace(monotonic=lambda: 50.0))
+    monkeypatch.setattr(values, "time", SimpleNamespace(time=lambda: STARTED_S))
 
 
 def play(callback: PrintCallback, run_dir: Path, *results: Result) -> None:
@@ -61,7 +71,7 @@ def test_time_left_is_printed_if_the_number_of_iterations_is_given(
 
 def test_time_counts_from_the_start_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = PrintCallback()
-    callback.on_run_start(replace(make_info(tmp_path / "digits"), started_s=time.time() - 3600.5))
+    callback.on_run_start(replace(make_info(tmp_path / "digits"), started_s=STARTED_S - 3600.5))
     callback.on_result(make_result(1))
     assert capsys.readouterr().out == "[digits] iteration 1, 1:00:00 (training 0:01)  loss=1.0\n"
 

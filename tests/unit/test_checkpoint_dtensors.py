@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from raysgd.checkpoint.resharding import SavedArray
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointCorruptError, CheckpointError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
 NAMES = ("dp", "pp", "tp")
@@ -185,6 +186,71 @@ def test_models_and_optimizers_are_restored_into_plain_and_distributed_ones(tmp_
     plain = torch.nn.Linear(6, 4)
     raysgd.torch.restore(saved["model"], into=plain)
     assert torch.equal(plain.weight, expected["weight"])
+
+
+class Exchanging(torch.nn.Module):
+    """Two tensors that were once saved under each other's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(6, 4))
+        self.b = torch.nn.Parameter(torch.zeros(6, 4))
+        self.register_load_state_dict_pre_hook(exchange)
+
+
+def exchange(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}a"], state[f"{prefix}b"] = state[f"{prefix}b"], state[f"{prefix}a"]
+
+
+def make_distributed(model: torch.nn.Module, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.nn.Module:
+    for part in model.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(spread(parameter.detach(), mesh, placements)))
+    return model
+
+
+def test_module_is_restored_in_its_own_memory(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
+    model(torch.rand(3, 6, dtype=torch.bfloat16))
+    saved = save(tmp_path, model.state_dict(), ((3,), (Replicate(),)))
+    for rank in range(2):
+        with rank_of((2,), rank) as mesh:
+            other = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
+            other = make_distributed(other, mesh, [Shard(0)])
+            memory = [parameter.to_local().data_ptr() for parameter in other.parameters()]
+            raysgd.torch.restore(load(saved, rank, 2), into=other)
+            assert [parameter.to_local().data_ptr() for parameter in other.parameters()] == memory
+            for name, value in model.state_dict().items():
+                found = other.state_dict()[name]
+                expected = spread(value, mesh, [Shard(0)]).to_local() if isinstance(found, DTensor) else value
+                assert torch.equal(found.to_local() if isinstance(found, DTensor) else found, expected), name
+
+
+def test_own_code_of_a_module_gets_what_was_saved(tmp_path: Path) -> None:
+    values = {"a": torch.rand(6, 4), "b": torch.rand(6, 4)}
+    saved = save(tmp_path, values, ((2,), (Shard(0),)))
+    with rank_of((3,), 1) as mesh:
+        model = make_distributed(Exchanging(), mesh, [Shard(0)])
+        raysgd.torch.restore(load(saved, 1, 3), into=model)
+        assert torch.equal(model.a.to_local(), spread(values["b"], mesh, [Shard(0)]).to_local())
+        assert torch.equal(model.b.to_local(), spread(values["a"], mesh, [Shard(0)]).to_local())
+
+
+def test_module_is_as_it_was_if_a_part_of_it_is_damaged(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    saved = save(tmp_path, model.state_dict(), ((2,), (Shard(0),)))
+    path = saved[0].path_of(f"{part_prefix(1, 1)}.safetensors")
+    assert os.path.getsize(path) <= 8 << 20 < sum(tensor.nbytes for tensor in model.state_dict().values())
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    other = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+        raysgd.torch.restore(load(saved, 0, 3), into=other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_several_ranks_get_arrays_to_read_and_a_driver_whole_tensors(tmp_path: Path) -> None:

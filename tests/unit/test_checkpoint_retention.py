@@ -48,6 +48,18 @@ def test_best_and_newest_are_kept(num_to_keep: int, order: str, scores: list[Any
     assert RetentionPolicy(num_to_keep, "acc", order).to_delete(records(*scores)) == deleted
 
 
+def test_the_best_by_further_metrics_are_kept_too() -> None:
+    found = [
+        Record(number, {"loss": loss, "val": {"acc": acc}})
+        for number, (loss, acc) in enumerate([(5, 9), (1, 2), (3, 3), (4, 4), (2, 1)])
+    ]
+    assert RetentionPolicy(2).to_delete(found) == [0, 1, 2]
+    assert RetentionPolicy(2, keep_best={"loss": "min"}).to_delete(found) == [0, 2]
+    assert RetentionPolicy(2, keep_best={"loss": "min", "val/acc": "max"}).to_delete(found) == [2]
+    assert RetentionPolicy(2, keep_best={"los": "min"}).to_delete(found) == [0, 1, 2]
+    assert RetentionPolicy(None, keep_best={"loss": "min"}).to_delete(found) == []
+
+
 def test_without_a_metric_the_newest_are_kept() -> None:
     policy = RetentionPolicy(2)
     assert policy.to_delete(records(9, 1, 1, 1)) == [0, 1]

@@ -296,6 +296,36 @@ def test_damaged_table_of_shards_is_corrupt(tmp_path: Path, change: Any) -> None
         np.asarray(saved.load(0, 2)["w"])
 
 
+def rows_of_blocks() -> list[dict[str, Any]]:
+    """The states of two ranks whose files have three blocks each; a row of 1 MB is in one or two blocks."""
+    values = np.arange(40 * (1 << 17), dtype=np.float64).reshape(40, 1 << 17)
+    halves = [ShardIndex((0, 0), (20, 1 << 17)), ShardIndex((20, 0), (40, 1 << 17))]
+    return [{"w": Sharded(values, [index])} for index in halves]
+
+
+@pytest.mark.parametrize("has_blocks", [True, False], ids=["blocks", "older"])
+def test_what_is_read_is_compared_with_checksums_of_its_blocks(tmp_path: Path, has_blocks: bool) -> None:
+    states = rows_of_blocks()
+    saved = save(tmp_path, states)
+    saved.manifest = Manifest.from_json(saved.manifest.to_json())
+    path = saved.folder.path_of(f"{part_prefix(1, 0)}.safetensors")
+    if not has_blocks:
+        for entries in saved.manifest.parts.values():
+            entries[:] = [entry._replace(blocks=()) for entry in entries]
+    with open(path, "r+b") as file:  # in row 12, which is in the second block
+        file.seek((12 << 20) + 5000)
+        file.write(b"?")
+    array = saved.load(0, 4)["w"]
+    for rows in (slice(20, 40), slice(0, 7), slice(3, 5), slice(16, 22)):
+        if has_blocks or rows.start == 20:
+            np.testing.assert_array_equal(array[rows], states[0]["w"].values[rows])
+    assert not saved.failures
+    for rows in (slice(12, 13), slice(9, 10), slice(0, 40), slice(7, 9)):
+        with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+            array[rows]
+    assert len(saved.failures) == 4
+
+
 def test_saved_array_is_read_by_slices(tmp_path: Path) -> None:
     array = save(tmp_path, by_rows()).load(0, 2)["w"]
     assert repr(array) == "SavedArray(state['w'], shape=(6, 4), dtype=float32)"

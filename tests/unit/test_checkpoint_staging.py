@@ -15,6 +15,7 @@ import torch
 
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.errors import CheckpointError
+from support.poll import until
 
 
 def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -72,7 +73,7 @@ def test_acquire_waits_while_all_buffers_are_in_use() -> None:
     thread, results = in_thread(lambda: pool.acquire(1))
     assert is_blocked(thread)
     pool.release(first)
-    thread.join(5)
+    thread.join(30)
     assert results == [first] and results != [second]
 
 
@@ -84,7 +85,7 @@ def test_pending_bytes_are_bounded() -> None:
     thread, results = in_thread(lambda: pool.acquire(10))
     assert is_blocked(thread)
     pool.release(first)
-    thread.join(5)
+    thread.join(30)
     assert results[0].num_bytes == 10 and pool.pending_bytes == 30
 
 
@@ -94,7 +95,7 @@ def test_snapshot_larger_than_the_bound_is_allowed_alone() -> None:
     thread, results = in_thread(lambda: pool.acquire(1))
     assert is_blocked(thread)
     pool.release(large)
-    thread.join(5)
+    thread.join(30)
     assert len(results) == 1
 
 
@@ -121,7 +122,7 @@ def test_close_ends_waiting_acquires() -> None:
     thread, results = in_thread(lambda: pool.acquire(1))
     assert is_blocked(thread)
     pool.close()
-    thread.join(5)
+    thread.join(30)
     assert isinstance(results[0], CheckpointError)
     with pytest.raises(CheckpointError, match="closed"):
         pool.acquire(1)
@@ -135,9 +136,9 @@ def test_exception_injected_into_waiting_acquire_is_raised() -> None:
     pool = StagingPool(num_buffers=1)
     held = pool.acquire(1)
     thread, results = in_thread(lambda: pool.acquire(1))
-    assert is_blocked(thread)
+    assert until(lambda: pool._changed._waiters, 20)  # type: ignore[attr-defined]
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
-    thread.join(5)
+    thread.join(30)
     assert isinstance(results[0], KeyboardInterrupt)
     pool.release(held)
     assert pool.acquire(1) is held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ def test_checkpoint_is_listed_once_committed(store: CheckpointStore) -> None:
     manifest = commit(store, 3, parts=parts)
     assert store.list() == [manifest] == [read_manifest(store.directory(3))]
     assert store.path(3).endswith("checkpoints/checkpoint_000003")
+
+
+def test_amended_checkpoint_keeps_the_parts_on_storage(store: CheckpointStore) -> None:
+    whole = commit(store, 1, rank_states={0: {"n": 1}})
+    store.amend(replace(whole, parts={}, rank_states={}, metrics={"loss": 2.0}))
+    assert store.read(1) == replace(whole, metrics={"loss": 2.0})
 
 
 def test_checkpoints_are_listed_in_order(store: CheckpointStore) -> None:

@@ -29,6 +29,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     assert dataclasses.asdict(FailureConfig()) == {
         "max_failures": 3,
         "num_spares": 0,
+        "preload": False,
         "abort_grace_s": 2,
         "heartbeat_timeout_s": 10,
         "callback_timeout_s": 300,
@@ -43,6 +44,8 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     assert dataclasses.asdict(CheckpointConfig()) == {
         "num_to_keep": None,
         "score_attribute": None,
+        "keep_best": {},
+        "links": False,
         "score_order": "max",
         "storage_interval": 1,
         "keep_in_memory": True,
@@ -188,6 +191,9 @@ def test_exceptions_to_retry_are_a_tuple(given: Any) -> None:
         ({"num_to_keep": 1.0}, "is a float; give an int"),
         ({"num_to_keep": True}, "is a bool"),
         ({"score_attribute": 3}, "is not a metric's name"),
+        ({"keep_best": ["loss"]}, "is not a mapping of metrics to 'max' or 'min'"),
+        ({"keep_best": {"loss": "low"}}, "'low' is not known"),
+        ({"links": 1}, "is not a bool"),
         ({"score_order": "maximum"}, "give one of 'max', 'min' (did you mean 'max'?)"),
         ({"score_order": None}, "is not known; give one of 'max', 'min'"),
         ({"storage_interval": 0}, "too small"),

@@ -227,7 +227,7 @@ def test_manifest_continues_numbers_and_iterations_of_the_run() -> None:
 def test_manifest_lists_files_and_states_of_ranks() -> None:
     pending = pending_checkpoints()
     pending.on_event(0, saved())
-    pending.on_event(0, PartSafe(0, (("a", 3, 7), ("b", 4, 8)), {"generators": {"python": 1}}))
+    pending.on_event(0, PartSafe(0, (FileEntry("a", 3, 7), FileEntry("b", 4, 8)), {"generators": {"python": 1}}))
     pending.on_event(1, saved())
     pending.on_event(1, PartSafe(0, (), {"generators": {"python": 2}}))
     (manifest,) = pending.pop_complete()
@@ -300,6 +300,14 @@ def test_score_of_some_ranks_is_complete_when_the_attempt_ends() -> None:
     pending.on_event(1, score(3.0))
     assert pending.pop_scores() == []
     assert pending.pop_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
+
+
+def test_score_after_the_end_of_the_attempt_does_not_give_a_second_round() -> None:
+    pending = saving(loss="mean")
+    pending.on_event(1, score(3.0))
+    assert pending.pop_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
+    pending.on_event(0, score(1.0))
+    assert pending.pop_scores() == []
 
 
 def test_round_without_a_score_is_counted() -> None:

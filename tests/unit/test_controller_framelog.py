@@ -209,6 +209,15 @@ async def test_old_reports_are_read_from_the_journal(journal: CountingJournal) -
     assert max(journal.fetched) < 19
 
 
+async def test_reader_that_is_behind_gets_no_samples_but_all_other_frames(journal: CountingJournal) -> None:
+    log = make_log(journal)
+    for kind in ("warning", "sample"):
+        data = {"kind": kind, "timestamp": 0.0, "data": {}}
+        log.append(lambda seq, data=data: Frame(seq, frames.EVENT, 1, data=data))
+    fill(log)
+    assert [frame.seq for frame in await read(log)] == [0, *range(2, 22)]
+
+
 async def test_frame_larger_than_the_memory_limit_is_read(journal: CountingJournal) -> None:
     log = make_log(journal)
     report(log, num_bytes=5 * TINY)
@@ -252,14 +261,14 @@ async def test_frames_that_arrive_during_a_journal_read_are_not_lost(journal: Co
 async def test_batches_after_a_burst_keep_the_minimum_interval(journal: CountingJournal) -> None:
     log = make_log(journal, min_interval_s=0.05)
     loop, stream = asyncio.get_running_loop(), log.read(0)
+    began = loop.time()
     for _ in range(BURST):
         report(log)
         assert len(await anext(stream)) == 1
-    began = loop.time()
     report(log)
     report(log)
     assert len(await anext(stream)) == 2
-    assert loop.time() - began >= 0.02
+    assert loop.time() - began >= 0.045
 
 
 async def test_closed_run_is_read_without_pauses(journal: CountingJournal) -> None:

@@ -252,7 +252,7 @@ class Held:
 
     async def put(self, rank: int, payload: Any) -> None:
         self.memory.queues.setdefault(rank, asyncio.Queue()).put_nowait(payload)
-        await asyncio.sleep(0.01)
+        await turn_loop()
 
 
 def parts_of(held: Held, checkpoint: Manifest, rank: int) -> dict[int, Any]:
@@ -333,6 +333,26 @@ def test_next_attempt_keeps_only_the_checkpoint_it_resumes_from() -> None:
         assert not held.parts.intercept(0, 2, e.PartHeld(1, 10)), "the machine ignores events of a previous attempt"
         held.parts.begin_attempt(4, 7, None)
         assert not await held.parts.is_reachable(manifest(5))
+
+    asyncio.run(scenario())
+
+
+def test_order_of_a_rank_has_its_own_state_and_the_shared_positions_alone() -> None:
+    async def scenario() -> None:
+        held = Held()
+        for rank in range(3):
+            assert not held.parts.intercept(rank, 2, saved(0, all_ranks=True))
+            await held.put(rank, f"ref{rank}")
+            assert held.parts.intercept(rank, 2, e.PartHeld(0, 10))
+        states = {rank: {"generators": rank, "data": {"train": 7}} for rank in range(3)}
+        whole = manifest(5, world_size=3, all_ranks=True, rank_states=states)
+        orders = [held.parts.for_rank(whole, rank) for rank in range(4)]
+        assert [None if order is None else order.manifest.rank_states for order in orders] == [
+            {0: states[0]},
+            {0: {"data": {"train": 7}}, 1: states[1]},
+            {0: {"data": {"train": 7}}, 2: states[2]},
+            {0: {"data": {"train": 7}}},
+        ]
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,27 @@ def test_empty_folder_has_no_previous_state(storage: Storage) -> None:
     assert Journal(storage).reopen() == ([], -1)
     past = RunFiles(storage, frozenset(), print).previous()
     assert (past.attempt, past.is_open, past.manifests, past.published) == (0, False, (), None)
+
+
+def test_only_what_a_failed_flush_left_counts_as_lost(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    storage.make_dirs()
+    warned: list[str] = []
+    files = RunFiles(storage, frozenset(), warned.append)
+    files.journal.append(event(0, "run_start"))
+    asyncio.run(files.flush())
+    files.journal.append(event(1, "warning"))  # of a callback, while the run ends
+    assert files.describe_lost() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(files.journal, "flush", fail)
+        asyncio.run(files.flush())
+    assert "0 of 0 reports and 1 events could not be written" in str(files.describe_lost())
+    assert warned == ["the run's files cannot be written, which is tried again: disk full"]
+    asyncio.run(files.flush())
+    assert files.describe_lost() is None
+    files.close()
 
 
 # -- the previous state ------------------------------------------------------------------------------------------------

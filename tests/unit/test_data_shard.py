@@ -585,3 +585,36 @@ def test_unknown_format_is_refused() -> None:
         single_worker(numbers()).get().get_split().iter_batches(2, format="nump")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"map-style dataset, whose rows have no columns: read it with to_torch"):
         single_worker([1]).get().get_split().iter_batches(2)
+    with pytest.raises(ConfigError, match=r"iter_batches\(format='pandas', collate_fn=...\) exclude each other"):
+        single_worker([1]).get().get_split().iter_batches(2, format="pandas", collate_fn=list)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_what_collate_fn_returns(prefetch: int) -> None:
+    items = [{"a": 1}, [2], "three"]
+    shard = single_worker(GivenItems(items)).get().get_split()
+    batches = list(shard.iter_batches(2, collate_fn=tuple, prefetch=prefetch))
+    assert batches == [({"a": 1}, [2]), ("three",)]
+    assert batches[0][0] is items[0]
+    sums = (
+        single_worker(numbers())
+        .get()
+        .get_split()
+        .iter_batches(
+            4, collate_fn=lambda arrays: {name: float(each.sum()) for name, each in arrays.items()}, prefetch=prefetch
+        )
+    )
+    assert sum(each["x"] for each in sums) == float(numbers()["x"].sum())
+
+
+class GivenItems:
+    """A map-style dataset."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.items[row]

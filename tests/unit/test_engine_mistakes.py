@@ -83,7 +83,12 @@ def test_memory_is_that_of_the_tensors() -> None:
     with pytest.raises(UsageError, match=r"call engine\.compose"):
         engine.memory()
     model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    assert vars(engine.memory()) == {"parameters": num_bytes, "gradients": 0, "optimizer": 0}
+    assert vars(engine.memory()) == {
+        "parameters": num_bytes,
+        "gradients": 0,
+        "optimizer": 0,
+        "kept_activations": None,
+    }
     engine.backward(model(torch.randn(4, 6)).mean())
     optimizer.step()
     use = engine.memory()

@@ -288,3 +288,27 @@ def test_criterion_of_two_models_scales_for_the_newest() -> None:
     plain = update(False)
     for _ in range(2):
         assert update("fp16") == pytest.approx(plain, rel=0.05, abs=1e-4)
+
+
+class _WithLoss(nn.Module):
+    """A model that computes its loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_outputs_are_fp32_but_in_training_what_comes_with_a_loss(precision: str) -> None:
+    engine = raysgd.Engine(precision=precision)
+    model = _WithLoss()
+    model, *_ = engine.compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    found = model(batch(0))
+    assert (found["loss"].dtype, found["logits"].dtype) == (torch.float32, torch.bfloat16)
+    engine.backward(found["loss"])
+    model.eval()
+    assert {each.dtype for each in model(batch(0)).values()} == {torch.float32}

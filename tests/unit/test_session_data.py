@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import raysgd
 from raysgd.data.sources.resolve import resolve_datasets
@@ -221,6 +223,19 @@ def test_rank_restores_its_own_positions_and_a_new_rank_those_of_the_lowest(is_s
     states = {0: own(1), 1: {"data": {}}, 2: own(3)}
     found = [rank_state.inherit(states, rank, is_same_size=is_same_size) for rank in range(4)]
     assert found == [own(1), {"data": {}}, own(3), own(1)]
+
+
+_CAPTURED = st.fixed_dictionaries(
+    {"generators": st.integers(0, 3)},
+    optional={"data": st.just({"train": {"epoch": 1}}), "data_of_rank": st.integers(0, 3).map(lambda at: {"x": at})},
+)
+
+
+@given(st.dictionaries(st.integers(0, 4), _CAPTURED), st.integers(0, 5), st.booleans())
+def test_rank_needs_its_own_state_and_what_all_share(states: dict[int, Any], rank: int, is_same_size: bool) -> None:
+    narrow = rank_state.shared_states(states) | ({rank: states[rank]} if rank in states else {})
+    whole = rank_state.inherit(states, rank, is_same_size=is_same_size)
+    assert rank_state.inherit(narrow, rank, is_same_size=is_same_size) == whole
 
 
 def test_local_data_resumes_inside_a_whole_dataset(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raysgd._util.json import decode_rows
 from raysgd.errors import MetricError
 from raysgd.session.event_queue import EventQueue, encode_rows
-from raysgd.session.events import Reports, Scored, Warned, WorkerEvent
+from raysgd.session.events import PartSafe, Reports, Scored, Warned, WorkerEvent
 from raysgd.session.metrics import Deferred
 
 NEVER_S = 3600.0  # a test that waits for this fails by its timeout
@@ -127,8 +127,8 @@ def test_batch_after_an_idle_gap_is_sent_at_once() -> None:
 def test_batch_under_load_waits_for_the_flush_interval() -> None:
     event_queue = EventQueue(0.02)
     event_queue.put_report(row(0))
-    event_queue.drain(0)
     began = time.monotonic()
+    event_queue.drain(0)
     event_queue.put_report(row(1))
     event_queue.put_report(row(2))
     assert shown(event_queue.drain(0)) == [[1, 2]]
@@ -142,6 +142,21 @@ def test_urgent_event_is_sent_at_once_with_those_before_it() -> None:
     event_queue.put_report(row(1))
     event_queue.put(Warned("now"), urgent=True)
     assert shown(event_queue.drain(0)) == [[1], "now"]
+
+
+def test_part_of_a_checkpoint_is_sent_at_once_unless_parts_follow_each_other_quickly() -> None:
+    clock = Clock()
+    event_queue = EventQueue(0.02, clock)
+    event_queue.put_report(row(0))
+    event_queue.drain(0)
+    event_queue.flush_interval_s = NEVER_S
+    event_queue.put(PartSafe(0, ()))
+    assert event_queue.drain(0) == [PartSafe(0, ())], "it does not wait"
+    event_queue.put(PartSafe(1, ()))
+    assert not event_queue._urgent.is_set()
+    clock.now += 2 * NEVER_S
+    event_queue.put(PartSafe(2, ()))
+    assert event_queue._urgent.is_set()
 
 
 def test_urgent_event_ends_the_wait_for_the_flush_interval() -> None:

@@ -42,7 +42,7 @@ def test_saved_files_are_a_durable_part(tmp_path: Path, source: Path) -> None:
     saver.writer.save_files(0, source, {"generators": {}})
     (event,) = saver.events
     assert isinstance(event, PartSafe)
-    assert [(os.path.basename(name), size) for name, size, _ in event.files] == [("weights", 3)]
+    assert [(os.path.basename(name), size) for name, size, *_ in event.files] == [("weights", 3)]
     assert event.rank_state == {"generators": {}}
 
 

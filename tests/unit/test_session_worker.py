@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from raysgd._util.json import decode
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.errors import AttemptEnded, CheckpointCorruptError, CheckpointError, MetricError, ReshardError, SessionError
+from raysgd.errors import (
+    AttemptEnded,
+    CheckpointCorruptError,
+    CheckpointError,
+    MetricError,
+    ReshardError,
+    SessionError,
+    UsageError,
+)
 from raysgd.session.events import Reports, Saved, Scored, StartUnusable, WorkerEvent
 from raysgd.session.gates import StopGate
 from raysgd.session.local import LocalSession
@@ -243,6 +251,21 @@ def test_metrics_of_a_save_follow_the_rules_of_reports() -> None:
     with pytest.raises(MetricError):
         worker.save(metrics={"acc": object()})
     assert worker.sent() == [] and worker.writer.calls == []
+
+
+def test_logical_workers_are_part_of_a_save_which_is_refused_while_one_of_them_computes() -> None:
+    worker = Worker(rank=1, logical_workers=5)
+    logical = worker.session.logical
+    assert logical is not None and list(logical.own) == [3, 4]
+    with logical.acting_as(3):
+        random.random()
+        with pytest.raises(UsageError, match="call it after that loop"):
+            worker.save()
+        with pytest.raises(UsageError, match="call it after that loop"):
+            worker.report(loss=1.0)
+    worker.report(loss=1.0)
+    worker.save()
+    assert set(worker.writer.rank_states[0]["logical_generators"]) == {"3"}
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

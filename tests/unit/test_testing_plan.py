@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from raysgd.testing import (
     Stop,
     StorageFault,
     TornWrite,
+    faulty_files,
 )
 from raysgd.testing.faults import CHECKPOINT_PHASES, PHASES, Moment
 from raysgd.testing.faulty_files import FaultyStore
@@ -213,7 +215,7 @@ def test_driver_faults_happen_when_their_result_arrives() -> None:
 # ------------------------------------------------------------------------------------------------------ storage
 
 
-def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path) -> None:
+def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from raysgd.checkpoint.storage.storage import Storage
     from raysgd.checkpoint.store import CheckpointStore
     from raysgd.errors import StorageError
@@ -245,9 +247,8 @@ def test_writes_fail_and_are_delayed_as_planned(tmp_path: Path) -> None:
 
     store = FaultyStore(CheckpointStore(Storage.from_uri(tmp_path)), lambda *where: None)
     store.slow_down(0.5, 2)
-    took_s = []
+    slept: list[float] = []
+    monkeypatch.setattr(faulty_files, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
     for _ in range(3):
-        began = time.monotonic()
         store.directory(4).write_bytes("e", data)
-        took_s.append(time.monotonic() - began)
-    assert [each >= 0.5 for each in took_s] == [True, True, False]
+    assert [each for each in slept if each] == [0.5, 0.5]

@@ -72,7 +72,7 @@ def test_process_group_uses_the_same_device(
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", timeouts.append)
     store = torch.distributed.HashStore()
     store.set("raysgd/gloo/1", "[]")  # of the other member
-    monkeypatch.setattr(torch_backend, "join_store", lambda *_: store)
+    monkeypatch.setattr(torch_backend, "join_store", lambda *_, **__: store)
     has_gpu = given > 0 and gpus > 0
     member = Member(0, 2, 0, 2, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu, shares_gpu=0 < given < 1)
     backend = TorchConfig().make_backend()

@@ -101,7 +101,7 @@ def test_files_hold_up_to_a_limit(tmp_path_factory: pytest.TempPathFactory, size
         (
             {"key": "net"},
             CheckpointError,
-            r"has no state\['net'\]: it holds 'model', 'step', 'none', 'odd'; give export",
+            r"has no state\['net'\]: it holds 'model', 'step', 'none', 'odd'; give one of these as key",
         ),
         ({"key": "step"}, CheckpointError, r"state\['step'\] is an int; export needs the state dict"),
         ({"key": "none"}, CheckpointError, r"state\['none'\] is empty"),

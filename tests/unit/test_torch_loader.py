@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,17 +22,14 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    get_worker_info,
 )
 
 import raysgd.torch
+from raysgd.engine.rows import skip_batches
 from raysgd.errors import ConfigError, UsageError
-from raysgd.session import context
-from raysgd.session.base import Identity
-from raysgd.session.progress import Progress
 from raysgd.torch import prepare_data_loader
-
-Enter = Callable[..., None]
+from support.loader_draws import Augmented, Enter, check_augmented_alike, worlds
+from support.project import ROOT
 
 
 class Numbers(Dataset[Any]):
@@ -47,17 +43,6 @@ class Numbers(Dataset[Any]):
         return {"x": torch.tensor([float(index)]), "pair": (index, f"name {index}")}
 
 
-class Draws(Dataset[Any]):
-    """Items that draw from the generators of the process that loads them."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        assert get_worker_info() is not None
-        return [random.random(), float(np.random.rand()), float(torch.rand(1))]
-
-
 class Stream(IterableDataset[Any]):
     epoch: int | None = None
 
@@ -66,26 +51,6 @@ class Stream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-
-@contextlib.contextmanager
-def worlds() -> Iterator[Enter]:
-    """Return a function that makes this process a worker: ``world(rank, size, seed=...)``."""
-
-    def enter(rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True) -> None:
-        session = SimpleNamespace(
-            progress=Progress(),
-            identity=Identity(world_rank=rank, world_size=size),
-            world_rank=rank,
-            world_size=size,
-            seed=seed,
-            in_worker=in_worker,
-            deterministic=False,
-        )
-        context.install(cast(Any, session))
-
-    yield enter
-    context.uninstall()
 
 
 @pytest.fixture
@@ -232,6 +197,33 @@ def test_batch_sampler_over_torch_samplers_is_rebuilt(world: Enter) -> None:
     assert orders(world, make, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     world(0, 2)
     assert [len(batch["x"]) for batch in prepare_data_loader(make())] == [3, 1]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_ranks_of_a_copy_of_the_model_augment_their_rows_alike(seed: int | None) -> None:
+    check_augmented_alike(seed, num_workers=0)
+
+
+def test_processes_of_loaders_draw_the_numbers_of_their_rows() -> None:
+    """In a new process: threads of the libraries that other tests have loaded make a forked process crash now and then."""
+    program = (
+        "from support.loader_draws import check_augmented_alike, check_draws\n"
+        "check_augmented_alike(None, num_workers=1)\ncheck_augmented_alike(3, num_workers=1)\ncheck_draws()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_are_augmented_alike_when_an_epoch_is_resumed(world: Enter) -> None:
+    world(1, 2, workers_per_replica=2)
+    dataset: Any = Augmented(8)
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=2))
+    whole = [torch.stack(batch) for batch in loader]
+    loader.set_epoch(0)
+    remaining = [torch.stack(batch) for batch in skip_batches(loader, 2)]
+    assert torch.equal(torch.stack(remaining), torch.stack(whole[2:]))
 
 
 def test_shuffling_batch_sampler_changes_with_the_epoch(world: Enter) -> None:
@@ -381,18 +373,6 @@ def test_batches_are_moved(world: Enter) -> None:
     assert batch["pair"][1] == ["name 0", "name 1"]
     loader = prepare_data_loader(DataLoader(Numbers(), collate_fn=collate), move_to_device=False)
     assert next(iter(loader))["x"].device is None
-
-
-def test_loader_processes_draw_different_and_repeatable_numbers_on_each_rank(world: Enter) -> None:
-    def draws(rank: int) -> list[Any]:
-        torch.manual_seed(0)  # as a script does on every rank
-        world(rank, 2, seed=4)
-        given = DataLoader(Draws(), num_workers=2, worker_init_fn=None, batch_size=1)
-        return [float(value) for batch in prepare_data_loader(given, add_sampler=False) for value in batch]
-
-    first, second = draws(0), draws(1)
-    assert len({*first, *second}) == 24
-    assert draws(0) == first
 
 
 def test_iterating_does_not_draw_from_torch_generator(world: Enter) -> None:

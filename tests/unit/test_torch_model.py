@@ -48,7 +48,13 @@ def world() -> Iterator[Enter]:
 
     def enter(size: int = 2, deterministic: bool = False) -> None:
         session = SimpleNamespace(
-            progress=Progress(), world_rank=0, world_size=size, seed=0, in_worker=True, deterministic=deterministic
+            progress=Progress(),
+            world_rank=0,
+            world_size=size,
+            seed=0,
+            in_worker=True,
+            deterministic=deterministic,
+            logical=None,
         )
         context.install(cast(Any, session))
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,69 +11,13 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointNotFoundError, ConfigError
-from raysgd.trainer.run_folder import LoadedRun, compare_runs, load_run
-
-
-class RunFolder:
-    """A run's folder, written by hand as the journal writes it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._seq = 0
-        path.mkdir()
-        (path / "events.jsonl").touch()
-
-    def line(self, file: str, **fields: Any) -> None:
-        with open(self.path / file, "a") as stream:
-            stream.write(json.dumps({"seq": self._seq, **fields}) + "\n")
-        self._seq += 1
-
-    def frame(self, kind: str, data: dict[str, Any] | None = None, *, attempt: int = 1, rank: int = -1) -> None:
-        self.line("events.jsonl", attempt=attempt, kind=kind, rank=rank, data=data or {})
-
-    def event(self, kind: str, /, **data: Any) -> None:
-        self.line("events.jsonl", attempt=1, kind=kind, timestamp=100.0 + self._seq, data=data)
-
-    def attempt(self, number: int = 1, world_size: int = 2, before: int = 0) -> None:
-        data = {"attempt": number, "world_size": world_size, "iterations_before": before, "time_before_s": before}
-        self.frame("attempt", data, attempt=number)
-
-    def reports(
-        self, rank: int, first: int, *metrics: dict[str, Any], attempt: int = 1, segment: int = 0, clock: float = 0.0
-    ) -> None:
-        rows = [[10.0 + clock + first + i, clock + first + i + 1.0, given] for i, given in enumerate(metrics)]
-        fields = {"attempt": attempt, "rank": rank, "first": first, "count": len(rows), "rows": rows}
-        text = json.dumps({"seq": self._seq, **fields}, separators=(",", ":"))
-        with open(self.path / f"metrics-{segment:04d}.jsonl", "a") as stream:
-            stream.write(text + "\n")
-        self._seq += 1
-
-    def describe(self, **fields: Any) -> None:
-        (self.path / "run.json").write_text(json.dumps(fields))
-
-    def load(self, **options: Any) -> LoadedRun:
-        return load_run(self.path, **options)
+from raysgd.trainer.run_folder import compare_runs, load_run
+from support.run_folders import RunFolder, two_ranks
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run_001")
-
-
-def two_ranks(folder: RunFolder, *losses: float, factor: float = 1.0) -> RunFolder:
-    """A run of two ranks; rank 1 has twice rank 0's loss."""
-    folder.event("run_start", name="run_001", run_dir=str(folder.path))
-    folder.attempt()
-    for number, loss in enumerate(losses):
-        for rank in (0, 1):
-            folder.reports(rank, number, {"loss": loss * (rank + 1) * factor, "epoch": number})
-    folder.frame("rank_done", rank=0)
-    folder.frame("rank_done", rank=1)
-    folder.frame("attempt_end", {"keep_rounds": None})
-    folder.frame("run_end", {"kind": "done"})
-    folder.event("run_end", kind="done", message="")
-    folder.frame("run_closed")
-    return folder
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -147,6 +89,8 @@ def test_latest_attempt_of_a_repeated_iteration_counts(folder: RunFolder) -> Non
     run = folder.load()
     assert list(run.metrics["loss"]) == [3.0, 2.5, 1.0]
     assert list(run.metrics["attempt"]) == [1, 2, 1]
+    folder.event("run_end", kind="done", message="")
+    assert list(folder.load().metrics["loss"]) == [3.0, 2.5], "the third was undone"
 
 
 def test_segments_are_merged_in_order(folder: RunFolder) -> None:
@@ -381,6 +325,17 @@ def test_a_rank_that_only_one_run_has_is_a_difference(pair: Pair) -> None:
     difference = compare_runs(pair[0].path, pair[1].path)
     assert (difference.iteration, difference.rank) == (1, 1)
     assert difference.metrics["loss"] == (6.0, None)
+
+
+def test_runs_of_logical_workers_may_have_other_numbers_of_workers(pair: Pair) -> None:
+    two_ranks(pair[0], 3.0, 2.0)
+    pair[1].attempt(world_size=1)
+    for number, loss in enumerate((3.0, 1.0)):
+        pair[1].reports(0, number, {"loss": loss, "epoch": number})
+    for folder in pair:
+        folder.describe(logical_workers=4)
+    difference = compare_runs(pair[0].path, pair[1].path)
+    assert (difference.iteration, difference.rank, difference.metrics) == (2, 0, {"loss": (2.0, 1.0)})
 
 
 def test_differences_of_config_and_versions_are_named(pair: Pair) -> None:

@@ -227,9 +227,9 @@ def test_redact_texts_keeps_names_and_redacts_texts() -> None:
 
 
 def test_long_text_is_redacted_fast() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     redact_text("a-" * 100_000)
-    assert time.perf_counter() - started < 1
+    assert time.thread_time() - started < 1
 
 
 # -- command lines -----------------------------------------------------------------------------------------------------

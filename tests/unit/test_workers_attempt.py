@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import queue
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,14 +17,17 @@ import torch
 
 import raysgd
 from raysgd.backends.base import Member
+from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.config import CheckpointConfig
 from raysgd.errors import StorageError
 from raysgd.result import RunInfo
 from raysgd.session import context
-from raysgd.session.events import Ended, Entered, Failed, Returned, Sample, WorkerEvent
+from raysgd.session.events import Ended, Entered, Failed, Left, Returned, Sample, WorkerEvent
+from raysgd.session.progress import Spent
 from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
 from raysgd.workers.pickling import loads
 from raysgd.workers.process.attempt import Attempt, Sampler, TrainingCheck, WorkerCallbacks
+from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.train_thread import TrainThread
 from support.sessions import Worker
 
@@ -85,14 +90,18 @@ def make_attempt(
         event_queue=worker.event_queue,
         writer=worker.writer,  # type: ignore[arg-type]
         callbacks=WorkerCallbacks(callbacks or [], run, order, worker.event_queue),
+        first_snapshot=FirstSnapshot(StagingPool(), rank=0, num_local=1, expects_save=lambda: False),
         node="here",
         load_retry_on=lambda: retry_on,
     )
 
 
 def events_of(attempt: Attempt) -> list[WorkerEvent]:
-    """Return what the attempt sends, but samples of CPU and memory: on a slow machine it takes long enough for one."""
-    return [event for batch in attempt.events() for event in batch if not isinstance(event, Sample)]
+    """Return what the attempt sends about train_func.
+
+    Left out are the end of its output, and samples of CPU and memory: on a slow machine it takes long enough for one.
+    """
+    return [event for batch in attempt.events() for event in batch if not isinstance(event, (Left, Sample))]
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +114,18 @@ def test_train_func_is_called_with_its_config_and_its_value_is_sent() -> None:
     entered, returned = events_of(make_attempt(lambda config: config["lr"] + 1))
     assert isinstance(entered, Entered)
     assert isinstance(returned, Returned) and returned.value is not None and loads(returned.value) == 2
+
+
+def test_events_say_where_the_output_of_train_func_begins_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """Output of earlier runs in the same process is before it."""
+    print("earlier")
+    sent = [event for batch in make_attempt(lambda: print("12345")).events() for event in batch]
+    entered = next(event for event in sent if isinstance(event, Entered))
+    left = next(event for event in sent if isinstance(event, Left))
+    assert sent.index(left) < [isinstance(event, Returned) for event in sent].index(True)
+    assert [file.path for file in entered.output] == [file.path for file in left.output]
+    assert [after.size - before.size for before, after in zip(entered.output, left.output, strict=True)] == [6, 0]
+    assert entered.output[0].size == len("earlier\n")
 
 
 def test_train_func_is_not_called_if_the_attempt_has_ended_before() -> None:
@@ -151,6 +172,51 @@ def test_end_interrupts_a_python_loop() -> None:
     ending.join()
 
 
+INTERRUPTED_IMPORT = """
+import _imp, sys, threading, time
+from raysgd.errors import AttemptEnded
+from raysgd.workers.process.train_thread import TrainThread
+
+began, ended = threading.Event(), []
+
+def train_func():
+    began.set()
+    import colorsys
+    while True:
+        time.sleep(0.001)
+
+def main():
+    try:
+        thread.call(train_func, {}, lambda: None)
+    except AttemptEnded:
+        ended.append(True)
+
+thread, interrupter = TrainThread(main), threading.Thread(target=lambda: thread.interrupt())
+_imp.acquire_lock()
+thread.start()
+began.wait()
+def is_importing():
+    frames = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
+    return any(frame.f_code.co_name == "_get_module_lock" for frame in frames)
+
+while not is_importing():
+    time.sleep(0.001)
+interrupter.start()
+interrupter.join(0.2)  # an interrupt that does not wait has happened by then
+_imp.release_lock()
+interrupter.join()
+while not ended:
+    time.sleep(0.001)
+print(_imp.lock_held())
+"""
+
+
+def test_interrupt_in_an_import_leaves_no_lock_taken() -> None:
+    """In a process of its own, which could import nothing any more otherwise."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupt_does_nothing_outside_of_train_func(when: str) -> None:
     values: queue.Queue[Any] = queue.Queue()
@@ -175,7 +241,7 @@ def test_sample_is_of_the_workers_own_gpu(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 if device is None else 100 * device)
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1 if device is None else 10 * device)
     monkeypatch.setattr("ray.util.metrics.Gauge", lambda *args, **settings: Mock())
-    sample = Sampler({"rank": 0}).sample(num_reports=0)
+    sample = Sampler({"rank": 0}).sample(num_reports=0, spent=Spent())
     assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (memory, percent)
 
 
@@ -211,6 +277,7 @@ def test_nothing_of_an_attempt_needs_a_garbage_collection() -> None:
     try:
         attempt = make_attempt(train_func, callbacks=[Callback()])
         events_of(attempt)
+        attempt._thread._thread.join(PATIENCE_S)  # its last frames hold the attempt
         left = {name: weakref.ref(value) for name, value in vars(attempt).items() if hasattr(value, "__weakref__")}
         assert {"session", "writer", "_callbacks"} <= set(left)
         kept = (attempt._run, attempt._order)

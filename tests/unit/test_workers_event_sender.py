@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +79,20 @@ def test_events_travel_over_the_connection(loop: Loop) -> None:
             assert sender.send(events(number)) == []
         assert sender.finish() == []
     assert controller.received(100) == [str(number) for number in range(100)]
+
+
+def test_events_travel_over_a_connection_with_a_high_descriptor(loop: Loop) -> None:
+    """A user's data loader may have more than a thousand files open when the sender connects."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
+        pytest.skip("this process may not open so many files")
+    controller = Controller(loop)
+    with contextlib.ExitStack() as files, controller.listening() as endpoint:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull, "rb"))
+        sender = EventSender(InboxAddress(endpoint, KEY), on_problem=lambda problem: pytest.fail(str(problem)))
+        assert sender.send(events(0)) == []
+        assert sender.finish() == []
+    assert controller.received(1) == ["0"]
 
 
 def test_without_an_address_events_travel_through_ray() -> None:

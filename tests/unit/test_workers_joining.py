@@ -38,7 +38,7 @@ class FakeSlots:
         self.taken.append(FakeSlot(has_resources=self.has_resources))
         return self.taken[-1]
 
-    def take_placed(self, avoid: set[str]) -> None:
+    def take_placed(self, avoid: set[str], *, num_left: int) -> None:
         return None
 
     def remove(self, slot: FakeSlot) -> None:

@@ -128,11 +128,19 @@ def test_place_is_the_users_innermost_line_and_the_threads_cpu_time() -> None:
     thread = TrainThread(lambda: ended.put(thread.call(lambda: wait_for(may_end), {}, lambda: None)))
     assert thread.place() == Place()
     thread.start()
-    assert until(lambda: "wait_for" in thread.place().line, PATIENCE_S)
-    place = thread.place()
-    assert place.line.startswith("test_workers_position.py:") and place.line.endswith("in wait_for")
-    assert place == thread.place() and place.spot != 0
-    may_end.set()
+
+    def is_blocked() -> bool:  # a thread that enters its call still uses some microseconds
+        before = thread.place()
+        time.sleep(0.01)
+        return "wait_for" in before.line and thread.place() == before
+
+    try:
+        assert until(is_blocked, PATIENCE_S)
+        place = thread.place()
+        assert place.line.startswith("test_workers_position.py:") and place.line.endswith("in wait_for")
+        assert place.spot != 0
+    finally:
+        may_end.set()
     ended.get(timeout=PATIENCE_S)
     assert thread.place() == Place()
 

@@ -117,6 +117,14 @@ def test_slot_without_a_node_is_taken_only_by_callers_that_can_wait(fake_ray: Fa
     assert without_node is not None and without_node.index == 0
 
 
+def test_placed_slots_are_left_for_others(fake_ray: FakeRay) -> None:
+    fake_ray.states["trainer"] = [CREATED.on("a", "b", "lost")]
+    slots = open_slots(3)
+    assert slots.take_placed({"lost"}, num_left=2) is None
+    assert slots.take_placed({"lost"}, num_left=1) is not None
+    assert slots.take_placed({"lost"}, num_left=1) is None
+
+
 @pytest.mark.parametrize(
     ("strategy", "selector"), [("STRICT_SPREAD", "!in(a,c,d,z)"), ("SPREAD", "!in(z)"), ("PACK", "!in(z)")]
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,24 +23,6 @@ def sleep_here():
     time.sleep(600)
 
 sleep_here()
-"""
-
-#: A process that is delayed between two lines, like one that gets no CPU.
-WRITES_SLOWLY = """
-import os, signal, time
-from raysgd.workers.liveness import stacks
-
-file = os.memfd_create("stacks")
-
-def write(*_):
-    os.write(file, b"first\\n")
-    time.sleep(0.1)
-    os.write(file, b"last\\n")
-
-signal.signal(stacks.SIGNAL, write)
-print(file, flush=True)
-while True:
-    time.sleep(600)
 """
 
 StartProgram = Callable[[str], tuple[int, int]]
@@ -71,8 +54,10 @@ def sleeping(start_program: StartProgram) -> tuple[int, int]:
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
-    yield
-    os.kill(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -91,12 +76,26 @@ def test_process_writes_its_stacks_itself_without_py_spy(
     sleeping: tuple[int, int], no_py_spy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "WRITE_TIMEOUT_S", 20.0)  # for a busy machine
+    monkeypatch.setattr(stacks, "_SETTLED_S", 1.0)
     for _ in range(2):  # the second time without the text of the first
         assert stacks.read_stacks(*sleeping).count("in sleep_here") == 1
 
 
-def test_reader_waits_for_a_process_that_writes_slowly(start_program: StartProgram, no_py_spy: None) -> None:
-    assert stacks.read_stacks(*start_program(WRITES_SLOWLY)) == "first\nlast\n"
+def test_reader_waits_for_a_process_that_writes_slowly(no_py_spy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now, due = os.memfd_create("stacks"), 0.0, {0.1: b"first\n", 0.25: b"last\n"}
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for at in [at for at in due if at <= now]:
+            os.write(file, due.pop(at))
+
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(stacks.os, "kill", lambda *_: None)
+    try:
+        assert stacks.read_stacks(os.getpid(), file) == "first\nlast\n"
+    finally:
+        os.close(file)
 
 
 def test_message_says_why_stacks_cannot_be_read(

@@ -7,8 +7,9 @@ import importlib
 from bench.measures.base import Measure
 
 _MODULES = {
-    "reports": ("report_cost", "latency", "rate", "overhead"),
+    "reports": ("report_cost", "latency", "rate", "overhead", "latency_busy"),
     "runs": ("exception", "start", "checkpoint", "ddp"),
+    "processes": ("report_cpu", "memory", "script"),
     "recovery": ("kill", "stop", "resize", "node", "reliability", "steady"),
     "ingest": ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning"),
     "search": ("tune_search",),
@@ -16,12 +17,12 @@ _MODULES = {
     "gpu": ("gpu_step",),
 }
 #: The measures of `benchmarks/vs_ray_train.py`, in their order.
-NAMES = (*_MODULES["reports"], *_MODULES["runs"])
+NAMES = (*_MODULES["reports"], *_MODULES["runs"], *_MODULES["processes"])
 #: The measures of the other programs.
 RECOVERY, INGEST = _MODULES["recovery"], _MODULES["ingest"]
 TUNE, BACKENDS = _MODULES["search"], _MODULES["backends"]
-#: Measures that cause faults; they start their systems themselves.
-FRAGILE = (*RECOVERY, "backend_kill")
+#: Measures that start their systems themselves, because they cause faults or measure that start.
+FRAGILE = (*RECOVERY, "backend_kill", "script")
 
 
 def load_measure(name: str) -> Measure:

@@ -11,6 +11,7 @@ import psutil
 
 from bench.faults import Training, measure_faults
 from bench.measures.base import Measure
+from bench.systems import VARIANTS
 from bench.systems.fragile import FragileRaysgd, FragileSystem, processes_of
 from bench.worker import gather, note
 
@@ -25,6 +26,8 @@ def _params_of_kill(system: str, quick: bool) -> dict[str, Any]:
         given |= {"runs": min(runs, 2), "faults": min(faults, 2)}
     if system == "raysgd_spare":
         given["num_spares"] = 1
+    if system == "raysgd_preloaded":
+        given["num_preloaded"] = 1
     if system == "raysgd_elastic":
         given |= {"num_workers": [1, 2], "save_every": 10}  # it grows back out of a checkpoint
     return given
@@ -33,8 +36,8 @@ def _params_of_kill(system: str, quick: bool) -> dict[str, Any]:
 def run_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
     """Time from the SIGKILL of one of two workers to the group's next finished step.
 
-    raysgd has a spare process, or none, or is an elastic group that continues with the other rank. Ray Train restarts the whole
-    group. The bare mechanism is a new process with torch, and a new group.
+    raysgd has a spare process, a preloaded one, or none, or is an elastic group that continues with the other rank. Ray Train
+    restarts the whole group. The bare mechanism is a new process with torch, and a new group.
     """
     system.start(params)
     return {"seconds": measure_faults(system, params)}
@@ -43,8 +46,8 @@ def run_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[fl
 KILL = Measure(
     name="kill",
     title="Worker killed to next step",
-    systems=("ray_train", "ray_train_tuned", "bare", "raysgd_spare", "raysgd_replace", "raysgd_elastic"),
-    quick_systems=("bare", "raysgd_spare", "raysgd_replace", "raysgd_elastic"),
+    systems=("ray_train", "ray_train_tuned", "bare", *VARIANTS),
+    quick_systems=("bare", *VARIANTS),
     units={"seconds": "s"},
     timeout_s=300.0,
     params=_params_of_kill,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -114,6 +115,50 @@ LATENCY = Measure(
 )
 
 
+#: The steps of 10 ms; every tenth reports.
+_BUSY_STEPS = {"raysgd": (2000, 100), "ray_train": (30, 20), "ray_train_tuned": (300, 50)}
+
+
+def run_latency_busy(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
+    """Time from ``report`` in a worker to the driver's loop while the workers keep all cores of a machine with two busy."""
+    rounds: list[tuple[float, list[dict[str, Any]]]] = []
+    system.run(train_latency_busy, params, on_report=lambda *arrived: rounds.append(arrived))
+    if len(rounds) != -(-params["steps"] // _REPORT_EVERY):
+        raise RuntimeError(f"{len(rounds)} rounds of {params['steps']} steps arrived")
+    latencies = [arrived - max(worker["t"] for worker in workers) for arrived, workers in rounds]
+    return {"at_10hz_s": latencies[1:]}
+
+
+def train_latency_busy(config: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    from bench.worker import BusyStep
+
+    report, step = session_of(config).report, BusyStep(_STEP_S)
+    dist.barrier()
+    for i in range(config["steps"]):
+        step()
+        if i % _REPORT_EVERY == 0:
+            report({"i": i, "t": time.time()})
+
+
+def _params_of_latency_busy(system: str, quick: bool) -> dict[str, Any]:
+    full, small = _BUSY_STEPS[system]
+    return {"steps": small if quick else full}
+
+
+LATENCY_BUSY = Measure(
+    name="latency_busy",
+    title="`report()` to the driver's loop while both cores train",
+    systems=ALL,
+    units={"at_10hz_s": "s"},
+    is_fresh=False,
+    repeat=2,
+    params=_params_of_latency_busy,
+    run=run_latency_busy,
+)
+
+
 #: The reports of each worker; raysgd's exceed its queue in the worker, so that backpressure is included.
 _RATE_COUNTS = {"raysgd": (300_000, 20_000), "ray_train": (4, 3), "ray_train_tuned": (60, 10)}
 
@@ -172,25 +217,27 @@ RATE = Measure(
 
 _STEP_S = 0.01
 _REPORT_EVERY = 10
-#: Steps in a block, pairs of blocks.
+#: Steps in a block, threes of blocks.
 _OVERHEAD_SIZES = {"raysgd": (100, 60), "ray_train": (20, 2), "ray_train_tuned": (50, 6)}
 
 
 def _params_of_overhead(system: str, quick: bool) -> dict[str, Any]:
-    steps, pairs = _OVERHEAD_SIZES[system]
-    return {"steps": steps, "pairs": 2 if quick else pairs}
+    steps, threes = _OVERHEAD_SIZES[system]
+    return {"steps": steps, "threes": 2 if quick else threes}
 
 
 def run_overhead(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
     """Measure the cost of the service in a loop of 10 ms steps that reports every 10th step, on the cores that train.
 
-    Blocks of steps with and without reports alternate in the same processes; each pair of blocks gives a percentage.
+    A block with reports and two without come in turns, in another order each time, in the same processes; each three give a
+    percentage, and the difference of the loop to itself.
     """
     system.run(train_overhead, params)
-    blocks = [pair for rank in gather(system.folder, "blocks") for pair in rank]
+    blocks = [three for rank in gather(system.folder, "blocks") for three in rank]
     return {
-        "percent": [100 * (reporting / silent - 1) for silent, reporting in blocks],
-        "step_s": [silent / params["steps"] for silent, _ in blocks],
+        "percent": [100 * (reporting / silent - 1) for silent, reporting, _ in blocks],
+        "itself_percent": [100 * (again / silent - 1) for silent, _, again in blocks],
+        "step_s": [silent / params["steps"] for silent, _, _ in blocks],
     }
 
 
@@ -213,12 +260,13 @@ def train_overhead(config: dict[str, Any]) -> None:
         return took
 
     block(True)
-    pairs = []
-    for number in range(config["pairs"]):
-        order = (False, True) if number % 2 == 0 else (True, False)
-        took = {reports: block(reports) for reports in order}
-        pairs.append((took[False], took[True]))
-    note(config, "blocks", dist.get_rank(), pairs)
+    threes = []
+    for number in range(config["threes"]):
+        took = {}
+        for kind in itertools.islice(itertools.cycle(range(3)), number % 3, number % 3 + 3):
+            took[kind] = block(kind == 1)
+        threes.append((took[0], took[1], took[2]))
+    note(config, "blocks", dist.get_rank(), threes)
 
 
 OVERHEAD = Measure(
@@ -226,7 +274,7 @@ OVERHEAD = Measure(
     title="Cost of the service in a 10 ms step that reports every 10th",
     systems=ALL,
     quick_systems=("ray_train_tuned", "raysgd"),
-    units={"percent": "%", "step_s": "s"},
+    units={"percent": "%", "itself_percent": "%", "step_s": "s"},
     is_fresh=False,
     repeat=2,
     params=_params_of_overhead,

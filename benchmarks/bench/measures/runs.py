@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.measures.base import ALL, Measure
+from bench.systems import PRELOADING
 from bench.systems.base import System
 from bench.worker import NUM_KEPT, gather, note, session_of
 
 #: The runs after the first one; the systems that are not listed start cold each time.
-_WARM_RUNS = {"raysgd": 6, "ray_train": 1, "ray_train_tuned": 1}
+_WARM_RUNS = {"raysgd": 6, "monarch": 6, "ray_train": 1, "ray_train_tuned": 1}
 #: Libraries of many modules, which a run imports before the last starts are timed.
 _LIBRARIES = ("sklearn.ensemble", "datasets", "mlflow.pytorch", "tensorflow")
 
@@ -66,8 +67,8 @@ def train_imports(config: dict[str, Any]) -> None:
 START = Measure(
     name="start",
     title="Start",
-    systems=("ray_train", "ray_train_tuned", "torchrun", "bare", "raysgd"),
-    quick_systems=("ray_train", "torchrun", "bare", "raysgd"),
+    systems=("ray_train", "ray_train_tuned", "torchrun", "monarch", "bare", "raysgd", PRELOADING),
+    quick_systems=("ray_train", "torchrun", "bare", "raysgd", PRELOADING),
     units={"cold_s": "s", "warm_s": "s", "warm_returned_s": "s", "warm_after_imports_s": "s"},
     repeat=4,
     params=_params_of_start,
@@ -228,14 +229,10 @@ def run_ddp(system: System, params: dict[str, Any]) -> dict[str, list[float]]:
     return {f"{name}_step_s": blocks for name, blocks in gather(system.folder, "blocks")[0].items()}
 
 
-def train_ddp(config: dict[str, Any]) -> None:
-    import torch
-    import torch.distributed as dist
+def make_models() -> dict[str, Any]:
+    """Return two networks for images of 28 x 28 pixels."""
     from torch import nn
 
-    torch.manual_seed(dist.get_rank())
-    images = torch.rand(_BATCH, 1, 28, 28)
-    labels = torch.randint(10, (_BATCH,))
     conv = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -244,8 +241,19 @@ def train_ddp(config: dict[str, Any]) -> None:
     mlp = nn.Sequential(
         nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )
+    return {"conv": conv, "mlp": mlp}
+
+
+def train_ddp(config: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    torch.manual_seed(dist.get_rank())
+    images = torch.rand(_BATCH, 1, 28, 28)
+    labels = torch.randint(10, (_BATCH,))
     took = {}
-    for name, plain in (("conv", conv), ("mlp", mlp)):
+    for name, plain in make_models().items():
         model = session_of(config).prepare_model(plain)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -17,7 +17,7 @@ _REPORTS = 3
 
 
 def _params_of_tune_search(system: str, quick: bool) -> dict[str, Any]:
-    return {"trials": 3 if quick else 12}
+    return {"trials": 2 if quick else 12}
 
 
 def run_tune_search(system: System, params: dict[str, Any]) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ TITLES = {
     "ray_train_tuned": "Ray Train, 0.05 s",
     "bare": "bare actors",
     "torchrun": "torchrun",
+    "monarch": "Monarch",
     "horovod_executor": "RayExecutor",
     "horovodrun": "horovodrun",
     "tensorflow": "plain TensorFlow",
@@ -24,7 +25,9 @@ TITLES = {
 }
 
 #: raysgd with the settings of the measures of recovery.
-VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic")
+VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic", "raysgd_preloaded")
+#: raysgd on a Ray whose idle processes have imported torch.
+PRELOADING = "raysgd_preloading"
 #: raysgd with each backend, by the name of the backend, which is also that of its framework.
 WITH_BACKEND = {name: f"raysgd_{name}" for name in ("torch", "horovod", "tensorflow", "jax")}
 #: The framework whose group each system makes.
@@ -45,7 +48,7 @@ def framework_of(name: str) -> str:
 
 def missing_framework(name: str) -> str | None:
     """Return the framework that a system needs, if it is not installed."""
-    framework = FRAMEWORKS.get(name)
+    framework = name if name == "monarch" else FRAMEWORKS.get(name)
     return framework if framework and importlib.util.find_spec(framework) is None else None
 
 
@@ -64,7 +67,7 @@ def make_fragile_system(name: str, folder: Path) -> System:
 
 def make_system(name: str, folder: Path) -> System:
     """Return the system of that name, not started. This imports the system."""
-    if name == "raysgd" or name in WITH_BACKEND.values():
+    if name in ("raysgd", PRELOADING) or name in WITH_BACKEND.values():
         from bench.systems.raysgd_trainer import RaysgdSystem
 
         return RaysgdSystem(name, folder)
@@ -76,6 +79,10 @@ def make_system(name: str, folder: Path) -> System:
         from bench.systems.bare import BareSystem
 
         return BareSystem(name, folder)
+    if name == "monarch":
+        from bench.systems.monarch import MonarchSystem
+
+        return MonarchSystem(name, folder)
     if name == "horovod_executor":
         from bench.systems.horovod_executor import HorovodExecutorSystem
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import raysgd
-from bench.systems import framework_of
-from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc
+from bench.systems import PRELOADING, framework_of
+from bench.systems.base import OnCheckpoint, OnReport, RaySystem, TrainFunc, wait_for_calm
+from bench.systems.fragile import has_framework, processes_of
 from bench.worker import NUM_KEPT, NUM_WORKERS
+
+#: Seconds for Ray's idle processes to import torch.
+_PRELOAD_S = 60.0
 
 
 class Commits(raysgd.Callback):
@@ -28,6 +33,18 @@ class RaysgdSystem(RaySystem):
     """raysgd; a dataset, results and checkpoints go through its public API."""
 
     _trainer: raysgd.Trainer | None = None
+
+    def start_ray(self, num_cpus: int, **settings: Any) -> None:
+        if self.name != PRELOADING:
+            super().start_ray(num_cpus, **settings)
+            return
+        super().start_ray(num_cpus, **settings, _system_config={"preload_python_modules": ["torch"]})
+        expected, deadline = min(num_cpus, os.cpu_count() or 1), time.monotonic() + _PRELOAD_S
+        while sum(has_framework(process, "torch") for process in processes_of("ray::IDLE")) < expected:
+            if time.monotonic() > deadline:
+                raise TimeoutError("Ray's idle processes have not imported torch")
+            time.sleep(0.5)
+        wait_for_calm()
 
     def reset(self) -> None:
         trainer, self._trainer = self._trainer, None

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from raysgd.checkpoint.codecs.tree import decode_small, encode_small
 from raysgd.checkpoint.format.json import parse_json
-from raysgd.checkpoint.storage.files import Checksum, chunks_of
-from raysgd.checkpoint.storage.names import FileEntry, check_name, check_relative_path
+from raysgd.checkpoint.storage.files import Checksum, Written, chunks_of
+from raysgd.checkpoint.storage.names import FileEntry, check_name, check_relative_path, num_blocks
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, ReshardError
 
@@ -81,7 +81,7 @@ class Manifest:
         """
         document = {"format": _FORMAT, **{key: getattr(self, name) for name, key in _KEYS.items()}}
         document["metrics"] = encode_small(self.metrics, what="metrics")
-        document["parts"] = {str(rank): [entry._asdict() for entry in part] for rank, part in self.parts.items()}
+        document["parts"] = {str(rank): [_describe(entry) for entry in part] for rank, part in self.parts.items()}
         document["rank_states"] = {str(rank): state for rank, state in self.rank_states.items()}
         try:
             data = seal(document)
@@ -140,7 +140,12 @@ def _check_document(document: Any, data: bytes, where: str) -> None:
 
 
 def _check_entry(entry: Any, is_files: bool) -> str:
-    if not isinstance(entry, FileEntry) or not _is_count(entry.size) or not _is_crc32(entry.crc32):
+    if (
+        not isinstance(entry, FileEntry)
+        or not _is_count(entry.size)
+        or not _is_crc32(entry.crc32)
+        or not _are_blocks(entry)
+    ):
         raise CheckpointError(f"a manifest cannot list the file {entry!r:.200}")
     try:
         return check_relative_path(entry.name, "file") if is_files else check_name(entry.name, "file")
@@ -151,7 +156,11 @@ def _check_entry(entry: Any, is_files: bool) -> str:
 def _entries(part: Any) -> list[FileEntry]:
     if not isinstance(part, list):
         raise TypeError(f"a part is a list of files, not {part!r:.50}")
-    return [FileEntry(**entry) for entry in part]
+    return [FileEntry(**{**entry, "blocks": tuple(entry.get("blocks", ()))}) for entry in part]
+
+
+def _describe(entry: FileEntry) -> dict[str, Any]:
+    return {name: value for name, value in entry._asdict().items() if name != "blocks" or value}
 
 
 def _rank(text: str) -> int:
@@ -166,6 +175,13 @@ def _is_count(value: Any) -> bool:
 
 def _is_crc32(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 32
+
+
+def _are_blocks(entry: FileEntry) -> bool:
+    blocks = entry.blocks
+    return blocks == () or (
+        type(blocks) is tuple and len(blocks) == num_blocks(entry.size) - 1 and all(map(_is_crc32, blocks))
+    )
 
 
 def _is_seconds(value: Any) -> bool:
@@ -224,7 +240,7 @@ def verify_entries(directory: Storage, entries: Iterable[FileEntry], *, checksum
     """Check some files of a checkpoint; see `verify_files`."""
     for entry in entries:
         check_size(directory, entry)
-        if checksums and directory.read_with(entry.name, _crc32) != entry.crc32:
+        if checksums and directory.read_with(entry.name, _checksum).crc32 != entry.crc32:
             raise mismatch(directory, entry)
 
 
@@ -243,7 +259,7 @@ def mismatch(directory: Storage, entry: FileEntry) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{directory.path_of(entry.name)} does not match its checksum in the manifest")
 
 
-def _crc32(stream: BinaryIO) -> int:
+def _checksum(stream: BinaryIO) -> Written:
     with Checksum() as checksum:
         for chunk in chunks_of(stream):
             checksum.update(chunk)

@@ -12,10 +12,10 @@ Runs in workers and drivers.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import json
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, final
@@ -29,7 +29,7 @@ from raysgd.checkpoint.format.json import parse_json
 from raysgd.checkpoint.format.manifest import check_size, mismatch, verify_entries
 from raysgd.checkpoint.format.safetensors import LENGTH_BYTES, TensorSpec, decode_header, header_length
 from raysgd.checkpoint.storage.files import CHUNK_BYTES, Checksum
-from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.checkpoint.storage.names import BLOCK_BYTES, FileEntry, block_size, num_blocks
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError
 
@@ -43,6 +43,8 @@ _MAGIC = b"raysgd-1"
 FOOTER_BYTES = _FOOTER.size
 _ALIGNMENT = 64  # torch aligns its own tensors to this
 _SMALL_BYTES = 1 << 20  # tensors below this are read many at a time
+#: Memory for a block, for each thread that reads. It is used again, since the system must clear new memory.
+_SCRATCH: list[ByteArray] = []
 
 
 # -- the tree file -------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def read_leaves(directory: Storage, entry: FileEntry) -> dict[str, StoredLeaf]:
             reader = _Reader(stream, directory.path_of(entry.name), checksum)
             specs = reader.read_specs(entry.size)
             leaves = dict(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
-            if checksum.result() != entry.crc32:
+            if checksum.result().crc32 != entry.crc32:
                 raise mismatch(directory, entry)
             return leaves
 
@@ -156,6 +158,9 @@ class _Reader:
         self._stream = stream
         self._where = where
         self._checksum = checksum
+
+    def seek(self, position: int) -> None:
+        self._stream.seek(position)
 
     def read_specs(self, file_bytes: int) -> list[TensorSpec]:
         """Read the header of a file of this size."""
@@ -258,6 +263,14 @@ class PartReader(abc.ABC):
         """Fill ``area`` with the bytes of a tensor from ``skip`` on."""
 
     @abc.abstractmethod
+    def check(self, name: str, skip: int, num_bytes: int) -> bool:
+        """Compare a stretch of a tensor with its checksums before it is read, if this reads no remote storage twice.
+
+        Returns:
+            Whether `read` will find no damage, so that it may fill memory that is in use.
+        """
+
+    @abc.abstractmethod
     def _tree_text(self) -> bytes: ...
 
     @abc.abstractmethod
@@ -322,7 +335,7 @@ class PartReader(abc.ABC):
 
 @final
 class StoredPart(PartReader):
-    """A part on storage. Before one of its tensors is read, the whole tensors file is compared with its checksum.
+    """A part on storage. Each block of the tensors file is compared with its checksum when it is first read.
 
     Args:
         directory: The checkpoint's folder.
@@ -332,24 +345,85 @@ class StoredPart(PartReader):
     def __init__(self, directory: Storage, entries: Sequence[FileEntry]) -> None:
         self._directory = directory
         self._tree, self._tensors = _split_entries(directory, entries)
-        self._lock = threading.Lock()
-        self._is_verified = False
+        self._verified: set[int] = set()  # blocks
         self.where = directory.path_of(self._tree.name)
 
     def read(self, name: str, skip: int, area: ByteArray) -> None:
         begin = self._begin(name, skip, area.size)
+        self._read_blocks(begin, area.size, lambda reader, number: self._read_block(reader, number, begin, area))
+
+    def check(self, name: str, skip: int, num_bytes: int) -> bool:
+        if not self._directory.is_local:
+            return False
+
+        def check(reader: _Reader, number: int) -> None:
+            if number not in self._verified:
+                with self._reading(reader, number):
+                    pass
+
+        self._read_blocks(self._begin(name, skip, num_bytes), num_bytes, check)
+        return True
+
+    def _read_blocks(self, begin: int, num_bytes: int, read_block: Callable[[_Reader, int], None]) -> None:
+        """Call ``read_block`` for each block of a stretch of the file."""
         tensors = self._tensors
         assert tensors is not None  # as it has a tensor
-        with self._lock:
-            if not self._is_verified:
-                verify_entries(self._directory, [tensors], checksums=True)
-                self._is_verified = True
+        size = block_size(tensors.size)
+        if not tensors.blocks and tensors.size > size and not self._verified:  # an older manifest
+            verify_entries(self._directory, [tensors], checksums=True)
+            self._verified.update(range(num_blocks(tensors.size)))
 
         def read(stream: BinaryIO) -> None:
-            stream.seek(begin)
-            _Reader(stream, self._directory.path_of(tensors.name)).read_into(area)
+            reader = _Reader(stream, self._directory.path_of(tensors.name))
+            for number in range(begin // size, -(-(begin + num_bytes) // size)):
+                read_block(reader, number)
 
         self._directory.read_with(tensors.name, read)
+
+    def _read_block(self, reader: _Reader, number: int, begin: int, area: ByteArray) -> None:
+        """Read what a block and an area, which begins at ``begin`` in the file, have in common."""
+        block_begin, block_end = self._bounds(number)
+        start, end = max(block_begin, begin), min(block_end, begin + area.size)
+        target = area[start - begin : end - begin]
+        if number in self._verified:
+            reader.seek(start)
+            reader.read_into(target)
+        elif (start, end) == (block_begin, block_end):
+            self._read_verified(reader, number, target)
+        else:
+            with self._reading(reader, number) as block:
+                target[:] = block[start - block_begin : end - block_begin]
+
+    @contextlib.contextmanager
+    def _reading(self, reader: _Reader, number: int) -> Iterator[ByteArray]:
+        """Yield a block that matches its checksum, in memory that is used again afterwards."""
+        begin, end = self._bounds(number)
+        try:
+            memory = _SCRATCH.pop()
+        except IndexError:
+            memory = aligned_empty(BLOCK_BYTES)
+        block = memory[: end - begin] if end - begin <= memory.size else aligned_empty(end - begin)
+        try:
+            self._read_verified(reader, number, block)
+            yield block
+        finally:
+            _SCRATCH.append(memory)
+
+    def _read_verified(self, reader: _Reader, number: int, block: ByteArray) -> None:
+        entry = self._tensors
+        assert entry is not None
+        reader.seek(self._bounds(number)[0])
+        reader.read_into(block)
+        checksums = (0, *entry.blocks, entry.crc32)  # at the beginning of the first block, and at the end of each
+        if zlib.crc32(block, checksums[number]) != checksums[number + 1]:
+            raise mismatch(self._directory, entry)
+        self._verified.add(number)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Return where a block begins and ends in the file."""
+        assert self._tensors is not None
+        size = block_size(self._tensors.size)
+        return number * size, min((number + 1) * size, self._tensors.size)
 
     def _tree_text(self) -> bytes:
         check_size(self._directory, self._tree)
@@ -387,6 +461,10 @@ class MemoryPart(PartReader):
     def read(self, name: str, skip: int, area: ByteArray) -> None:
         begin = self._begin(name, skip, area.size)
         area[:] = self._tensors()[begin : begin + area.size]
+
+    def check(self, name: str, skip: int, num_bytes: int) -> bool:
+        self._begin(name, skip, num_bytes)
+        return True
 
     def _tree_text(self) -> bytes:
         return _split_payload(self._get())[1].tobytes()

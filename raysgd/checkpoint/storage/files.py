@@ -21,11 +21,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast, final
 
+from raysgd.checkpoint.storage.names import BLOCK_BYTES, block_size, num_blocks
 from raysgd.errors import CheckpointCorruptError
 
 Chunk: TypeAlias = "bytes | bytearray | memoryview"
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = BLOCK_BYTES
 _INLINE_BYTES = 1 << 20  # below this a thread costs more than it saves
 _MAX_AHEAD = 4  # chunks by which the checksum may lag behind the writer
 TEMPORARY_PREFIX = ".tmp-"
@@ -37,8 +38,16 @@ def chunks_of(stream: BinaryIO) -> Iterator[bytes]:
         yield chunk
 
 
+class Written(NamedTuple):
+    """The size and checksums of a file that was written: the fields of a `FileEntry` but its name."""
+
+    size: int
+    crc32: int
+    blocks: tuple[int, ...] = ()
+
+
 class Checksum:
-    """crc32 of a stream, computed in a second thread while the stream is read or written.
+    """The crc32 of a stream and of its blocks, computed in a second thread while the stream is read or written.
 
     A crc of 512 MB takes about as long as handing the bytes to the kernel, so one after the other would halve the speed of
     a write. ``zlib.crc32`` and ``os.write`` both release the GIL. Used by one thread at a time; a chunk must not change
@@ -47,6 +56,8 @@ class Checksum:
 
     def __init__(self) -> None:
         self._crc32 = 0
+        self._size = 0
+        self._ends: list[int] = []  # the crc32 at the end of each BLOCK_BYTES
         self._chunks: queue.Queue[Chunk | None] = queue.Queue(_MAX_AHEAD)
         self._thread: threading.Thread | None = None
 
@@ -58,24 +69,23 @@ class Checksum:
 
     def update(self, chunk: Chunk) -> None:
         if self._thread is None and (len(chunk) < _INLINE_BYTES or not self._start()):
-            self._crc32 = zlib.crc32(chunk, self._crc32)
+            self._add(chunk)
         else:
             self._chunks.put(chunk)
 
-    def pass_on(self, chunks: Iterable[Chunk], write: Callable[[memoryview], object]) -> int:
-        """Give all chunks to ``write``, and return their total size."""
-        size = 0
+    def pass_on(self, chunks: Iterable[Chunk], write: Callable[[memoryview], object]) -> None:
+        """Give all chunks to ``write``."""
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             self.update(view)
             write(view)
-            size += len(view)
-        return size
 
-    def result(self) -> int:
-        """Return the crc32 of all chunks so far; waits for the second thread."""
+    def result(self) -> Written:
+        """Return the size and the checksums of all chunks so far; waits for the second thread."""
         self._finish()
-        return self._crc32
+        step = block_size(self._size) // BLOCK_BYTES
+        ends = self._ends[step - 1 :: step][: max(0, num_blocks(self._size) - 1)]
+        return Written(self._size, self._crc32, tuple(ends))
 
     def _start(self) -> bool:
         thread = threading.Thread(target=self._run, name="raysgd-crc32", daemon=True)
@@ -88,7 +98,17 @@ class Checksum:
 
     def _run(self) -> None:
         while (chunk := self._chunks.get()) is not None:
-            self._crc32 = zlib.crc32(chunk, self._crc32)
+            self._add(chunk)
+
+    def _add(self, chunk: Chunk) -> None:
+        view = memoryview(chunk)
+        while len(view):
+            part = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._crc32 = zlib.crc32(part, self._crc32)
+            self._size += len(part)
+            if self._size % BLOCK_BYTES == 0:
+                self._ends.append(self._crc32)
+            view = view[len(part) :]
 
     def _finish(self) -> None:
         if self._thread is not None:
@@ -115,8 +135,8 @@ class Files(abc.ABC):
     root: str
 
     @abc.abstractmethod
-    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
-        """Write or replace a file and return its size and crc32.
+    def write(self, name: str, chunks: Iterable[Chunk]) -> Written:
+        """Write or replace a file and return its size and checksums.
 
         When it returns, the bytes are as durable as the file system can make them. A reader sees the old file or the new
         one, never a part of it. Missing folders are made.
@@ -154,7 +174,7 @@ class LocalFiles(Files):
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> Written:
         path = self._path(name)
         folder = os.path.dirname(path)
         _make_dirs(folder)
@@ -221,7 +241,7 @@ class LocalFiles(Files):
         return os.path.join(path, last) if last else path
 
 
-def _write_file(path: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
+def _write_file(path: str, chunks: Iterable[Chunk]) -> Written:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
     def write(view: memoryview) -> None:
@@ -230,9 +250,9 @@ def _write_file(path: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
 
     try:
         with Checksum() as checksum:
-            size = checksum.pass_on(chunks, write)
+            checksum.pass_on(chunks, write)
             os.fsync(descriptor)  # while the second thread finishes the checksum
-            return size, checksum.result()
+            return checksum.result()
     finally:
         os.close(descriptor)
 
@@ -297,9 +317,10 @@ class ArrowFiles(Files):
         self._fs = fs
         self.root = root.rstrip("/")
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> tuple[int, int]:
+    def write(self, name: str, chunks: Iterable[Chunk]) -> Written:
         with self._open_output(name) as stream, Checksum() as checksum:
-            return checksum.pass_on(chunks, stream.write), checksum.result()
+            checksum.pass_on(chunks, stream.write)
+            return checksum.result()
 
     def open_input(self, name: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open_input_file(self._path(name)))

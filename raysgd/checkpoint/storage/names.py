@@ -15,6 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 _MAX_COMPONENT_BYTES = 255
 _MAX_PATH_BYTES = 4096
+BLOCK_BYTES = 8 << 20
+_MAX_BLOCKS = 1024
 
 
 class FileEntry(NamedTuple):
@@ -24,11 +26,26 @@ class FileEntry(NamedTuple):
         name: Relative to the checkpoint's folder, ``/`` between components.
         size: Bytes.
         crc32: Of the whole file, as ``zlib.crc32`` gives it.
+        blocks: The crc32 of the file up to the end of each of its blocks but the last one; their size is `block_size`.
+            With it a block can be checked alone. Empty for a file of one block, and for one of an older manifest.
     """
 
     name: str
     size: int
     crc32: int
+    blocks: tuple[int, ...] = ()
+
+
+def block_size(file_bytes: int) -> int:
+    """Return the bytes of the blocks of a file: 8 MiB, doubled until there are at most 1,024 of them."""
+    size = BLOCK_BYTES
+    while file_bytes > size * _MAX_BLOCKS:
+        size *= 2
+    return size
+
+
+def num_blocks(file_bytes: int) -> int:
+    return -(-file_bytes // block_size(file_bytes))
 
 
 def check_name(name: Any, what: str = "name") -> str:

@@ -24,6 +24,7 @@ from raysgd.checkpoint.storage.files import (
     FileInfo,
     Files,
     LocalFiles,
+    Written,
     arrow_fs,
     chunks_of,
     local_root,
@@ -183,6 +184,12 @@ class Storage:
         uri = "/".join([head.rstrip("/"), *components]) + mark + query
         return Storage(self._fs, "/".join([self._files.root, *components]), uri=uri, retry=self._retry)
 
+    def parent(self) -> Storage:
+        """Return the folder that this one is in."""
+        head, mark, query = self.uri.partition("?") if not self.is_local else (self.uri, "", "")
+        uri = head.rstrip("/").rpartition("/")[0] + mark + query
+        return Storage(self._fs, self._files.root.rstrip("/").rpartition("/")[0] or "/", uri=uri, retry=self._retry)
+
     def with_retry(self, retry: Retry) -> Storage:
         """Return the same folder with other retries."""
         return Storage(self._fs, self._files.root, uri=self.uri, retry=retry)
@@ -200,11 +207,11 @@ class Storage:
 
     # -- files -------------------------------------------------------------------------------------------
 
-    def write_bytes(self, name: str, data: Chunk) -> tuple[int, int]:
-        """Write a file durably, and return its size and crc32. A reader sees the old file or the new one."""
+    def write_bytes(self, name: str, data: Chunk) -> Written:
+        """Write a file durably, and return its size and checksums. A reader sees the old file or the new one."""
         return self.write_chunks(name, lambda: (data,))
 
-    def write_chunks(self, name: str, chunks: Callable[[], Iterable[Chunk]]) -> tuple[int, int]:
+    def write_chunks(self, name: str, chunks: Callable[[], Iterable[Chunk]]) -> Written:
         """Write a file from chunks; otherwise like `write_bytes`.
 
         Args:
@@ -315,7 +322,7 @@ class Storage:
             check_relative_path(entry.name, "file")
             target = os.path.join(local_dir, entry.name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            if self.read_with(entry.name, functools.partial(_copy_to, target)) != (entry.size, entry.crc32):
+            if self.read_with(entry.name, functools.partial(_copy_to, target))[:2] != (entry.size, entry.crc32):
                 raise CheckpointCorruptError(f"{self.path_of(entry.name)} does not match its manifest (size or crc32)")
 
     # -- private -----------------------------------------------------------------------------------------
@@ -335,7 +342,7 @@ class Storage:
         return _report_chunks(chunks, self._on_chunk)
 
     def _put_file(self, path: str, name: str) -> FileEntry:
-        size, crc32 = self.write_chunks(name, lambda: read_chunks(path))
+        size, crc32, _ = self.write_chunks(name, lambda: read_chunks(path))  # these files are only read whole
         return FileEntry(name, size, crc32)
 
 
@@ -368,6 +375,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _copy_to(target: str, stream: BinaryIO) -> tuple[int, int]:
+def _copy_to(target: str, stream: BinaryIO) -> Written:
     with open(target, "wb") as out, Checksum() as checksum:
-        return checksum.pass_on(chunks_of(stream), out.write), checksum.result()
+        checksum.pass_on(chunks_of(stream), out.write)
+        return checksum.result()

@@ -94,7 +94,7 @@ class CheckpointCoordinator:
         on_in_memory: Callable[[int], None] = lambda number: None,
     ) -> None:
         config = plan.checkpoint
-        retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order)
+        retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order, config.keep_best)
         self._index = CheckpointIndex(plan.start, retention)
         self._retention = retention
         self._is_score_checked = retention.score_attribute is None
@@ -108,6 +108,7 @@ class CheckpointCoordinator:
         self._storing: set[int] = set()  # numbers that are being written from memory
         self._tried: set[int] = set()  # numbers that are being or were written from memory
         self._from_memory: set[int] = set()  # numbers that were written from memory
+        self._lost: set[int] = set()  # numbers that were in memory alone
         self._last_number = plan.start.number
         self._last_announced = plan.start.number  # to readers, as being saved
         self._first_number = 1
@@ -168,7 +169,7 @@ class CheckpointCoordinator:
 
     def newest_iteration(self) -> int:
         """Return the iteration of the newest checkpoint, also of one that is being committed; 0 without one."""
-        known = [*self._in_flight.values(), self._index.newest, self.newest_in_memory]
+        known = [*self._in_flight.values(), *self._index.manifests, self.newest_in_memory]
         return max((manifest.iteration for manifest in known if manifest is not None), default=0)
 
     def number_of(self, call: int) -> int:
@@ -182,6 +183,8 @@ class CheckpointCoordinator:
         self._last_number = max(self._last_number, previous.last_number)
         self._is_score_checked = self._is_score_checked or bool(previous.known)
         for manifest in previous.manifests:
+            if manifest.attempt < previous.attempt:
+                self._from_memory.add(manifest.number)
             if manifest.number in previous.known:
                 self._delete(manifest.attempt, self._index.add(manifest)[1])
             else:
@@ -227,9 +230,10 @@ class CheckpointCoordinator:
         return why
 
     def end_attempt(self, iterations_before: int) -> int:
-        """End the attempt; returns how many of its rounds are part of the newest checkpoint.
+        """End the attempt; returns how many of its rounds are part of its checkpoints.
 
-        Reports of ranks that are gone are not waited for: a round consists of what the other ranks reported.
+        Reports of ranks that are gone are not waited for: a round consists of what the other ranks reported. Where ranks
+        report at different saves, an older checkpoint may have got its score from a later round than the newest.
         """
         self._apply_scores(self._pending.pop_scores(is_over=True))
         if self._memory is not None:
@@ -310,8 +314,9 @@ class CheckpointCoordinator:
         """A checkpoint in memory was lost or written to storage."""
         if isinstance(given, c.MemoryCopyStored):
             self._storing.discard(given.manifest.number)
-            self._from_memory.add(given.manifest.number)
-            self._commit(given.manifest)
+            if given.manifest.number not in self._lost:  # otherwise the attempt has begun without it
+                self._from_memory.add(given.manifest.number)
+                self._commit(given.manifest)
         elif isinstance(given, c.MemoryCopyNotStored):
             self._storing.discard(given.number)
             self._report_not_saved(
@@ -320,6 +325,8 @@ class CheckpointCoordinator:
             )
         elif self._memory is not None:
             self._memory.index.drop(given.number)
+            self._lost.add(given.number)
+            self._last_number = max(self._last_number, given.number)  # parts of it may be on storage, or come there
             self._emit(c.warning(f"checkpoint {given.number} is no longer in the cluster's memory"))
 
     def on_committed(self, manifest: Manifest) -> None:
@@ -330,7 +337,8 @@ class CheckpointCoordinator:
         shown, to_delete = self._index.add(manifest)
         data = self._describe(shown)
         self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
-        self._emit(c.RecordEvent("checkpoint", data))
+        size_bytes = sum(entry.size for part in shown.parts.values() for entry in part)
+        self._emit(c.RecordEvent("checkpoint", {**data, "size_bytes": size_bytes}))
         if shown is not manifest:  # its score arrived while it was being written
             self._emit(c.CommitCheckpoint(shown, amend=True))
         if shown.metrics:  # otherwise its round may still be reported

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointIndex:
-    """The committed checkpoints of one run, oldest first."""
+    """The committed checkpoints of one run, oldest first.
+
+    The manifests of all but the newest are here without their parts and rank states, which take 30 kB of memory for each rank.
+    """
 
     def __init__(self, start: Start, retention: RetentionPolicy) -> None:
         self._start = start
@@ -35,6 +38,10 @@ class CheckpointIndex:
         """Add a committed checkpoint; returns it with its score, and the numbers of the checkpoints to delete."""
         manifest = self.scored(manifest)
         self._manifests[manifest.number] = manifest
+        newest = max(self._manifests)
+        for number, older in list(self._manifests.items()):
+            if number < newest and (older.parts or older.rank_states):
+                self._manifests[number] = replace(older, parts={}, rank_states={})
         to_delete = self._retention.to_delete(list(self._manifests.values()))
         for number in to_delete:
             del self._manifests[number]

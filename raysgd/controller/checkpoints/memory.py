@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.store import part_prefix
 from raysgd.session.events import PartHeld, Saved, WorkerEvent
+from raysgd.session.rank_state import RankState, shared_states
 from raysgd.workers.orders import HeldCheckpoint
 
 if TYPE_CHECKING:
@@ -69,11 +70,13 @@ class MemoryCheckpoints:
         self._first_number = 0
         self._arrivals: dict[int, _Arrivals] = {}  # by rank
         self._checkpoints: dict[int, _Parts] = {}  # by number
+        self._shared: tuple[int, dict[int, RankState]] | None = None  # of which checkpoint, and `shared_states` of it
 
     def begin_attempt(self, attempt: int, first_number: int, start: Manifest | None) -> None:
         """Begin to collect parts. Of earlier attempts, only the checkpoint that this one starts from is kept."""
         self._stop_reading()
         self._attempt, self._first_number = attempt, first_number
+        self._shared = None
         kept = None if start is None else start.number
         self._checkpoints = {number: parts for number, parts in self._checkpoints.items() if number == kept}
 
@@ -105,8 +108,18 @@ class MemoryCheckpoints:
         self._memory.copy(self._refs(number))
 
     def for_rank(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
-        """Return a checkpoint with the parts that ``rank`` loads; None for None."""
-        return None if manifest is None else HeldCheckpoint(manifest, self._parts_for(manifest, rank))
+        """Return a checkpoint with the parts and the rank states that ``rank`` loads; None for None.
+
+        The states of all ranks in the order for each rank would be gigabytes for a thousand of them.
+        """
+        if manifest is None:
+            return None
+        if self._shared is None or self._shared[0] != manifest.number:
+            self._shared = manifest.number, shared_states(manifest.rank_states)
+        states = dict(self._shared[1])
+        if rank in manifest.rank_states:
+            states[rank] = {**manifest.rank_states[rank], **states.get(rank, {})}
+        return HeldCheckpoint(replace(manifest, rank_states=states), self._parts_for(manifest, rank))
 
     async def is_reachable(self, manifest: Manifest, *, is_unstored: bool = False) -> bool:
         """Return whether all workers of the group can read a checkpoint.

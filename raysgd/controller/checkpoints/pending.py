@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller.rounds import Reduce, copies_of, reduce_metrics
 from raysgd.controller.run_plan import Start
 from raysgd.data.order.position import check_agreement
@@ -29,9 +28,32 @@ from raysgd.session.rank_state import positions_in
 
 @dataclass
 class _Pending:
+    """One save. With a thousand ranks, an event must not look at all of them.
+
+    Attributes:
+        calls: By rank.
+        parts: By rank.
+        absent: Ranks that have returned without this call.
+        unsafe: Ranks that have made the call, and whose part is not durable.
+    """
+
+    absent: set[int]
     calls: dict[int, Saved] = field(default_factory=dict)
     parts: dict[int, PartSafe] = field(default_factory=dict)
+    unsafe: set[int] = field(default_factory=set)
     is_refused: bool = False
+
+    @property
+    def first_call(self) -> Saved:
+        return next(iter(self.calls.values()))
+
+    @property
+    def first_part(self) -> PartSafe:
+        return next(iter(self.parts.values()))
+
+    def without_state(self) -> set[int]:
+        """Return the ranks that have returned without giving a state that the checkpoint needs."""
+        return self.absent if self.first_call.all_ranks else self.absent & {0}
 
 
 class Score(NamedTuple):
@@ -72,30 +94,49 @@ class PendingCheckpoints:
         self._pending: dict[int, _Pending] = {}
         self._num_calls = [0] * world_size
         self._num_reports = [0] * world_size
+        self._all_ranks = frozenset(range(world_size))
+        self._uncalled = set(self._all_ranks)  # ranks without any call
+        self._late: set[int] = set()  # those of them that have reported again after the first call of another rank
         self._returned: set[int] = set()
         self._first_save_after: int | None = None  # reports
         self._scores: dict[int, dict[int, Scored]] = {}
-        self._in_step: dict[int, set[int]] = {}  # by complete call, the ranks that made it after equally many reports
+        self._scored: set[int] = set()  # calls whose round is known
+        self._in_step: dict[
+            int, frozenset[int]
+        ] = {}  # by complete call, the ranks that made it after equally many reports
         self._is_over = False
 
     def on_reports(self, rank: int, count: int) -> None:
         """``rank`` has made ``count`` reports so far."""
         self._num_reports[rank] = count
+        if rank in self._uncalled:
+            self._note_late(rank)
 
     def on_event(self, rank: int, event: Saved | PartSafe | Scored) -> str | None:
         """Take an event of a rank; returns the rule that the ranks broke, or None."""
         if isinstance(event, Scored):  # the rank has made the report that its call belongs to
-            self._scores.setdefault(event.call, {})[rank] = event
+            if event.call not in self._scored:
+                self._scores.setdefault(event.call, {})[rank] = event
             return None
-        pending = self._pending.setdefault(event.call, _Pending())
+        pending = self._pending.get(event.call)
+        if pending is None:
+            pending = self._pending[event.call] = _Pending(set(self._returned))
         if isinstance(event, PartSafe):
             pending.parts[rank] = event
-            return self._find_different_positions(pending)
+            pending.unsafe.discard(rank)
+            return self._find_different_positions(pending, event)
         pending.calls[rank] = event
+        pending.absent.discard(rank)
+        if rank not in pending.parts:
+            pending.unsafe.add(rank)
         self._num_calls[rank] = max(self._num_calls[rank], event.call + 1)
+        self._uncalled.discard(rank)
+        self._late.discard(rank)
         if event.call == 0 and self._first_save_after is None:
             self._first_save_after = event.reports
-        return self._find_different_arguments(event.call, pending) or self._find_one_sided_call()
+            for other in self._uncalled:
+                self._note_late(other)
+        return self._find_different_arguments(event, pending) or self._find_one_sided_call()
 
     def drop(self, call: int) -> int:
         """Make no checkpoint of this call; returns the number that the checkpoint would have had."""
@@ -106,6 +147,9 @@ class PendingCheckpoints:
     def on_returned(self, rank: int) -> str | None:
         """``rank`` has returned; returns the rule that is broken if calls still need this rank, or None."""
         self._returned.add(rank)
+        for pending in self._pending.values():
+            if rank not in pending.calls:
+                pending.absent.add(rank)
         return self._find_one_sided_call()
 
     def pop_complete(self) -> list[Manifest]:
@@ -123,35 +167,38 @@ class PendingCheckpoints:
             is_over: The attempt is over. From now on, missing reports are not waited for.
         """
         self._is_over = self._is_over or is_over
-        running = set() if self._is_over else self._running()
         found = []
         for call, by_rank in sorted(self._scores.items()):
-            if call in self._in_step and running & self._in_step[call] <= set(by_rank):
+            if call in self._in_step and self._is_scored(self._in_step[call], by_rank):
                 del self._scores[call]
-                found.append((call, {rank: event for rank, event in by_rank.items() if rank in self._in_step[call]}))
-        return [self._score(call, by_rank) for call, by_rank in found if by_rank]
+                if in_step := {rank: event for rank, event in by_rank.items() if rank in self._in_step[call]}:
+                    self._scored.add(call)
+                    found.append(self._score(call, in_step))
+        return found
 
     def _score(self, call: int, by_rank: dict[int, Scored]) -> Score:
         metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
         return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
 
+    def _is_scored(self, in_step: frozenset[int], by_rank: dict[int, Scored]) -> bool:
+        """Return whether all ranks have scored a call that were in step and are still running."""
+        if self._is_over:
+            return True
+        # The first comparison says no to nearly every event, without looking at all ranks.
+        return len(in_step) <= len(by_rank) + len(self._returned) and in_step - self._returned <= by_rank.keys()
+
     def _is_complete(self, call: int, pending: _Pending) -> bool:
         # Other ranks may still send events of a call that was dropped.
         if call in self._dropped or call >= self._refused_from or pending.is_refused or not pending.calls:
             return False
-        needed = self._running() | self._ranks_with_state(pending)
-        return needed <= set(pending.calls) <= set(pending.parts)
-
-    def _running(self) -> set[int]:
-        return set(range(self._world_size)) - self._returned
-
-    def _ranks_with_state(self, pending: _Pending) -> set[int]:
-        all_ranks = next(iter(pending.calls.values())).all_ranks
-        return set(range(self._world_size)) if all_ranks else {0}
+        is_called = len(pending.calls) + len(pending.absent) == self._world_size and not pending.without_state()
+        has_state = pending.first_call.all_ranks or 0 in pending.calls
+        return is_called and has_state and not pending.unsafe
 
     def _manifest(self, call: int, pending: _Pending) -> Manifest:
         first = pending.calls[min(pending.calls)]
-        self._in_step[call] = {rank for rank, saved in pending.calls.items() if saved.reports == first.reports}
+        in_step = frozenset(rank for rank, saved in pending.calls.items() if saved.reports == first.reports)
+        self._in_step[call] = self._all_ranks if in_step == self._all_ranks else in_step  # one object, as a rule
         return Manifest(
             number=self._first_number + call,
             attempt=self._attempt,
@@ -164,9 +211,7 @@ class PendingCheckpoints:
             allow_pickle=first.allow_pickle,
             is_reshardable=_is_reshardable([part.unsharded_digest for part in pending.parts.values()]),
             created_s=time.time(),
-            parts={
-                rank: [FileEntry(*entry) for entry in part.files] for rank, part in pending.parts.items() if part.files
-            },
+            parts={rank: list(part.files) for rank, part in pending.parts.items() if part.files},
             rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
         )
 
@@ -175,16 +220,19 @@ class PendingCheckpoints:
         copies = copies_of(metrics, self._workers_per_replica)
         return reduce_metrics(list(metrics.values()), self._reduce, copies) if metrics else None
 
-    def _find_different_arguments(self, call: int, pending: _Pending) -> str | None:
+    def _find_different_arguments(self, event: Saved, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):
-            values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
-            if len(set(values.values())) > 1:
+            if getattr(event, name) != getattr(pending.first_call, name):
+                values = {rank: getattr(saved, name) for rank, saved in sorted(pending.calls.items())}
                 pending.is_refused = True
-                return f"save_checkpoint call {call + 1} was made with different {name.replace('is_', '')}: {values}."
+                return f"save_checkpoint call {event.call + 1} was made with different {name.replace('is_', '')}: {values}."
         return None
 
-    def _find_different_positions(self, pending: _Pending) -> str | None:
+    def _find_different_positions(self, pending: _Pending, part: PartSafe) -> str | None:
         """Return an error if the ranks' positions in their datasets do not agree, or None."""
+        is_first = len(pending.parts) == 1
+        if not is_first and positions_in(part.rank_state) == positions_in(pending.first_part.rank_state):
+            return None
         try:
             check_agreement({rank: positions_in(part.rank_state) for rank, part in pending.parts.items()})
         except CheckpointError as error:
@@ -192,28 +240,31 @@ class PendingCheckpoints:
             return str(error)
         return None
 
+    def _note_late(self, rank: int) -> None:
+        """Note if a rank without a call should have made one: it has reported again after the first call of another rank."""
+        if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
+            self._late.add(rank)
+
     def _find_one_sided_call(self) -> str | None:
         """Return the rule that is broken if some ranks made calls that others will never make, or None."""
         return self._find_missing_rank() or self._find_missing_state()
 
     def _find_missing_rank(self) -> str | None:
-        if not any(self._num_calls):
+        if len(self._uncalled) == self._world_size:
             return None
-        for rank in (rank for rank, count in enumerate(self._num_calls) if count == 0):
-            # A rank that made all its saves before the checkpoint that the attempt starts from may make none now.
-            if rank in self._returned and not self._start.is_checkpoint:
-                return self._refuse(0, f"rank {rank} has returned without having called it")
-            if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
-                return self._refuse(0, f"rank {rank} continued without calling it")
-        return None
+        # A rank that made all its saves before the checkpoint that the attempt starts from may make none now.
+        returned = set() if self._start.is_checkpoint else self._uncalled & self._returned
+        if not returned and not self._late:
+            return None
+        rank = min(returned | self._late)
+        if rank in returned:
+            return self._refuse(0, f"rank {rank} has returned without having called it")
+        return self._refuse(0, f"rank {rank} continued without calling it")
 
     def _find_missing_state(self) -> str | None:
         for call, pending in sorted(self._pending.items()):
-            if not pending.calls or call in self._dropped:
-                continue
-            missing = sorted((self._ranks_with_state(pending) & self._returned) - set(pending.calls))
-            if missing:
-                return self._refuse(call, f"rank {missing[0]} has returned without giving a state to call {call + 1}")
+            if pending.calls and call not in self._dropped and (missing := pending.without_state()):
+                return self._refuse(call, f"rank {min(missing)} has returned without giving a state to call {call + 1}")
         return None
 
     def _refuse(self, from_call: int, why: str) -> str:

@@ -71,8 +71,7 @@ class RoundCount:
             self._running = set(range(frame.data["world_size"]))
             self._count()
         elif frame.kind == frames.RANK_DONE and frame.attempt == self._attempt:
-            self._running.discard(frame.rank)
-            self._count()
+            self._left(frame.rank)
         return True
 
     def _reported(self, frame: Frame) -> bool:
@@ -87,6 +86,15 @@ class RoundCount:
             return False
         self._count()
         return True
+
+    def _left(self, rank: int) -> None:
+        """Count without a rank; all ranks are compared only if the others may have completed rounds without it."""
+        if rank not in self._running:
+            return
+        self._running.remove(rank)
+        self._missing -= self._counts[rank] <= self._whole
+        if not self._missing or not self._running:
+            self._count()
 
     def _count(self) -> None:
         counts = [self._counts[rank] for rank in self._running]
@@ -121,6 +129,9 @@ HOLD_S = 0.02
 class FrameLog:
     """The numbered sequence of a run's frames.
 
+    A reader that is behind the frames in memory does not get the samples of workers' processes: they are for live displays, and
+    a thousand workers send 500 in a second. The journal has them.
+
     Args:
         journal: Records every frame.
         min_interval_s: Least time between two batches for one reader.
@@ -142,7 +153,8 @@ class FrameLog:
         self._memory_bytes = memory_bytes
         self._recent: deque[Frame] = deque()
         self._recent_bytes = 0
-        self._kept = list(earlier)  # older frames other than reports; they are few and small
+        # Older frames other than reports and samples; they are few and small.
+        self._kept = [frame for frame in earlier if not frame.is_sample]
         self._next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
         self._held: int | None = None  # the last frame of the run, until it is on storage
@@ -161,7 +173,7 @@ class FrameLog:
         while self._recent_bytes > self._memory_bytes:
             oldest = self._recent.popleft()
             self._recent_bytes -= oldest.size_bytes
-            if oldest.kind != frames.REPORTS:
+            if oldest.kind != frames.REPORTS and not oldest.is_sample:
                 self._kept.append(oldest)
         self._is_closed = self._is_closed or (frame.kind == frames.RUN_CLOSED and self._held is None)
         if self._rounds.feed(frame):

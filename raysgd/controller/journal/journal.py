@@ -29,7 +29,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from raysgd._util.redact import redact, redact_texts
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.errors import CheckpointNotFoundError
+from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError, RaySGDError
 
 #: A metrics file is closed when it has this size. On object stores, which cannot append, each flush writes the open file again.
 SEGMENT_BYTES = 4 << 20
@@ -53,6 +53,8 @@ _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
 _METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
 _RUN_FOLDER = re.compile(r"run_[0-9]+")
 _MAX_NAMED = 6
+#: Bytes of a damaged line that a message shows.
+_MAX_QUOTED = 40
 
 
 class LogFile:
@@ -307,17 +309,98 @@ def stored_frames(storage: Storage) -> list[Frame]:
 
     Raises:
         CheckpointNotFoundError: The folder is not a run's folder.
+        CheckpointCorruptError: A file is damaged.
+    """
+    return sorted(_read_frames(storage, journal_files(storage)), key=lambda frame: frame.seq)
+
+
+def stored_events(storage: Storage) -> list[Frame]:
+    """Return all frames in a run's folder except reports, in their order. Errors as for `stored_frames`."""
+    return sorted(_read_frames(storage, journal_files(storage)[:1]), key=lambda frame: frame.seq)
+
+
+def journal_files(storage: Storage) -> list[tuple[list[str], Callable[[bytes], Frame]]]:
+    """Return the names of a run's events files and of its metrics files, oldest first, each with the parser of its lines.
+
+    Raises:
+        CheckpointNotFoundError: The folder is not a run's folder.
     """
     names = storage.list_names()
-    if not any(_EVENTS_FILE.fullmatch(name) for name in names):
+    events = list(filter(_EVENTS_FILE.fullmatch, names))
+    if not events:
         raise CheckpointNotFoundError(
             f"{storage.path_of('')} is not a run's folder: it has no events.jsonl{suggest_run(storage)}"
         )
-    found: list[Frame] = []
-    for pattern, to_frame in ((_EVENTS_FILE, event_frame), (_METRICS_FILE, report_frame)):
-        for name in filter(pattern.fullmatch, names):
-            found += map(to_frame, _whole_lines(storage.read_bytes(name)))
-    return sorted(found, key=lambda frame: frame.seq)
+    return [(events, event_frame), (list(filter(_METRICS_FILE.fullmatch, names)), report_frame)]
+
+
+def _read_frames(storage: Storage, files: Iterable[tuple[list[str], Callable[[bytes], Frame]]]) -> Iterator[Frame]:
+    for names, to_frame in files:
+        for name in names:
+            for line in _whole_lines(storage.read_bytes(name)):
+                yield parse_line(line, to_frame, storage.path_of(name))
+
+
+def parse_line(line: bytes, to_frame: Callable[[bytes], Frame], where: str) -> Frame:
+    """Return the frame of a line of a file.
+
+    Args:
+        line: The line.
+        to_frame: `event_frame` or `report_frame`.
+        where: The file's path, for the message.
+
+    Raises:
+        CheckpointCorruptError: The line is damaged.
+    """
+    try:
+        return to_frame(line)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        start = line[:_MAX_QUOTED].decode("utf-8", "replace")
+        raise CheckpointCorruptError(
+            f"{where} is damaged: raysgd did not write the line {start!r}; remove that line, or copy the file again."
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(storage: Storage) -> Iterator[None]:
+    """Turn errors in the block that values in a run's files cause into one that names the folder.
+
+    Raises:
+        CheckpointCorruptError: Something in the files is not as raysgd writes it.
+    """
+    try:
+        yield
+    except RaySGDError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            f"the files of the run {storage.path_of('')} are damaged ({type(error).__name__}: {error}); copy them again."
+        ) from error
+
+
+def read_description(storage: Storage) -> dict[str, Any]:
+    """Return the content of a run's ``run.json``; empty if there is none yet.
+
+    Raises:
+        CheckpointCorruptError: It is damaged.
+    """
+    if not storage.exists("run.json"):
+        return {}
+    where = storage.path_of("run.json")
+    try:
+        found = json.loads(storage.read_bytes("run.json"))
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{where} is damaged: it is not JSON ({error}); copy the file again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointCorruptError(f"{where} is damaged: it is not a JSON object; copy the file again.")
+    return found
+
+
+def last_reports(storage: Storage) -> Iterator[Frame]:
+    """Yield the frames of the newest reports in a run's folder, newest first: those in its last two files."""
+    for name in sorted(filter(_METRICS_FILE.fullmatch, storage.list_names()))[-2:][::-1]:
+        for line in reversed(_whole_lines(storage.read_bytes(name))):
+            yield parse_line(line, report_frame, storage.path_of(name))
 
 
 def suggest_run(folder: Storage) -> str:
@@ -354,6 +437,13 @@ def _event_line(frame: Frame, secrets: Set[str]) -> bytes:
     else:
         data = {key: value for key, value in frame.data.items() if not isinstance(value, bytes)}
         fields = {"seq": frame.seq, "attempt": frame.attempt, "kind": frame.kind, "rank": frame.rank, "data": data}
-    fields, nonfinite = take_nonfinite(redact_texts(fields, secrets, untouched=("kind",)))
-    fields |= {"nonfinite": nonfinite} if nonfinite else {}
-    return json.dumps(fields, separators=(",", ":"), default=str).encode() + b"\n"
+    fields = redact_texts(fields, secrets, untouched=("kind",))
+    try:
+        return _strict_line(fields)
+    except ValueError:  # as a rule all numbers are finite, and looking at each takes twice as long as writing them
+        fields, nonfinite = take_nonfinite(fields)
+        return _strict_line({**fields, "nonfinite": nonfinite})
+
+
+def _strict_line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), default=str, allow_nan=False).encode() + b"\n"

@@ -174,9 +174,11 @@ class RunMachine:
                 self._on_unsynchronized(running, rank, event.message)
             case e.Entered():
                 running.is_entered = True
-                self._emit(
-                    c.RecordEvent("entered", {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp})
-                )
+                data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
+                self._emit(c.RecordEvent("entered", data | _describe_output(event.output)))
+            case e.Left():
+                data = {"rank": rank, "attempt": running.attempt}
+                self._emit(c.RecordEvent("left", data | _describe_output(event.output)))
 
     def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
         """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
@@ -387,3 +389,8 @@ def _outcome_of_stop(given: c.StopRequested) -> Outcome:
     if given.failed is not None:
         return Outcome("error", failed=given.failed, node=CALLBACK_NODE)
     return Outcome("cancelled" if given.cancel else "stopped", message=given.why)
+
+
+def _describe_output(files: tuple[e.OutputFile, ...]) -> dict[str, Any]:
+    """Return what an event says of the files that a process prints to."""
+    return {"output": [[file.path, file.size] for file in files]} if files else {}

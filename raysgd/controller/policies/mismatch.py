@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from raysgd.backends.flight_recorder import Collective, name_ranks
 from raysgd.session.progress import Heartbeat
@@ -99,7 +100,7 @@ class MismatchPolicy:
 
     def find_mismatch(self, now: float) -> Mismatch | None:
         """Return what to warn about or to end the run for, or None. Each warning is returned once."""
-        waiting = {rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)}
+        waiting = self._find_waiting(now)
         hopeless = self._find_hopeless(waiting)
         concerned = {rank: missing for rank, missing in waiting.items() if missing}
         if not concerned:
@@ -120,7 +121,7 @@ class MismatchPolicy:
 
     def will_end(self, now: float) -> bool:
         """Return True if the run will end for a mismatch: all ranks inside wait for others that will never come."""
-        waiting = {rank: self._missing_for(rank) for rank in self._ranks if self._waits(rank, now)}
+        waiting = self._find_waiting(now)
         hopeless = self._find_hopeless(waiting)
         return self._timeout_s is not None and bool(hopeless) and len(hopeless) == self._num_inside()
 
@@ -135,15 +136,26 @@ class MismatchPolicy:
         is_recent = now - seen.seen_at < 3 * look_s
         return is_recent and seen.position.blocked_s >= look_s and seen.waited_s(now) >= self._warn_after_s
 
-    def _missing_for(self, rank: int) -> dict[int, Collective]:
-        """Return the ranks that a collective lacks in which ``rank`` waits, each with that collective."""
-        missing = {}
+    def _find_waiting(self, now: float) -> dict[int, dict[int, Collective]]:
+        """Return the ranks that wait, each with the ranks that its collectives lack."""
+        known: dict[tuple[Any, ...], list[int]] = {}  # a thousand ranks that wait in one collective lack the same ranks
+        return {rank: self._missing_for(rank, known) for rank in self._ranks if self._waits(rank, now)}
+
+    def _missing_for(self, rank: int, known: dict[tuple[Any, ...], list[int]]) -> dict[int, Collective]:
+        """Return the ranks that a collective lacks in which ``rank`` waits, each with that collective.
+
+        Args:
+            rank: A rank that waits.
+            known: The ranks that collectives lack, as far as they were looked for; it grows.
+        """
+        missing: dict[int, Collective] = {}
         for waited in self._ranks[rank].position.collectives:
             if waited.is_done:
                 continue
-            for other in self._members_of(waited):
-                if other != rank and self._is_missing(other, waited):
-                    missing[other] = waited
+            key = waited.group, waited.number, waited.operation, waited.ranks
+            if key not in known:
+                known[key] = [other for other in self._members_of(waited) if self._is_missing(other, waited)]
+            missing.update((other, waited) for other in known[key] if other != rank)
         return missing
 
     def _members_of(self, waited: Collective) -> list[int]:

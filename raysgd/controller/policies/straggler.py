@@ -9,10 +9,11 @@ With GPUs not even that is certain: copying a batch waits for the GPU, which may
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from raysgd.session.progress import Heartbeat, Spent
@@ -195,7 +196,27 @@ def _compare(spent: Mapping[int, Spent], has_gpus: bool) -> dict[int, _Gap]:
         if has_gpus:
             return {}
         paces = {rank: _Pace(pace.step_s, 0.0, {"data": pace.own["data"]}) for rank, pace in paces.items()}
-    return {rank: _gap(pace, [other for who, other in paces.items() if who != rank]) for rank, pace in paces.items()}
+    own_s = _Others([pace.own_s for pace in paces.values()])
+    first = next(iter(paces.values()))
+    phases = {phase: _Others([pace.own[phase] for pace in paces.values()]) for phase in first.own}
+    return {rank: _gap(pace, own_s, phases) for rank, pace in paces.items()}
+
+
+class _Others:
+    """The medians of some values without one of them, for each of them; sorted once, because there may be a thousand."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._sorted = sorted(values)
+
+    def median_without(self, value: float) -> float:
+        """Return the median of all values except one that equals ``value``."""
+        left_out = bisect_left(self._sorted, value)
+        middle, is_between = divmod(len(self._sorted) - 1, 2)
+        upper = self._without(middle, left_out)
+        return upper if is_between else (self._without(middle - 1, left_out) + upper) / 2
+
+    def _without(self, index: int, left_out: int) -> float:
+        return self._sorted[index + (index >= left_out)]
 
 
 def _pace(spent: Spent) -> _Pace:
@@ -210,9 +231,10 @@ def _may_wait_unseen(paces: Mapping[int, _Pace]) -> bool:
     return are_alike and all(pace.waiting_s <= UNSEEN_SHARE * pace.step_s for pace in paces.values())
 
 
-def _gap(pace: _Pace, others: list[_Pace]) -> _Gap:
-    by_phase = {phase: own_s - median(other.own[phase] for other in others) for phase, own_s in pace.own.items()}
-    return _Gap(pace.own_s, median(other.own_s for other in others), pace.step_s, by_phase)
+def _gap(pace: _Pace, own_s: _Others, phases: Mapping[str, _Others]) -> _Gap:
+    by_phase = {phase: phases[phase].median_without(seconds) for phase, seconds in pace.own.items()}
+    above = {phase: seconds - by_phase[phase] for phase, seconds in pace.own.items()}
+    return _Gap(pace.own_s, own_s.median_without(pace.own_s), pace.step_s, above)
 
 
 def _shown(seconds: float) -> str:

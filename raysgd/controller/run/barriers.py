@@ -50,7 +50,8 @@ class Barriers:
 
     def _open_complete(self) -> None:
         for key, barrier in list(self._barriers.items()):
-            if self._expected <= barrier.waiting.keys():
+            # The first comparison says no to nearly every rank, without looking at all of them.
+            if len(self._expected) <= len(barrier.waiting) and self._expected <= barrier.waiting.keys():
                 del self._barriers[key]
                 payloads = barrier.payloads
                 self._resolve(barrier, pickle.dumps(payloads) if key[0] == "gather" else payloads.get(0, b""))

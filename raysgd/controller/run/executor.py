@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._util.logs import get_logger
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.links import make_links
 from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
@@ -30,7 +31,7 @@ from raysgd.controller.run.watch import Watch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
 from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
 from raysgd.data.plan import NO_DATASETS
-from raysgd.errors import RaySGDError, WorkerDiedError, WorkerError
+from raysgd.errors import RaySGDError, UsageError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
 from raysgd.workers.liveness.deaths import was_sigterm
@@ -50,6 +51,7 @@ class Run:
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
         begins: Records an attempt before any rank enters it.
+        observe: Called with each event, and the last complete round at that time.
 
     Attributes:
         before_close: Awaited before the last frame; returns the error of a callback that failed after training, or None.
@@ -70,14 +72,23 @@ class Run:
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
         begins: Callable[[AttemptRecord], None] = lambda attempt: None,
+        observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
         self._group = group
         self._share = share
         self._checkpoint = checkpoint
         self._failure = failure
-        self._files = RunFiles(storage, request.secrets, self.warn, retry_of_writes(checkpoint.on_write_error))
+        self._files = RunFiles(
+            storage,
+            request.secrets,
+            self.warn,
+            retry_of_writes(checkpoint.on_write_error),
+            make_links(storage, checkpoint),
+        )
         self._begins = begins
+        self._observe = observe
+        self._saving_since: dict[int, float] = {}
         self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
         self._info = dataclasses.replace(info, started_s=previous.started_s or time.time())
         if previous.bound_size is not None:
@@ -186,6 +197,19 @@ class Run:
         self._record_event(
             event if source is None else dataclasses.replace(event, data={**event.data, "source": source})
         )
+        await self._files.flush()
+
+    async def delete_checkpoint(self, number: int) -> None:
+        """Delete a checkpoint of a run that is closed; returns when that is recorded.
+
+        Raises:
+            UsageError: The run is live.
+            CheckpointError: It could not be deleted.
+        """
+        if not self.is_closed:
+            raise UsageError("the run is live, and decides itself which checkpoints it keeps; wait for its end.")
+        await asyncio.to_thread(self._files.store.delete, number)
+        self._record_event(c.RecordEvent("checkpoint_deleted", {"number": number}))
         await self._files.flush()
 
     def pause(self) -> None:
@@ -371,7 +395,7 @@ class Run:
     def _record_worker(self, rank: int) -> str:
         info = self._group.info(rank)
         assert info is not None
-        data = {"rank": rank, "node": info.node, "pid": info.pid, "gpus": list(info.gpu_ids)}
+        data = {"rank": rank, "node": info.node, "node_id": info.node_id, "pid": info.pid, "gpus": list(info.gpu_ids)}
         self._record_event(c.RecordEvent("worker_up", data))
         return info.node
 
@@ -465,7 +489,7 @@ class Run:
     async def _commit(self, command: c.CommitCheckpoint) -> None:
         manifest = command.manifest
         try:
-            await self._files.commit(manifest)
+            await self._files.commit(manifest, amend=command.amend)
         except Exception as error:
             if not command.amend:
                 self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
@@ -480,11 +504,22 @@ class Run:
             self._act(c.PublishOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
     def _emit_frame(self, given: c.EmitFrame) -> None:
+        if given.kind == frames.SAVING:
+            self._saving_since[given.data["number"]] = time.monotonic()
+        elif given.kind == frames.NOT_SAVED:
+            self._saving_since.pop(given.data["number"], None)
         self.log.append(lambda seq: Frame(seq, given.kind, given.attempt, given.rank, given.data, given.rows))
 
     def _record_event(self, event: c.RecordEvent) -> None:
+        if event.kind == "checkpoint":
+            began = self._saving_since.pop(
+                event.data["number"], None
+            )  # None: it was written from memory after a failure
+            seconds = None if began is None else round(time.monotonic() - began, 3)
+            event = dataclasses.replace(event, data={**event.data, "seconds": seconds})
         data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
         self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
+        self._observe(event, self.log.iteration)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.links import CheckpointLinks
 from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.journal.journal import Journal
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, build_previous_state
+from raysgd.errors import CheckpointError
 
 _FLUSH_S = 0.5
 
@@ -24,20 +26,28 @@ class RunFiles:
         secrets: Texts that must not stand in its files.
         warn: Called with problems that do not end the run.
         retry: How failed writes of checkpoints are repeated.
+        links: Keeps the names ``last`` and ``best``; None: there are none.
     """
 
     def __init__(
-        self, storage: Storage, secrets: frozenset[str], warn: Callable[[str], None], retry: Retry | None = None
+        self,
+        storage: Storage,
+        secrets: frozenset[str],
+        warn: Callable[[str], None],
+        retry: Retry | None = None,
+        links: CheckpointLinks | None = None,
     ) -> None:
         self.storage = storage
         checkpoints = storage.child("checkpoints")
         self.store = CheckpointStore(checkpoints if retry is None else checkpoints.with_retry(retry))
         self.journal = Journal(storage, secrets)
         self._warn = warn
+        self._links = links
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._flusher: asyncio.Task[None] | None = None
         self._deleting: set[asyncio.Task[None]] = set()
         self._journal_error: OSError | None = None
+        self._is_journal_broken = False  # the newest flush has failed
         self._is_closed = False
 
     def uri_of(self, number: int) -> str:
@@ -57,22 +67,26 @@ class RunFiles:
         ).up_to(last)
 
     def start(self) -> None:
-        """Start to flush the journal regularly."""
+        """Start to flush the journal regularly, and repair the links that a crash may have left behind."""
         self._flusher = asyncio.get_running_loop().create_task(self._flush_regularly())
+        if self._links is not None:
+            self._writer.submit(self._change_links, self._links.repair)
 
     def stop_flushing(self) -> None:
         """Stop the regular flushes; `flush` writes what is left."""
         if self._flusher is not None:
             self._flusher.cancel()
 
-    async def commit(self, manifest: Manifest) -> None:
-        """Write a checkpoint's manifest, or replace it.
+    async def commit(self, manifest: Manifest, *, amend: bool = False) -> None:
+        """Write a checkpoint's manifest; ``amend``: replace the one that is there.
 
         Raises:
             Exception: It could not be written.
         """
         await self._flush(self._writer)  # first the reports before it: a resumed run does not make them again
-        await self._in_writer(self.store.commit, manifest)
+        await self._in_writer(self.store.amend if amend else self.store.commit, manifest)
+        if self._links is not None:
+            await self._in_writer(self._change_links, self._links.update, manifest)
 
     def delete(self, numbers: Iterable[int]) -> None:
         """Delete checkpoints, after the writes that were requested before."""
@@ -97,9 +111,9 @@ class RunFiles:
         await self._flush(None if self._is_closed else self._writer)
 
     def describe_lost(self) -> str | None:
-        """Return how much of the journal could not be written, after the last flush; None: all is written."""
+        """Return how much of the journal could not be written; None: the newest flush has written what there was then."""
         num_reports, num_others = self.journal.num_unwritten()
-        if not num_reports and not num_others:
+        if not self._is_journal_broken or (not num_reports and not num_others):
             return None
         return (
             f"{num_reports:,} of {self.journal.num_reports:,} reports and {num_others} events could not be written to "
@@ -112,8 +126,17 @@ class RunFiles:
             return
         try:
             self.journal.flush()
+            self._is_journal_broken = False
         except OSError as error:
             self._journal_broke(error)
+
+    def _change_links(self, change: Callable[..., None], *args: Any) -> None:
+        """Change the links; a failure must not cost a checkpoint."""
+        try:
+            change(*args)
+        except (OSError, CheckpointError) as error:
+            self._warn(f"last and best in {self.storage.parent().path_of('')} could not be changed: {error}")
+            self._links = None
 
     def close(self) -> None:
         """Stop the writing thread. A later `flush` writes from another one."""
@@ -129,11 +152,13 @@ class RunFiles:
         """Flush the journal. A journal that cannot be written must not end a run, nor keep its readers waiting."""
         try:
             await asyncio.get_running_loop().run_in_executor(executor, self.journal.flush)
+            self._is_journal_broken = False
         except OSError as error:
             self._journal_broke(error)
 
     def _journal_broke(self, error: OSError) -> None:
         is_first, self._journal_error = self._journal_error is None, error
+        self._is_journal_broken = True
         if is_first:
             self._warn(f"the run's files cannot be written, which is tried again: {error}")
 

@@ -6,9 +6,10 @@ position because they take equally many batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from raysgd.data.order.cursor import Cursor, EpochIteration
 from raysgd.data.order.epoch_order import Indices, Shuffle, as_array
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.reading.readers import EpochSteps, ItemReader, TableReader
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, UsageError
 
 T = TypeVar("T")
 #: Called before a batch is read; the batch is read within the context manager that it returns.
@@ -46,6 +47,7 @@ class ShardLoop:
         assignment: Which rows this rank takes.
         shuffle, lanes: The order of an epoch that begins with this loop.
         read_context: See `ReadContext`.
+        is_logical: Whether the rows belong to logical workers, which read them one after the other.
     """
 
     cursor: Cursor
@@ -54,6 +56,15 @@ class ShardLoop:
     lanes: int
     reader: TableReader | ItemReader
     read_context: ReadContext
+    is_logical: bool = False
+
+    def check_not_logical(self) -> None:
+        """Raise a UsageError if a loop over all rows of this process would mix those of several logical workers."""
+        if self.is_logical:
+            raise UsageError(
+                f"dataset {self.cursor.name!r} is divided among logical workers: loop over raysgd.torch.logical_steps(batches, "
+                "model) or raysgd.jax.logical_steps(batches), or read all rows on every worker, get_split(whole=True)."
+            )
 
     @contextmanager
     def open_epoch(self) -> Iterator[tuple[EpochIteration, EpochSteps]]:
@@ -84,6 +95,25 @@ class ShardLoop:
             )
 
 
+@dataclass(frozen=True)
+class SlicedStep(Generic[T]):
+    """A step whose rows are read in slices.
+
+    Attributes:
+        num_rows: Rows of all ranks in the step.
+        is_even: Whether the slices of all ranks are equally long.
+        slices: The rows of each slice of this rank; may be empty.
+        read: Returns the batch of a slice.
+        finish: Records that the step was consumed.
+    """
+
+    num_rows: int
+    is_even: bool
+    slices: Sequence[Indices]
+    read: Callable[[Indices], T]
+    finish: Callable[[], None]
+
+
 @dataclass(frozen=True, repr=False)
 class Batches(Generic[T]):
     """The batches of a shard. Each ``iter()`` reads the next epoch, or the rest of one that a checkpoint resumed.
@@ -102,6 +132,10 @@ class Batches(Generic[T]):
     _transfer: Transfer | None = None
 
     def __iter__(self) -> Iterator[T]:
+        self._loop.check_not_logical()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[T]:
         loop = self._loop
         with loop.open_epoch() as (iteration, epoch_steps):
             if self._transfer is not None:
@@ -124,6 +158,42 @@ class Batches(Generic[T]):
                     yield batch
                     del batch
                     iteration.check_current()
+
+    def sliced_steps(self) -> Iterator[SlicedStep[T]]:
+        """Yield the steps of the next epoch, or the rest of one, whose slices are read when they are asked for.
+
+        Like ``iter()``, except that a step counts as consumed when its ``finish`` is called.
+        """
+        loop = self._loop
+        with loop.open_epoch() as (iteration, epoch_steps):
+            place = iteration.start
+            steps = chain.from_iterable(epoch_steps.steps())
+            while loop.assignment.may_have_step(place):
+                with loop.open_step(iteration):
+                    step = next(steps, None)
+                    if step is None:
+                        return
+                    with loop.reader.prefetchers.lock:
+                        epoch_steps.advance_to(place)
+                rows, stop = step
+                yield SlicedStep(
+                    stop - place,
+                    loop.assignment.is_even(stop - place),
+                    [rows[part.start : part.stop] for part in loop.assignment.cut(stop - place)],
+                    partial(self._read_slice, iteration),
+                    partial(self._finish_step, iteration, stop),
+                )
+                place = stop
+                iteration.check_current()
+
+    def _read_slice(self, iteration: EpochIteration, rows: Indices) -> T:
+        with self._loop.open_step(iteration), self._loop.reader.prefetchers.lock:
+            return self._read(rows)
+
+    def _finish_step(self, iteration: EpochIteration, stop: int) -> None:
+        iteration.check_current()
+        iteration.consume(stop)
+        iteration.is_finished = not self._loop.assignment.may_have_step(stop)
 
     def _make(self, epoch_steps: EpochSteps, place: int) -> Generator[tuple[Any, int], None, None]:
         """Yield batches with the end of their step. The lock is taken because loops share the reader."""
@@ -174,6 +244,10 @@ class Rows:
     _read: Callable[[Indices], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
+        self._loop.check_not_logical()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         loop = self._loop
         with loop.open_epoch() as (iteration, epoch_steps):
             made = self._make(epoch_steps, iteration.start)
@@ -204,7 +278,8 @@ class Rows:
     def __len__(self) -> int:
         self._loop.check_sized()
         assignment = self._loop.assignment
-        return len(range(assignment.rank, assignment.num_rows, assignment.world_size))
+        own = range(assignment.rank, assignment.rank + assignment.num_slices)
+        return sum(len(range(number, assignment.num_rows, assignment.world_size)) for number in own)
 
     @property
     def epoch(self) -> int:

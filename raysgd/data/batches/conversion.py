@@ -59,6 +59,19 @@ class Conversion(ABC):
         """Return a batch that ``collate_fn`` has made in the framework's types. Later calls may overwrite its arrays."""
 
 
+class PlainConversion(Conversion):
+    """Leaves everything as it is: for batches that ``collate_fn`` makes for no framework."""
+
+    def as_dtype(self, dtype: Any) -> Any:
+        return dtype
+
+    def convert(self, values: NDArray[Any], dtype: Any, origin: Origin, path: Path) -> NDArray[Any]:
+        return values
+
+    def finish(self, batch: Any, origin: Origin) -> Any:
+        return batch
+
+
 @dataclass(frozen=True)
 class BatchReader:
     """Reads dicts by column, tuples ``(features, label)``, collated items, or what ``collate_fn`` makes of the rows.

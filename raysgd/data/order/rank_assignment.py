@@ -38,7 +38,7 @@ class RankAssignment:
 
     The rows of a step are sorted by lane and cut into ``world_size`` slices, equal but for one row; rank r takes slice r.
     The last step may be short: its rows then go to the lowest ranks, and the highest ranks may get none. With ``drop_last``
-    a short last step is left out.
+    a short last step is left out. Where slices belong to logical workers, a process takes several, from ``rank`` on.
 
     Attributes:
         num_rows: Rows in the order. `UNKNOWN_ROWS` for a lazy dataset, which replaces it part by part as rows become known.
@@ -50,6 +50,7 @@ class RankAssignment:
     rank: int
     world_size: int
     drop_last: bool = False
+    num_slices: int = 1
 
     @property
     def is_sized(self) -> bool:
@@ -99,11 +100,23 @@ class RankAssignment:
             max(0, first * lanes // self.global_batch - 1), min(lanes, -(-last * lanes // self.global_batch) + 1)
         )
 
+    def is_even(self, size: int) -> bool:
+        """Whether all slices of a step of ``size`` rows are equally long."""
+        return size == self.global_batch and size % self.world_size == 0
+
+    def cut(self, size: int) -> list[range]:
+        """Return the slices in a step of ``size`` rows, as ranges of the rows that `steps` yields for it."""
+        ends = [
+            min(self.global_batch * number // self.world_size, size)
+            for number in range(self.rank, self.rank + self.num_slices + 1)
+        ]
+        return [range(first - ends[0], last - ends[0]) for first, last in pairwise(ends)]
+
     def _slice_of_rank(self) -> tuple[int, int]:
         """Return where this rank's slice of a full global batch begins and ends."""
         return (
             self.global_batch * self.rank // self.world_size,
-            self.global_batch * (self.rank + 1) // self.world_size,
+            self.global_batch * (self.rank + self.num_slices) // self.world_size,
         )
 
     def _rows_of_steps(self, order: Order, starts: list[int]) -> Sequence[Indices]:

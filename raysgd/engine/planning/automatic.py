@@ -289,11 +289,8 @@ def _find_own_memory() -> tuple[str, float | None]:
     if own.type == "cuda":
         properties = torch.cuda.get_device_properties(own)
         return f"cuda {properties.uuid}", properties.total_memory
-    files = MemoryFiles()
-    group = files.cgroup(files.membership(os.getpid()))
-    pools = [pool for pool in (files.pool(), *(() if group is None else group.pools())) if pool is not None]
     node = f"node {context.current().identity.node_rank}"
-    return node, min((pool.limit_bytes for pool in pools), default=None)
+    return node, min((pool.limit_bytes for pool in MemoryFiles().pools_of(os.getpid())), default=None)
 
 
 def _gather(value: Any) -> list[Any]:

@@ -30,6 +30,7 @@ class MemoryEstimate:
         optimizer: The optimizer's state; with ``precision="bf16-true"`` also the fp32 master weights.
         activations: The peak of what the forward pass keeps for the backward pass and of what both compute with. A pipeline
             keeps several micro-batches.
+        kept_activations: Of it, what the forward pass keeps until the backward pass begins.
         buffers: Whole parameters and gradients of the blocks that ZeRO works on, or the gradient on its way into DDP's bucket.
         step: What the optimizer's step needs in addition to its state, after the activations were freed.
         host: With ``cpu_offload``, what the host holds instead of the device.
@@ -40,6 +41,7 @@ class MemoryEstimate:
     gradients: float = 0
     optimizer: float = 0
     activations: float = 0
+    kept_activations: float = 0
     buffers: float = 0
     step: float = 0
     host: float = 0
@@ -249,11 +251,13 @@ def _estimate_stage(
     updated = max(states.gradients, states.masters) if zero_stage == 0 else states.gradient_shards
     step = 0 if config.fused_optimizer else updated
     on_device = 0.0 if config.cpu_offload else 1.0
+    kept_activations, activations = _estimate_activations(profile, config, num_rows, stage)
     return MemoryEstimate(
         parameters=kept * on_device + profile.buffer_bytes,
         gradients=gradients * on_device,
         optimizer=optimizer * on_device,
-        activations=_estimate_activations(profile, config, num_rows, stage),
+        activations=activations,
+        kept_activations=kept_activations,
         buffers=_estimate_buffers(states, config, zero_stage, data_parallel),
         step=step * on_device,
         host=(kept + gradients + optimizer) * (1 - on_device),
@@ -280,8 +284,10 @@ def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, 
     return blocks + states.outside + whole_gradients
 
 
-def _estimate_activations(profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int) -> float:
-    """Estimate the peak of activations of a pipeline stage.
+def _estimate_activations(
+    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int
+) -> tuple[float, float]:
+    """Estimate the activations of a pipeline stage: what is kept when a backward pass begins, and the peak.
 
     With 1F1B, stage ``s`` of ``p`` holds ``p - s`` micro-batches, or all if there are fewer (Narayanan et al., Efficient
     Large-Scale Language Model Training, 2021): one that is computed, and others that wait for their backward pass.
@@ -289,9 +295,14 @@ def _estimate_activations(profile: ModelProfile, config: EngineConfig, num_rows:
     in_flight = min(config.pipeline_parallel - stage, config.micro_batches or 1)
     key = (
         "activations", num_rows, stage, in_flight, config.pipeline_parallel, config.tensor_parallel,
-        config.sequence_parallel, config.activation_checkpointing,
+        config.sequence_parallel, config.activation_checkpointing, _gathers_converted(config),
     )  # fmt: skip
     return profile.cached(key, lambda: _follow_micro_batches(profile, config, num_rows, stage, in_flight))
+
+
+def _gathers_converted(config: EngineConfig) -> bool:
+    """Whether FSDP gathers weights in the type of autocast, which then makes no copies; see `Composition`."""
+    return config.zero_stage == 3 and config.pipeline_parallel == 1
 
 
 @dataclass(frozen=True)
@@ -308,7 +319,7 @@ class _Level:
 
 def _follow_micro_batches(
     profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int
-) -> float:
+) -> tuple[float, float]:
     num_stages = config.pipeline_parallel
     segments = segments_of_stage(profile, num_rows, num_stages, stage)
     received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
@@ -320,7 +331,8 @@ def _follow_micro_batches(
             converted[key] = _convert(one, config)
         levels.append(converted[key])
     kept = sum(one.kept for one in levels) + received
-    return (in_flight - 1) * kept + received + _find_peak(levels, is_last=stage == num_stages - 1)
+    peak = (in_flight - 1) * kept + received + _find_peak(levels, is_last=stage == num_stages - 1)
+    return in_flight * kept, peak
 
 
 def _find_peak(levels: list[_Level], *, is_last: bool) -> float:
@@ -343,7 +355,8 @@ def _convert(segment: Segment, config: EngineConfig) -> _Level:
     def per_rank(amount: Amount) -> float:
         return amount.per_rank(config.tensor_parallel, sequence_parallel=is_shared)
 
-    retained, output = per_rank(segment.retained), per_rank(segment.output)
+    copies = per_rank(segment.weight_copies) if _gathers_converted(config) else 0.0
+    retained, output = per_rank(segment.retained) - copies, per_rank(segment.output)
     kept, recomputed = retained, retained
     if segment.block is not None and config.activation_checkpointing is not None:
         kept = output
@@ -353,7 +366,7 @@ def _convert(segment: Segment, config: EngineConfig) -> _Level:
         kept = min(kept, retained)
     return _Level(
         kept=kept,
-        forward_peak=max(map(per_rank, segment.forward_peaks)),
+        forward_peak=max(map(per_rank, segment.forward_peaks)) - copies,
         recomputed=recomputed,
         carried=per_rank(segment.carried),
         output=output,

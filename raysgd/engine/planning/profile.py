@@ -100,6 +100,7 @@ class Segment:
         block: Index of the block; None outside the blocks.
         retained: What stays in memory between its forward and its backward pass.
         output: What its forward pass leaves with activation checkpointing: the output, which is the next block's input.
+        weight_copies: The part of `retained` that is parameters in another type, as autocast makes them.
         selected: Outputs of matrix products and attention, which selective checkpointing keeps.
         selected_retained: The part of `selected` that is retained without checkpointing too.
         forward_peaks: Highest states of memory of the forward pass, relative to its start.
@@ -118,6 +119,7 @@ class Segment:
     block: int | None = None
     retained: Amount = _NOTHING
     output: Amount = _NOTHING
+    weight_copies: Amount = _NOTHING
     selected: Amount = _NOTHING
     selected_retained: Amount = _NOTHING
     forward_peaks: tuple[Amount, ...] = (_NOTHING,)

@@ -148,8 +148,9 @@ class TracedModel:
             kinds = {
                 key_of(self.model.get_parameter(name)): kind for name, (kind, _) in self._kinds_by_first_name().items()
             }
-            known = [*self.model.parameters(), *self.model.buffers(), *_tensors_of(batch)]
-            recorder = _Recorder(self.layout, StepTracker(known, kinds, SegmentTrace(None)))
+            known = [*self.model.buffers(), *_tensors_of(batch)]
+            tracker = StepTracker(self.model.parameters(), known, kinds, SegmentTrace(None))
+            recorder = _Recorder(self.layout, tracker)
             stack.enter_context(recorder.attached())
             stack.enter_context(_discarded_gradients(self.model, recorder.tracker))
             if self._device == "cuda":

@@ -46,6 +46,8 @@ class SegmentTrace:
         self.outputs: list[int] = []
         self.selected: list[int] = []
         self.selected_bytes = self.selected_retained = Amount()
+        self.copies: list[int] = []
+        self.weight_copies = Amount()
         self.states: tuple[list[Amount], list[Amount]] = ([], [])
         self.flops = [Amount(), Amount()]
         self.selected_flops = Amount()
@@ -58,6 +60,7 @@ class SegmentTrace:
             block=self.block,
             retained=self.end.minus(self.start),
             output=self.output,
+            weight_copies=self.weight_copies,
             selected=self.selected_bytes,
             selected_retained=self.selected_retained,
             forward_peaks=find_highest([state.minus(self.start) for state in self.states[0]]),
@@ -81,7 +84,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     every other operation keeps what it finds (Shoeybi et al., Megatron-LM, 2019, section 3).
 
     Args:
-        known: Parameters, buffers and the batch, which are not activations.
+        weights: The parameters.
+        known: Buffers and the batch, which are not activations either.
         kinds: How weights are sharded, by the key of their storage.
         segment: Where the step begins.
 
@@ -92,7 +96,13 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_mismatched: Whether a column-parallel weight met a sharded tensor, or a row-parallel weight a whole one.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], kinds: dict[int, Kind], segment: SegmentTrace) -> None:
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        known: Iterable[torch.Tensor],
+        kinds: dict[int, Kind],
+        segment: SegmentTrace,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.in_backward = False
         self.segment = segment
@@ -101,7 +111,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds = kinds
         self._is_first_side = True
         # The references keep the keys of known storages unique; those of activations are reused, so these have serials.
-        self._known = {key_of(tensor): tensor for tensor in known}
+        self._weights = {key_of(tensor): tensor for tensor in weights}
+        self._known = {**self._weights, **{key_of(tensor): tensor for tensor in known}}
         self._serials: dict[int, int] = {}
         self._parts: list[Amount] = []
         self._gradients: set[int] = set()
@@ -183,6 +194,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             segment.end = live
             segment.output = _total(self._parts[one] for one in segment.outputs if one in alive and one in self._inputs)
+            segment.weight_copies = _total(self._parts[one] for one in segment.copies if one in alive)
             segment.selected_bytes = _total(self._parts[one] for one in segment.selected)
             segment.selected_retained = _total(self._parts[one] for one in segment.selected if one in alive)
 
@@ -206,6 +218,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.in_backward:
             self._note_uses(op, keys)
         is_sharded, is_reduced = self._find_sharding(op, keys, results)
+        is_copy = op is _ATEN._to_copy and not self.in_backward and keys[0] in self._weights
         made = [tensor for tensor in results if (key := key_of(tensor)) not in self._serials and key not in self._known]
         for tensor in made:
             size = tensor.untyped_storage().nbytes()
@@ -214,6 +227,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 segment.reduced[phase] += size
             if op in SELECTED and not self.in_backward:
                 segment.selected.append(serial)
+            if is_copy:
+                segment.copies.append(serial)
             if self.in_backward and op in _WEIGHT_GRADIENTS and self._is_shared_weight(tensor):
                 self._gradients.add(serial)
         segment.kernels[phase] += bool(made)

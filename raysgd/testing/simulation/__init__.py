@@ -3,7 +3,7 @@
 For those who change policies, or want to see how a run reacts to events, in hundreds of runs a second. `SimulatedRun` is one
 run, stepped by hand. `reports`, `saved`, `part`, `failed` and `broken` make the events of its workers. `history_of` returns the
 history that its files would have, for the same checks as a real run's. `previous_state_of` returns what a restarted
-TrainerActor would read. raysgd's own rule-based test is ``tests/unit/test_controller_fuzz.py``.
+TrainerActor would read. raysgd's own use is ``tests/support/run_fuzz.py``.
 """
 
 from raysgd.testing.simulation.events import RETURNED, broken, failed, part, reports, saved

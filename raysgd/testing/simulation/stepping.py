@@ -31,7 +31,8 @@ class SimulatedRun:
     """A `RunMachine` with the commands so far and its timers.
 
     Attributes:
-        now: The machine's clock.
+        now: The time by which timers fire.
+        clock_error_s: By how much the machine's clock is ahead of it, as after a correction of the node's clock.
         commands: All commands, in order.
     """
 
@@ -47,6 +48,7 @@ class SimulatedRun:
         grows_without_save: bool = False,
     ) -> None:
         self.now = 1000.0
+        self.clock_error_s = 0.0
         self.commands: list[c.Command] = []
         self.num_ranks = num_ranks
         self.attempt = 0
@@ -71,7 +73,7 @@ class SimulatedRun:
         self._begin()
 
     def _begin(self) -> None:
-        self.machine = RunMachine(self._plan, uri_of=uri_of, clock=lambda: self.now)
+        self.machine = RunMachine(self._plan, uri_of=uri_of, clock=lambda: self.now + self.clock_error_s)
         self._keep(self.machine.begin())
 
     # -- in -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,20 +18,23 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
+from raysgd.backends.rendezvous import loopback_of
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
 from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
+from raysgd.workers.group.kept_group import KeptGroup
 from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
+from raysgd.workers.group.preloading import Preloading
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
 from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.deaths import DEATHS, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
-from raysgd.workers.orders import AttemptOrder, Blob, ControllerProcess, PrepareOrder, WorkerInfo
+from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
@@ -55,7 +57,6 @@ class WorkerGroup:
     Args:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
-        is_watched_by_workers: Whether the workers watch the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
         explain_missing: Says which resources a number of workers wait for, and who holds them; None if there is room. Blocks.
 
@@ -75,7 +76,6 @@ class WorkerGroup:
         *,
         controller: str,
         runtime_env: Mapping[str, Any] | None,
-        is_watched_by_workers: bool = False,
         existing: ExistingPlacement | None = None,
         explain_missing: Callable[[int], str | None] = lambda count: None,
     ) -> None:
@@ -86,15 +86,17 @@ class WorkerGroup:
         # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
+        self._kept = KeptGroup(backend)
+        self._opened: str | None = None  # the rendezvous that rank 0 opened when it was prepared
         self._explain_missing = explain_missing
         self.on_wait: Callable[[str], None] = get_logger().warning
         self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
         self._agents = NodeAgents(name, self.watch)
-        me = ControllerProcess(controller, os.getpid(), failure.heartbeat_timeout_s if is_watched_by_workers else None)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, me)
-        self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
+        self._preloading = Preloading(controller, scaling, backend, failure, runtime_env, self.slots, self._agents)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self._preloading.take)
+        self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self._joining = JoiningWorkers(
             scaling,
             self.slots,
@@ -103,6 +105,7 @@ class WorkerGroup:
             end=self._end_process,
             start_timeout_s=failure.start_timeout_s,
         )
+        self._preloading.list_workers = lambda: [*self._workers(), *self._joining.all()]
         self._reserve = Reserve(
             self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
         )
@@ -166,19 +169,23 @@ class WorkerGroup:
             raise self._make_timeout_error() from None
         finally:
             reporting.cancel()
-        self._reserve.replenish()
+        self._reserve.replenish(self._workers()[0])
+        if is_run:
+            self._preloading.replenish(self._workers())
         self._want_joining_workers()
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
     async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
         await self._form(keep_size)
+        await self._kept.settle(self._workers() if is_run else [])
         stale = {rank: why for rank, why in enumerate(await self._prepare(is_run)) if why is not None}
         if not stale:
             return []
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
+        await self._kept.settle(self._workers())
         await self._prepare(is_run)
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
@@ -271,8 +278,14 @@ class WorkerGroup:
         """Reset every process for what follows; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
-        orders = [PrepareOrder(visible, index, rank, is_run) for rank, (visible, index) in enumerate(gpus)]
-        return await self._gather(workers, [w.handle.prepare.remote(o) for w, o in zip(workers, orders, strict=True)])
+        kept = self._kept.rendezvous is not None
+        orders = [PrepareOrder(visible, index, rank, is_run, kept) for rank, (visible, index) in enumerate(gpus)]
+        if is_run and not kept and not self._backend.has_coordinator:
+            orders[0] = replace(orders[0], rendezvous_ip=self._rendezvous_ip())
+        calls = [worker.handle.prepare.remote(order) for worker, order in zip(workers, orders, strict=True)]
+        answers: list[Prepared] = await self._gather(workers, calls)
+        self._opened = answers[0].rendezvous
+        return [answer.stale for answer in answers]
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
         answers = [asyncio.ensure_future(ref) for ref in refs]
@@ -356,10 +369,23 @@ class WorkerGroup:
 
     async def open_rendezvous(self) -> str:
         """Open the rendezvous of the next attempt; return the value of `Member.rendezvous`."""
+        if (kept := self._kept.take()) is not None:
+            return kept
+        opened, self._opened = self._opened, None
+        self._kept.opened = await self._open_rendezvous() if opened is None else opened
+        return self._kept.opened
+
+    async def _open_rendezvous(self) -> str:
         if self._backend.has_coordinator:
             return await self._coordinator.open_rendezvous([self.member(rank, "") for rank in range(self.size)])
         first = self._worker(0)
-        return str((await self._gather([first], [first.handle.open_rendezvous.remote()]))[0])
+        return str((await self._gather([first], [first.handle.open_rendezvous.remote(self._rendezvous_ip())]))[0])
+
+    def _rendezvous_ip(self) -> str:
+        """Return where rank 0 opens the rendezvous: at a loopback address if all members are on its node."""
+        first, *others = self._infos()
+        is_one_node = all(info.node_id == first.node_id for info in others)
+        return loopback_of(first.node_ip) if is_one_node else first.node_ip
 
     def member(self, rank: int, rendezvous: str) -> Member:
         """Return a rank's place in the process group that its worker is to join now."""
@@ -392,9 +418,12 @@ class WorkerGroup:
             worker.handle.end.remote(attempt, why)
 
     async def leave(self) -> None:
-        """Make all members leave the process group, after all ranks have returned."""
-        with contextlib.suppress(RayError):
-            await asyncio.gather(*[worker.handle.leave.remote() for worker in self._workers()])
+        """Make all members leave the process group, after all ranks have returned, or keep the group if its backend does."""
+        await self._kept.leave(self._workers())
+
+    async def end_kept_group(self) -> None:
+        """Make the members leave a group that is kept for the next run."""
+        await self._kept.end()
 
     async def call(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method of the worker actors; return the results by rank.
@@ -437,6 +466,13 @@ class WorkerGroup:
             self._agents.expect_exit(worker.info)
         self.streams.abandon(worker.handle)
 
+    def expect_loss(self, ranks: Collection[int]) -> None:
+        """Prepare for the loss of the nodes of these ranks, which do not answer."""
+        lost = {info.node_id for rank in ranks if (info := self.info(rank)) is not None}
+        silent = [worker for worker in self._workers() if worker.info is not None and worker.info.node_id in lost]
+        others = [worker for worker in self._workers() if worker not in silent]
+        self._preloading.expect_loss(silent, others, self._avoided.ids)
+
     async def wait_for_exits(self) -> None:
         """Wait until the processes that were ended are gone."""
         await self._agents.wait_for_exits()
@@ -446,6 +482,7 @@ class WorkerGroup:
         for worker in self._workers():
             self._discard(worker)
         self._reserve.close()
+        self._preloading.close()
         self._coordinator.close()
         self._agents.close()
         self.slots.close()

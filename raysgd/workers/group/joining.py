@@ -46,6 +46,7 @@ class JoiningWorkers:
 
     Attributes:
         on_ready: Called for each worker that has become ready.
+        num_reserved: Returns how many free slots are for spares that are still to be started.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class JoiningWorkers:
         self._has_searched = asyncio.Event()
         self._has_begun = False  # the first group has formed and does not wait for later workers
         self.on_ready: Callable[[], None] = lambda: None
+        self.num_reserved: Callable[[], int] = lambda: 0
 
     @property
     def num_ready(self) -> int:
@@ -164,7 +166,8 @@ class JoiningWorkers:
         if not has_autoscaler():
             self._drop_unplaced()
         missing = self._num_wanted - len(self.all())
-        while missing > 0 and (slot := self._slots.take_placed(self._avoided.ids)) is not None:
+        reserved, avoid = self.num_reserved(), self._avoided.ids
+        while missing > 0 and (slot := self._slots.take_placed(avoid, num_left=reserved)) is not None:
             self._start(slot)
             missing -= 1
         for _ in range(self._num_slots_to_add(missing)):

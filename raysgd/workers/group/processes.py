@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
-from raysgd.workers.orders import ControllerProcess, WorkerInfo
+from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
 from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
@@ -67,7 +67,8 @@ class WorkerStarter:
 
     Args:
         name: Prefix of the actors' names.
-        controller: The TrainerActor.
+        controller: Name of the TrainerActor.
+        take_preloaded: Returns the runtime environment of a process that waits for a worker in a slot, or None.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class WorkerStarter:
         scaling: ScalingConfig,
         backend: BackendConfig,
         runtime_env: Mapping[str, Any] | None,
-        controller: ControllerProcess,
+        controller: str,
+        take_preloaded: Callable[[WorkerSlot], dict[str, Any] | None] = lambda slot: None,
     ) -> None:
         self._name = name
         self._scaling = scaling
         self._backend = backend
         self._runtime_env = dict(runtime_env or {})
         self._controller = controller
+        self._take_preloaded = take_preloaded
         self._num_started = 0
 
     def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
@@ -101,7 +104,7 @@ class WorkerStarter:
                 resources=dict(self._scaling.resources_per_worker) or None,
                 scheduling_strategy=slot.scheduling_strategy(),
                 max_concurrency=NUM_THREADS,
-                runtime_env=self._runtime_env or None,
+                runtime_env=self._take_preloaded(slot) or self._runtime_env or None,
             )
             .remote()
         )

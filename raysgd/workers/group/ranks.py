@@ -82,12 +82,14 @@ def assign_visible_gpus(workers: Sequence[WorkerInfo], *, shows_all: bool) -> li
         shows_all: Show all GPUs of a node's workers to each of them, which nccl needs for direct transfers. Workers with
             MIG devices see their own alone in any case: CUDA uses only the first that is visible to a process.
     """
+    of_nodes: dict[str, set[GpuId]] = {}
+    for worker in workers:
+        if not _has_mig_device(worker):
+            of_nodes.setdefault(worker.node_id, set()).update(worker.gpu_ids)
     assigned = []
     for worker in workers:
-        seen = [worker]
-        if shows_all and not _has_mig_device(worker):
-            seen = [other for other in workers if other.node_id == worker.node_id and not _has_mig_device(other)]
-        gpus = tuple(sorted({gpu for other in seen for gpu in other.gpu_ids}, key=_numbers_first))
+        seen = of_nodes[worker.node_id] if shows_all and not _has_mig_device(worker) else set(worker.gpu_ids)
+        gpus = tuple(sorted(seen, key=_numbers_first))
         assigned.append((gpus, gpus.index(worker.gpu_ids[0]) if worker.gpu_ids else 0))
     return assigned
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 from ray.exceptions import RayError
@@ -16,6 +17,12 @@ from raysgd.workers.placement.slots import WorkerSlots
 _ANSWER_S = 1.0
 #: Seconds between two checks for joining workers that are ready.
 _POLL_S = 0.1
+#: Seconds after a new attempt has begun at which the spares that it used are replaced: a process that starts and imports a
+#: framework takes seconds of a core, which the ranks need until they have loaded the checkpoint and done a first step.
+_REPLACE_S = 3.0
+#: Seconds after an attempt has begun, and between later times, at which spares import what a member has imported.
+_IMPORT_S = (2.0, 4.0, 8.0, 16.0, 32.0)
+_LATER_IMPORT_S = 120.0
 
 
 class Reserve:
@@ -44,6 +51,9 @@ class Reserve:
         self._end = end
         self._avoided = avoided
         self._spares: list[Worker] = []
+        self._has_spares = False  # they were started once
+        self._task: asyncio.Task[None] | None = None
+        joining.num_reserved = lambda: self._num_spares - len(self._spares)
 
     async def take(self) -> Worker | None:
         """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""
@@ -87,8 +97,17 @@ class Reserve:
             self._slots.remove(finding.result())
         return joining_worker
 
-    def replenish(self) -> None:
-        """Start spares in free slots."""
+    def replenish(self, member: Worker) -> None:
+        """Start spares in free slots, later ones some seconds from now; all import what a member of the group imports."""
+        self._end_task()
+        if self._num_spares == 0:
+            return
+        if not self._has_spares:
+            self._start_spares()
+        self._task = asyncio.ensure_future(self._keep(member, _REPLACE_S if self._has_spares else 0.0))
+        self._has_spares = True
+
+    def _start_spares(self) -> None:
         while len(self._spares) < self._num_spares and (slot := self._slots.take(self._avoided.ids)) is not None:
             self._spares.append(self._starter.start(slot, warm_up=True))
 
@@ -102,10 +121,30 @@ class Reserve:
 
     def close(self) -> None:
         """End all spares and joining workers."""
+        self._end_task()
+        self._has_spares = False
         self._joining.close()
         for spare in self._spares:
             self._end_spare(spare)
         self._spares.clear()
+
+    async def _keep(self, member: Worker, replace_s: float) -> None:
+        """Start missing spares, and have all import the installed modules of a member, for which train_func would wait later."""
+        await asyncio.sleep(replace_s)
+        self._start_spares()
+        for pause_s in itertools.chain(_IMPORT_S, itertools.repeat(_LATER_IMPORT_S)):
+            await asyncio.sleep(pause_s)
+            try:
+                names = await asyncio.wait_for(member.handle.list_imports.remote(), _ANSWER_S)
+            except (RayError, asyncio.TimeoutError):
+                continue
+            for spare in self._spares:
+                spare.handle.import_early.remote(names)  # its answer is not awaited: the spare may die
+
+    def _end_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def _is_usable(self, worker: Worker) -> bool:
         try:

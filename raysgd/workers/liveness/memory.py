@@ -224,6 +224,11 @@ class MemoryFiles:
             return None
         return MemoryPool("the node", total, total - available)
 
+    def pools_of(self, pid: int) -> list[MemoryPool]:
+        """Return the memory that a process shares with others, the node's first; empty if it cannot be read."""
+        node, group = self.pool(), self.cgroup(self.membership(pid))
+        return [*([] if node is None else [node]), *([] if group is None else group.pools())]
+
     def kills(self) -> int | None:
         """Return how many processes the kernel has killed for memory on the whole machine."""
         try:
@@ -369,13 +374,21 @@ class MemoryWatch:
 
     def _fullest_pool(self, membership: str, node: MemoryPool | None) -> MemoryPool | None:
         cgroup = self._cgroup(membership)
-        pools = [*([] if cgroup is None else cgroup.pools()), *([] if node is None else [node])]
-        return max(pools, key=lambda pool: pool.used_fraction, default=None)
+        return _find_fullest([*([] if cgroup is None else cgroup.pools()), *([] if node is None else [node])])
 
     def _cgroup(self, membership: str) -> MemoryCgroup | None:
         if membership not in self._cgroups:
             self._cgroups[membership] = self._files.cgroup(membership)
         return self._cgroups[membership]
+
+
+def find_fullest_pool(pid: int) -> MemoryPool | None:
+    """Return the fullest of the pools that a process of this node is in; None if its memory is unknown."""
+    return _find_fullest(MemoryFiles().pools_of(pid))
+
+
+def _find_fullest(pools: Iterable[MemoryPool]) -> MemoryPool | None:
+    return max(pools, key=lambda pool: pool.used_fraction, default=None)
 
 
 def _count_before_death(counts: Sequence[_KillCount]) -> _KillCount | None:

@@ -1,6 +1,6 @@
 """Watches raysgd's own processes, such as the TrainerActor and the callback host, and kills one that does not run.
 
-`ProcessWatch` is a thread of the process that watches: the driver, the TrainerActor, or a worker of a detached run. It asks
+`ProcessWatch` is a thread of the process that watches: the driver, the TrainerActor, or a detached Trainer's guard. It asks
 each watched actor for a sign of life. A late process is examined from outside, as late workers are. What does not run is killed
 by its process id, so that what follows is the same as after its death: doc/protocol.md says for each process what that is.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state  # without Ray's dashboard no public API has an actor's process id
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd._util.logs import get_logger
@@ -39,6 +39,8 @@ _MAX_TICK_S = 0.5
 #: Answers in a row by which Ray says that an actor is dead, after which it is not asked again. The first may come from a
 #: call to a process whose actor Ray starts again.
 _MAX_DEATHS = 2
+#: The time after which an agent on another node that has not answered is replaced; starting it takes a part of it.
+_AGENT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Place:
     pid: int
 
 
+@dataclass
+class _Agent:
+    actor: Any
+    answered_at: float  # or started
+
+
 class Processes:
     """The access of a `ProcessWatch` to the cluster: it asks actors, and finds, checks and kills their processes."""
 
     def __init__(self) -> None:
         self._own_node = ray.get_runtime_context().get_node_id()
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, _Agent] = {}
 
     def ask(self, actor: Any) -> Future[int]:
         """Ask an actor for a sign of life, which is its process id; does not wait."""
@@ -90,18 +98,27 @@ class Processes:
             self._call(place.node_id, "kill_unless_exited", place.pid, timeout_s)
 
     def close(self) -> None:
-        """End the agents that were started."""
-        self._agents.clear()  # an actor without a name ends when nothing refers to it
+        """End the agents that were started; later calls start them again."""
+        while self._agents:
+            _, agent = self._agents.popitem()
+            if ray.is_initialized():  # otherwise a call would start Ray again, and the agents have ended with it
+                ray.kill(agent.actor)  # without a handle, one that is stopped would stay until it answers its last call
 
     def _call(self, node_id: str, method: str, argument: Any, timeout_s: float) -> Any:
         """Call an agent on another node; it is started for this, since the node's own agent may be what is late."""
         if node_id not in self._agents:
             on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._agents[node_id] = watched_actor(NodeAgent).options(num_cpus=0, scheduling_strategy=on_node).remote()
+            actor = watched_actor(NodeAgent).options(num_cpus=0, scheduling_strategy=on_node).remote()
+            self._agents[node_id] = _Agent(actor, time.monotonic())
+        agent = self._agents[node_id]
         try:
-            return getattr(self._agents[node_id], method).remote(argument).future().result(timeout_s)
+            answer = getattr(agent.actor, method).remote(argument).future().result(timeout_s)
         except (RayError, FutureTimeoutError) as error:
+            if time.monotonic() - agent.answered_at > _AGENT_TIMEOUT_S or isinstance(error, RayActorError):
+                ray.kill(self._agents.pop(node_id).actor)  # nobody watches the agent itself: it may be stopped
             raise TimeoutError(f"node {node_id} does not answer") from error
+        agent.answered_at = time.monotonic()
+        return answer
 
 
 @dataclass
@@ -210,6 +227,8 @@ class ProcessWatch:
                 self._step_one(name, each, now, gap_s)
             except Exception:  # Ray's global control service may be away; the next step tries again
                 get_logger().debug("the state of %s could not be read", name, exc_info=True)
+        if self._processes is not None and not any(self._is_late(each, now) for _, each in watched):
+            self._processes.close()
 
     def _step_one(self, name: str, watched: _Watched, now: float, gap_s: float) -> None:
         if gap_s > self._timeout_s / _ASKS:
@@ -217,8 +236,12 @@ class ProcessWatch:
         self._collect(name, watched, now)
         if self._is_due(watched, now):
             self._ask(watched, now)
-        if now - watched.silence.answered_at > self._timeout_s / 2:
+        if self._is_late(watched, now):
             self._examine(name, watched, now)
+
+    def _is_late(self, watched: _Watched, now: float) -> bool:
+        """Return whether the process must be examined from outside."""
+        return now - watched.silence.answered_at > self._timeout_s / 2
 
     def _run(self) -> None:
         try:

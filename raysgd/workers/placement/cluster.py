@@ -43,6 +43,18 @@ def current_session() -> tuple[str, str] | None:
         return None
 
 
+def use_token() -> None:
+    """Give the clusters that this process joins the token of this user, if there is one; called before ``ray.init``.
+
+    Ray does this by itself only for a cluster that it finds by itself, not for an address in RAY_ADDRESS or an argument.
+    """
+    try:  # no public API does it
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:  # a version of Ray without tokens
+        return
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
 def list_nodes() -> list[Node]:
     """Return the living nodes with their total and free resources."""
     free = state.available_resources_per_node()

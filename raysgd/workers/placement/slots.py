@@ -1,7 +1,7 @@
 """Worker slots: bundles of placement groups, each of which holds one worker process at a time. Runs in the TrainerActor.
 
 A placement group cannot change its size. The first one has the slots of the smallest group and of the spares, so that they
-are reserved together or not at all. Each further slot is a placement group of its own.
+are reserved together or not at all. Each further slot is a placement group of its own. Spares have priority over growth.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ class WorkerSlots:
         if slot.placement in self._placements:
             self._free.append(slot)
 
-    def take_placed(self, avoid: Collection[str] = ()) -> WorkerSlot | None:
-        """Take a free slot with reserved resources that is not on a node in ``avoid``."""
-        for slot in self._free:
-            if slot.is_placed() and (not avoid or slot.node_id() not in avoid):
-                self._free.remove(slot)
-                return slot
-        return None
+    def take_placed(self, avoid: Collection[str] = (), *, num_left: int = 0) -> WorkerSlot | None:
+        """Take a free slot with reserved resources that is not on a node in ``avoid``, if ``num_left`` others like it stay."""
+        placed = [slot for slot in self._free if slot.is_placed() and (not avoid or slot.node_id() not in avoid)]
+        if len(placed) <= num_left:
+            return None
+        self._free.remove(placed[0])
+        return placed[0]
 
     def remove(self, slot: WorkerSlot) -> None:
         """Return a slot's resources to the cluster; a slot that was requested together with others becomes free instead."""

@@ -29,13 +29,14 @@ from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import (
     AttemptOrder,
     Blob,
-    ControllerProcess,
     GpuId,
     Position,
+    Prepared,
     PrepareOrder,
     RunOrder,
     WorkerInfo,
 )
+from raysgd.workers.process.imports import EarlyImports, installed_modules
 from raysgd.workers.process.reset import Baseline, ModuleWatch
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class WorkerActor(Watched):
     def __init__(self) -> None:
         self._baseline = Baseline()
         self._modules = ModuleWatch()
+        self._early_imports = EarlyImports()
         self._backend: Any = None  # `load` makes these three
         self._attempts: Any = None
         self._instances: Any = None
@@ -150,7 +152,6 @@ class WorkerActor(Watched):
         self._visible_gpus: tuple[GpuId, ...] = ()
         self._stacks_file = expose_stacks()
         self._termination = Termination(self._on_sigterm)
-        self._on_asked: Callable[[], None] = lambda: None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -167,16 +168,14 @@ class WorkerActor(Watched):
             stacks_file=self._stacks_file,
         )
 
-    def load(self, config: BackendConfig, controller: ControllerProcess, warm_up: bool = False) -> str | None:
+    def load(self, config: BackendConfig, controller: str, warm_up: bool = False) -> str | None:
         """Import the framework; called once, before an attempt. Return what is wrong if it is not installed, else None.
 
         Args:
             config: The configuration of the backend.
-            controller: The TrainerActor.
+            controller: Name of the TrainerActor.
             warm_up: No rank waits for this process, so import what training loops import later as well.
         """
-        if controller.timeout_s is not None:
-            self._watch_controller(controller, controller.timeout_s)
         backend = config.make_backend()
         try:
             with uncollected():
@@ -190,29 +189,41 @@ class WorkerActor(Watched):
 
         node = self.describe().node
         self._backend = backend
-        self._attempts = AttemptBuilder(backend, controller.name, node)
+        self._attempts = AttemptBuilder(backend, controller, node)
         self._instances = Instances(backend, node)
         self._baseline.note_framework()
         return None
 
-    def prepare(self, order: PrepareOrder) -> str | None:
-        """Reset this process and its environment for an attempt; return why it must be replaced instead, or None.
+    def list_imports(self) -> list[str]:
+        """Return the modules that spares and preloaded processes should import; see `installed_modules`."""
+        return installed_modules() if self._backend is not None and self._backend.can_import_early else []
 
-        It must be replaced if user modules changed since they were loaded, or the framework has not freed its earlier groups.
+    def import_early(self, names: Sequence[str]) -> None:
+        """Import modules that a member has imported; for a spare."""
+        if self._backend is not None and self._backend.can_import_early:
+            self._early_imports.run(names)
+
+    def prepare(self, order: PrepareOrder) -> Prepared:
+        """Reset this process and its environment for an attempt, and open the rendezvous if the order says so.
+
+        The process must be replaced if user modules changed since they were loaded, or if the framework has not freed its
+        earlier groups.
         """
         from raysgd.session import context
 
+        self._early_imports.end()
         self._rank = order.rank
         self._current.expect()
         context.uninstall()
         with self._leaving:  # an earlier call of `leave` may still run
-            if self._is_in_group:  # train_func returned here, and another rank was lost before it returned
+            # train_func may have returned here, and another rank been lost before it returned.
+            if self._is_in_group and not order.keeps_group:
                 self._leave()
         self._modules.note_loaded()
         if stale := self._modules.stale():
-            return f"{', '.join(stale)} changed since the workers loaded it"
+            return Prepared(f"{', '.join(stale)} changed since the workers loaded it")
         if self._backend.should_replace_process():
-            return "their framework has not freed all resources of earlier groups"
+            return Prepared("their framework has not freed all resources of earlier groups")
         if order.is_run or not self._is_reset:
             self._baseline.restore()
             self._is_reset = True
@@ -224,11 +235,11 @@ class WorkerActor(Watched):
             os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
         elif "CUDA_VISIBLE_DEVICES" not in ray.get_runtime_context().runtime_env.get("env_vars", {}):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows a worker without GPUs all those of its node
-        return None
+        return Prepared(rendezvous=self.open_rendezvous(order.rendezvous_ip) if order.rendezvous_ip else None)
 
-    def open_rendezvous(self) -> str:
-        """Open the rendezvous on rank 0; return its address."""
-        return str(self._backend.open_rendezvous(ray.util.get_node_ip_address()))
+    def open_rendezvous(self, node_ip: str) -> str:
+        """Open the rendezvous on rank 0, at an address of its node; return the value of `Member.rendezvous`."""
+        return str(self._backend.open_rendezvous(node_ip))
 
     def probe(self, folder: str, name: str) -> bool:
         """Return True if this node sees the file ``name`` that another node wrote into ``folder``."""
@@ -293,7 +304,6 @@ class WorkerActor(Watched):
 
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
-        self._on_asked()
         current = self._current.get()
         return Heartbeat() if current is None else current.heartbeat()
 
@@ -336,10 +346,16 @@ class WorkerActor(Watched):
         """Make train_func leave after this save; None: after no save."""
         self._current.call(attempt, lambda current: current.session.leave_after(last_save), None)
 
-    def leave(self) -> None:
-        """Leave the process group, once all ranks have returned."""
+    def leave(self, keeps_group: bool = False) -> bool:
+        """Leave the process group, once all ranks have returned; return whether this process stays in it.
+
+        Args:
+            keeps_group: Stay, unless the group was left when train_func ended.
+        """
         with self._leaving:
-            self._leave()
+            if not (keeps_group and self._is_in_group):
+                self._leave()
+            return self._is_in_group
 
     # -- the class API -------------------------------------------------------------------------------------------
 
@@ -357,15 +373,6 @@ class WorkerActor(Watched):
         self._instances.drop()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _watch_controller(self, controller: ControllerProcess, timeout_s: float) -> None:
-        """Watch the TrainerActor, because its driver may be gone."""
-        from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
-        from raysgd.workers.placement.cluster import NAMESPACE
-
-        watch = ProcessWatch(timeout_s)
-        watch.add(CONTROLLER, lambda: ray.get_actor(controller.name, namespace=NAMESPACE), pid=controller.pid)
-        self._on_asked = lambda: watch.on_message(CONTROLLER)
 
     def _leave(self) -> None:
         self._current.forget()

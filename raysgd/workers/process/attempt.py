@@ -27,6 +27,7 @@ from raysgd.session.events import (
     Ended,
     Entered,
     Failed,
+    Left,
     Preempted,
     Returned,
     Sample,
@@ -36,12 +37,14 @@ from raysgd.session.events import (
     WorkerEvent,
 )
 from raysgd.session.metrics import read_deferred
-from raysgd.session.progress import Heartbeat
+from raysgd.session.progress import Heartbeat, Spent
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import AttemptOrder, Position, RunOrder
 from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
+from raysgd.workers.process.first_snapshot import FirstSnapshot
+from raysgd.workers.process.output import find_output
 from raysgd.workers.process.position import PositionFinder
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
@@ -56,6 +59,17 @@ INTERRUPT_AFTER_S = 0.1
 SYNCHRONIZED_BY_REPORT = 10
 #: Seconds between two samples of the process.
 SAMPLE_INTERVAL_S = 2.0
+#: The values of a sample that are exported as metrics of Ray, named ``raysgd_worker_`` and this.
+EXPORTED = (
+    "cpu_percent",
+    "rss_bytes",
+    "gpu_memory_bytes",
+    "gpu_percent",
+    "reports_per_s",
+    "time_per_report_s",
+    "steps_per_s",
+    "data_wait_fraction",
+)
 
 
 class Attempt:
@@ -63,6 +77,7 @@ class Attempt:
 
     Args:
         code: Returns this attempt's own copies of ``train_func`` and its ``config``.
+        first_snapshot: Prepares the first checkpoint while train_func runs.
         node: This process's node, as users see it.
         on_resize: Calls the user's ``on_resize`` with the old and the new world size.
         load_retry_on: Returns the classes of exceptions that the user has retried.
@@ -83,6 +98,7 @@ class Attempt:
         event_queue: EventQueue,
         writer: CheckpointWriter,
         callbacks: WorkerCallbacks,
+        first_snapshot: FirstSnapshot,
         node: str,
         on_resize: Callable[[int, int], Any] | None = None,
         load_retry_on: Callable[[], tuple[type[Exception], ...]] = tuple,
@@ -99,6 +115,7 @@ class Attempt:
         self.writer = writer
         self._event_queue = event_queue
         self._callbacks = callbacks
+        self._first_snapshot = first_snapshot
         self._node = node
         self._on_resize = on_resize
         self._load_retry_on = load_retry_on
@@ -115,7 +132,8 @@ class Attempt:
     def events(self) -> Iterator[Any]:
         """Run train_func; yield batches of its events, and at the end its return value as an array, if that is large."""
         member = self._order.member
-        sampler = Sampler({"rank": member.rank, "node": self._node, "run": self._run.info.name})
+        info = self._run.info
+        sampler = Sampler({"rank": member.rank, "node": self._node, "run": info.name}, info.label)
         self._thread.start()
         while True:
             was_done = self._done.is_set()
@@ -124,7 +142,7 @@ class Attempt:
                 break
             self._warn_unsynchronized(is_over=False)
             if sampler.is_due():
-                batch.append(Sample(sampler.sample(self.session.num_reports)))
+                batch.append(Sample(sampler.sample(self.session.num_reports, self.heartbeat().spent)))
             if batch:
                 yield batch
         if self._large_value is not None:
@@ -207,6 +225,7 @@ class Attempt:
             self._send(failed)
             return failed
         finally:
+            self._first_snapshot.close()
             self._callbacks.end(error)
             clear_frames(error)
 
@@ -217,6 +236,7 @@ class Attempt:
         self._backend.init_process_group(self._order.member)
         self._in_setup = False
         context.install(self.session)
+        self._first_snapshot.begin()
         self._callbacks.start()
         old, new = self._order.previous_size, self._order.member.world_size
         if self._on_resize is not None and old is not None and old != new:
@@ -226,7 +246,7 @@ class Attempt:
         if self.session.is_ended:
             raise AttemptEnded("the attempt ended before train_func was entered")
         self.session.progress.enter()
-        self._send(Entered(time.time()))
+        self._send(Entered(time.time(), find_output()))
 
     def _warn_unsynchronized(self, *, is_over: bool) -> None:
         if (message := self._training.find_unsynchronized(is_over=is_over)) is not None:
@@ -241,6 +261,7 @@ class Attempt:
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
+        self._event_queue.put(Left(find_output()))
         self.session.close()
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
@@ -391,24 +412,38 @@ class WorkerCallbacks:
 
 
 class Sampler:
-    """Measures this process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads the kernel's files."""
+    """Measures this process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads the kernel's files.
 
-    def __init__(self, identity: dict[str, Any]) -> None:
+    Args:
+        identity: What each sample has in addition.
+        run: The label ``run`` of the exported metrics.
+    """
+
+    def __init__(self, identity: dict[str, Any], run: str = "") -> None:
         self._identity = identity
+        self._run = run
         self._process = psutil.Process()
         self._process.cpu_percent()  # each call measures since the one before
         self._reports = 0
+        self._spent = Spent()
         self._sampled_at = time.monotonic()
         self._export: Any = None
 
     def is_due(self) -> bool:
         return time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S
 
-    def sample(self, num_reports: int) -> dict[str, Any]:
-        """Return the values since the last sample; ``num_reports`` is the number of reports so far."""
+    def sample(self, num_reports: int, spent: Spent) -> dict[str, Any]:
+        """Return the values since the last sample.
+
+        Args:
+            num_reports: The number of reports so far.
+            spent: The steps so far, and the time in them.
+        """
         now = time.monotonic()
         elapsed, self._sampled_at = now - self._sampled_at, now
         made, self._reports = num_reports - self._reports, num_reports
+        before, self._spent = self._spent, spent
+        trained_s = spent.total_s - before.total_s
         values = {
             **self._identity,
             "cpu_percent": self._process.cpu_percent(),
@@ -416,6 +451,9 @@ class Sampler:
             **_gpu(),
             "reports_per_s": made / elapsed,
             "time_per_report_s": elapsed / made if made else None,
+            "steps_per_s": (spent.steps - before.steps) / elapsed,
+            # Of the time up to the last step; None without a step, or without data of raysgd.
+            "data_wait_fraction": (spent.data_s - before.data_s) / trained_s if spent.data_s and trained_s else None,
         }
         self._publish(values)
         return values
@@ -425,12 +463,11 @@ class Sampler:
         if self._export is None:
             from ray.util.metrics import Gauge
 
-            keys = ("cpu_percent", "rss_bytes", "gpu_memory_bytes", "gpu_percent", "reports_per_s", "time_per_report_s")
             self._export = {
                 key: Gauge(f"raysgd_worker_{key}", f"{key} of a raysgd worker", tag_keys=("run", "rank"))
-                for key in keys
+                for key in EXPORTED
             }
-        tags = {"run": str(values.get("run", "")), "rank": str(values["rank"])}
+        tags = {"run": self._run, "rank": str(values["rank"])}
         for key, gauge in self._export.items():
             if values[key] is not None:
                 gauge.set(float(values[key]), tags=tags)

@@ -24,13 +24,14 @@ from raysgd.errors import AttemptEnded, CheckpointNotFoundError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.rank_state import make_deterministic, seed_generators
+from raysgd.session.rank_state import make_deterministic, seed_generators, use_one_thread
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
 from raysgd.workers.orders import AttemptOrder, Blob, HeldCheckpoint, RunOrder
 from raysgd.workers.pickling import dumps, loads, loads_call
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
+from raysgd.workers.process.first_snapshot import FirstSnapshot
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class AttemptBuilder:
             time_before_s=order.time_before_s,
             seed=task.seed,
             deterministic=task.deterministic,
+            logical_workers=task.logical_workers,
             plan=task.datasets,
             fetch=ray.get,
             on_report=callbacks.hooks,
@@ -142,6 +144,12 @@ class AttemptBuilder:
             iterations_before=order.iterations_before,
         )
         writer.on_chunk = session.progress.wrote
+        first_snapshot = FirstSnapshot(
+            self._pool,
+            rank=member.rank,
+            num_local=member.local_world_size,
+            expects_save=lambda: session.expects_save,
+        )
         return Attempt(
             run,
             order,
@@ -151,6 +159,7 @@ class AttemptBuilder:
             event_queue=event_queue,
             writer=writer,
             callbacks=callbacks,
+            first_snapshot=first_snapshot,
             node=self._node,
             on_resize=None if task.on_resize is None else lambda old, new: loads(resolve(task.on_resize))(old, new),
             load_retry_on=lambda: () if task.retry_on is None else loads(resolve(task.retry_on)),
@@ -161,7 +170,10 @@ def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
     function, config = loads_call(resolve(run.task.code))
     if run.task.deterministic:
         make_deterministic()
-    if run.task.seed is not None:
+    if run.task.logical_workers:
+        use_one_thread()
+        seed_generators(run.task.seed or 0, 0)  # what all ranks draw outside the steps is equal
+    elif run.task.seed is not None:
         seed_generators(run.task.seed, rank)
     return function, config
 

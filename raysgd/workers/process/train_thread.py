@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -20,6 +22,16 @@ from typing import Any, NamedTuple
 from raysgd.errors import AttemptEnded
 from raysgd.session.events import Failed
 from raysgd.workers.process.reset import foreign_prefixes
+
+#: Python's own modules in which an exception from outside may leave a lock taken. Loops of a user may wait in the latter for
+#: long, so there it is raised after some time all the same.
+_IMPORTING = "<frozen importlib"
+_LOCKING = frozenset((threading.__file__, queue.__file__, logging.__file__))
+_UNSAFE_POLL_S = 0.002
+_MAX_UNSAFE_S = 1.0
+_ALONE_S = 0.5
+#: Held while the switch interval of the process is changed, so that it gets its own value back.
+_switching = threading.Lock()
 
 
 class Place(NamedTuple):
@@ -74,12 +86,35 @@ class TrainThread:
             return Place(_innermost_line(frame), hash((id(frame), frame.f_lasti)), _cpu_time_s(ident))
 
     def interrupt(self) -> None:
-        """Raise `AttemptEnded` in train_func, at whatever line it is; do nothing if train_func does not run."""
-        with self._lock:  # otherwise train_func could return now, and the exception would hit other code
-            if self.is_inside and self._thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(AttemptEnded)
-                )
+        """Raise `AttemptEnded` in train_func, at whatever line it is; do nothing if train_func does not run.
+
+        Waits while the thread is where the exception would leave a lock taken: Python checks for it between the call that takes
+        a lock and the ``try`` that releases it. A lost import lock would block every later import of this process.
+        """
+        began = time.monotonic()
+        while not self._raise_if_safe(time.monotonic() - began):
+            time.sleep(_UNSAFE_POLL_S)
+
+    def _raise_if_safe(self, waited_s: float) -> bool:
+        # The thread's lock: otherwise train_func could return now, and the exception would hit other code.
+        with self._lock, _switching:
+            interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(_ALONE_S)
+            try:
+                time.sleep(
+                    0
+                )  # after it no thread asks for the interpreter's lock within _ALONE_S: train_func does not move
+                ident = self._thread.ident
+                if not self.is_inside or ident is None:
+                    return True
+                frame = sys._current_frames().get(ident)
+                name = "" if frame is None else frame.f_code.co_filename
+                if name.startswith(_IMPORTING) or (name in _LOCKING and waited_s < _MAX_UNSAFE_S):
+                    return False
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(AttemptEnded))
+                return True
+            finally:
+                sys.setswitchinterval(interval_s)
 
 
 def _innermost_line(frame: FrameType | None) -> str:
